@@ -18,7 +18,6 @@ docs/EXPERIMENTS.md holds the figures and their commands.
 - `timing`: the cost of measuring;
 - `kl_simulate`: KL laws (`kl_laws`) against a simulated run (`kl_plant`);
 - `kl_control`: KL laws beside fixed coefficients, in real training;
-- `policies`: the actions of two policies, field by field;
 - `vision`: whether a policy learns to read pictures;
 - `intervals`: how often an interval of an evaluation holds the mean;
 - `crashes`: what is lost by kills, signals and damaged files;

@@ -22,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.service import BRANCHES, GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.rollout.reading_ahead import UpdatesAhead
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -317,4 +316,4 @@ def set_lookahead(trainer: Any, ahead: int) -> None:
     """For the next run of a trainer."""
     pipeline = trainer.components.pipeline
     pipeline.move_lookahead(ahead)
-    pipeline.updates = UpdatesAhead(ahead + 1)  # how far it reads ahead
+    pipeline.updates.depth = ahead + 1

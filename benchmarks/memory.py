@@ -56,8 +56,8 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.launch.checks.model import FLASH
-from salesrl_trl.launch.memory.estimate import STOCHASTIC_OPTIM, Estimate, estimate
-from salesrl_trl.launch.memory.shape import ModelShape, adapters_of, setup_of, shape_of
+from salesrl_trl.launch.memory_estimate import STOCHASTIC_OPTIM, Estimate, estimate, setup_of
+from salesrl_trl.launch.memory_shape import ModelShape, shape_of, with_adapters
 from salesrl_trl.launch.preflight.memory import STOCHASTIC_ARGS
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
@@ -147,7 +147,7 @@ def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape]))
     figures = shape_of(model)
-    return figures if lora is None else dataclasses.replace(figures, adapters=adapters_of(model, lora))
+    return figures if lora is None else with_adapters(figures, model, lora)
 
 
 def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOConfig, ModelConfig]:
@@ -212,7 +212,7 @@ def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, ca
     """The estimate of a row, for a card with so much memory."""
     shape = figures_of(row.shape, model_settings if row.lora else None)
     tokens = packaged_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
-    return estimate(shape, setup_of(args, model_settings, shape, len(tokens["input_ids"]), dtype=row.dtype), card_gib)
+    return estimate(setup_of(args, model_settings, shape, len(tokens["input_ids"]), dtype=row.dtype), card_gib)
 
 
 def measure(row: Row) -> dict[str, Any]:

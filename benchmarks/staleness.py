@@ -183,9 +183,7 @@ class Bench:
     def arm(self, oldest: int, median_s: float, sigma: float, steps: int, refill: int = 0) -> dict[str, float]:
         """The figures of `steps` steps."""
         components = self.trainer.components
-        components.pipeline.buffer.policy = policy_of(
-            None, max_staleness=oldest, refill_groups=refill, most_lookahead=self._ahead, why_not=lambda _: None
-        )
+        components.pipeline.buffer.policy = policy_of(self._ahead, oldest if oldest > self._ahead else 0, refill)
         components.in_groups = not components.pipeline.buffer.chooses
         self._reward.median_s, self._reward.sigma = median_s, sigma
         self.trainer.args.max_steps = BEFORE + steps + self._ahead

@@ -124,6 +124,10 @@ class ServiceTimeout(ServiceError, code="timeout", worth_retrying=True):
 class DeadlineExceeded(ServiceTimeout, code="deadline", worth_retrying=False):
     """The deadline of the reward came first. This says nothing about the service."""
 
+    @classmethod
+    def before_answer_of(cls, service: str) -> "DeadlineExceeded":
+        return cls(f"the deadline came before {service}'s answer")
+
 
 class ServiceRejected(ServiceError, code="rejected"):
     """A 4xx that a retry does not repair: the request, the key or the address is wrong."""

@@ -1,7 +1,8 @@
 """The trainer: TRL's `GRPOTrainer` with overrides.
 
-Owns the overrides, each of which says what it changes. `wiring.trl_access` has what the components use of TRL, and
-`wiring.components` builds them. The overrides of a micro-step stand below in the order in which TRL comes to them:
+Owns the overrides, each of which says what it changes; `wiring.saving` has those that write and push the policy.
+`wiring.trl_access` has what the components use of TRL, and `wiring.components` builds them.
+The overrides of a micro-step stand below in the order in which TRL comes to them:
 
     _run_epoch, get_batch_samples             prompts are read, for later steps too
     training_step
@@ -20,21 +21,14 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers.trainer as transformers_trainer
 from datasets import Dataset
 from torch.utils.data import Sampler as DatasetSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer
-from transformers.trainer_utils import HubStrategy, TrainOutput
-from transformers.utils import PushInProgress
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, GRPOTrainer
 
-from salesrl_trl.checkpoint.fitted import fitted
-from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
@@ -42,12 +36,12 @@ from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream
-from salesrl_trl.ground.own_code import warn_of_changes
+from salesrl_trl.ground.changed_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
-from salesrl_trl.names import SAVING_FOLDER, Phase
+from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.correction import unknown_logps
@@ -56,18 +50,18 @@ from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.rollout.turn_parser import guard_parser
 from salesrl_trl.telemetry.run_events import RunEvents
-from salesrl_trl.telemetry.spared import spared, tell
+from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part, layer
-from salesrl_trl.wiring.trl_access import TRLAccess
+from salesrl_trl.wiring.saving import SavingTrainer
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
 @in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
-class SalesGRPOTrainer(TRLAccess):
+class SalesGRPOTrainer(SavingTrainer):
     """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
 
     With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
@@ -99,9 +93,7 @@ class SalesGRPOTrainer(TRLAccess):
             Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
     """
 
-    is_extended = False
     updates = True  # whether steps change the policy
-    push_in_progress: PushInProgress | None = None
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
@@ -221,7 +213,7 @@ class SalesGRPOTrainer(TRLAccess):
             self.control.should_training_stop = True
             return
         self._epoch = epoch
-        self.components.pipeline.buffer.dataloader = train_dataloader
+        self.components.pipeline.updates.dataloader = train_dataloader
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -282,7 +274,7 @@ class SalesGRPOTrainer(TRLAccess):
         """Returns the completions of the rollout, which exist already unless TRL has set up environments for them."""
         rollout = self.components.scoring.current
         if rollout.sampled is None:
-            self.components.pipeline.generate_inside(rollout, prompts, self.environments)
+            self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
         assert rollout.sampled is not None
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
@@ -318,7 +310,7 @@ class SalesGRPOTrainer(TRLAccess):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
-        foreign = self._agents.of(self.components.parts).foreign
+        foreign = self._agents.foreign
         for message in tool_messages:
             message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
@@ -383,90 +375,6 @@ class SalesGRPOTrainer(TRLAccess):
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output
-
-    def _save_checkpoint(self, model, trial):
-        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole, and then is pushed."""
-        with self.components.stopping.held():
-            write = functools.partial(super()._save_checkpoint, model, trial)
-            folder = self.components.keeper.save(self.state, write)
-            if folder is not None and self.args.push_to_hub and self.is_world_process_zero():
-                with spared("the hub"):
-                    self._push_from_checkpoint(str(folder))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint when it has its name, behind the training."""
-        args, folder = self.args, Path(checkpoint_folder)
-        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
-        under_way = [job for job in jobs if not job.done()]
-        is_due = args.hub_strategy != HubStrategy.END and (args.hub_always_push or not under_way)
-        if is_due and folder.parent.name != SAVING_FOLDER:
-            names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
-            message = f"Training in progress, step {self.state.global_step}"
-            upload = self._upload(folder, message, names.get(args.hub_strategy))
-            self.push_in_progress = PushInProgress([*under_way, upload])
-
-    def push_to_hub(
-        self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
-        revision: str | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        """Pushes the policy and its card, of all that is in the run's folder."""
-        self.save_model(_internal_call=True)
-        if self.is_world_process_zero():
-            if self.hub_model_id is None:
-                self.init_hf_repo(token)
-            self.create_model_card(**kwargs)
-            self._finish_current_push()
-            upload = self._upload(Path(self.args.output_dir), commit_message, None, token, revision)
-            return upload.result() if blocking else upload
-
-    def _upload(self, policy: Path, message: str, inside: str | None, token=None, revision=None) -> Future[Any]:
-        """Uploads what may leave the machine, in one commit."""
-        args = self.args
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        place = staged(policy, Path(args.output_dir), inside)
-        upload = transformers_trainer.hf_api().upload_folder(
-            repo_id=self.hub_model_id, folder_path=str(place), commit_message=message, run_as_future=True,
-            token=token or args.hub_token, revision=revision or args.hub_revision,
-        )  # fmt: skip
-        upload.add_done_callback(functools.partial(unstaged, place))
-        return upload
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
-        folder = Path(self.args.output_dir)
-        folder = folder.parent if folder.name == SAVING_FOLDER else folder
-        if self.is_world_process_zero() and may_write_card(folder):
-            given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
-            self._policy_is_saved(folder, **given)
-
-    def _policy_is_saved(self, folder: Path, **given: Any) -> None:
-        for part in self.components.parts:
-            part.on_policy_saved(folder, self.state, given)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Leaves one policy in the folder, with its card."""
-        folder = Path(output_dir or self.args.output_dir)
-        has_room = may_write_card(folder)  # peft writes another one
-        is_adapter = self.components.reference.has_adapter
-        with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
-            super()._save(output_dir, state_dict)
-        if has_room:
-            self._policy_is_saved(folder)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the package's own files."""
-        super()._save_optimizer_and_scheduler(output_dir)
-        at = (self.state.global_step, self._step)
-        self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the package's own files, and of the others what fits this run's settings."""
-        with fitted(self.optimizer, self.lr_scheduler, self.state.global_step):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._buffered_inputs = self.components.keeper.load_parts(Path(checkpoint), self._step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the package's figures, under the same keys at every step."""

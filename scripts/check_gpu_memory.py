@@ -15,31 +15,22 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 
-from salesrl_trl.ground.command_line import ToolParser
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, end_tidily
+from salesrl_trl.ground.command_line import ToolParser, ended, strict_json
+from salesrl_trl.ground.shutdown import EXIT_FAILED, end_tidily
 
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.commands import print_failure, strict_json
-from salesrl_trl.launch.memory.estimate import (
-    Card,
-    Estimate,
-    advice,
-    card_here,
-    named_card,
-    used_gib,
-    users,
-)
-from salesrl_trl.launch.memory.shape import Sharding
+from salesrl_trl.launch.memory_estimate import Estimate, Setup, Sharding, advice, estimate, setup_of
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.memory import Scales, settle_precision
+from salesrl_trl.launch.preflight.memory import policy_shape, settle_precision, weigher
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
+from salesrl_trl.launch.software import Card, card_here, named_card
 
 SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
@@ -48,47 +39,44 @@ SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    as_json = "--json" in argv
-    try:
-        options, settings = _parser().parse_known_args(argv)
-        for name in ("processes", "prompt_tokens"):
-            check_range(name, getattr(options, name), Range(1))
-        with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
-            config = parse(settings, FULL)
-            card = card_here(config.training.device) if options.card is None else named_card(options.card)
-            if card is None:
-                raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
-            estimated, scales = _weigh(config, card, options)
-            setup = scales.setup(scales.plan.dtype)
-            options.prompt_tokens = setup.prompt_tokens
-            preset = None if estimated.fits else _preset(settings, card, options)
-    except Exception as error:
-        print_failure(error, as_json)
-        return EXIT_BAD_INPUT
+    return ended(argv, lambda: _examine(argv))
+
+
+def _examine(argv: Sequence[str]) -> int:
+    options, settings = _parser().parse_known_args(argv)
+    for name in ("processes", "prompt_tokens"):
+        check_range(name, getattr(options, name), Range(1))
+    with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
+        config = parse(settings, FULL)
+        card = card_here(config.training.device) if options.card is None else named_card(options.card)
+        if card is None:
+            raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
+        estimated, setup = _weigh(config, card, options)
+        options.prompt_tokens = setup.prompt_tokens
+        preset = None if estimated.fits else _preset(settings, card, options)
     formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
     title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
     title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
     title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
-    if not as_json:
-        print(_as_text(scales, preset, card, title))
+    if not options.json:
+        print(_as_text(setup, estimated, preset, card, title))
     else:
         report = {
             "run": title,
-            "card": {"name": card.name, "gib": card.gib, "used_gib": used_gib(card)},
+            "card": {"name": card.name, "gib": card.gib, "used_gib": card.used_gib()},
             "fits": estimated.fits,
             "needed_gib": estimated.needed_gib,
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
             "vllm_sequences": estimated.sequences,
-            "setup": asdict(setup),
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(scales.shape, setup, card.gib),
+            "remedies": [] if estimated.fits else advice(setup, card.gib),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
 
 
-def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Scales]:
-    """The estimate of a run on a card, and what weighed it."""
+def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Setup]:
+    """The estimate of a run on a card, and its setup."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
             "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
@@ -98,17 +86,21 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
-    sharding = SHARDINGS[options.sharding]
-    scales = Scales(plan, card.gib, options.prompt_tokens)
-    if sharding is not Sharding.NONE or options.processes > 1:
-        scales.sharding, scales.processes = sharding, options.processes
+    sharding, training = SHARDINGS[options.sharding], config.training
+    shares = sharding is not Sharding.NONE or options.processes > 1
+    setup = setup_of(
+        training, config.model, policy_shape(plan),
+        plan.train.longest if options.prompt_tokens is None else options.prompt_tokens, dtype=config.model.dtype,
+        sharding=sharding if shares else None, processes=options.processes if shares else None,
+    )  # fmt: skip
     plan.dtype = config.model.dtype
     if sharding is Sharding.NONE:
         try:
-            settle_precision(plan, scales.weigh)
+            settle_precision(plan, weigher(setup, card.gib))
         except ConfigError:  # no number format fits: the table says so
             plan.dtype = "float32"
-    return scales.weigh(plan.dtype), scales
+    setup = replace(setup, dtype=plan.dtype, optim=training.optim.value)
+    return estimate(setup, card.gib), setup
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
@@ -127,8 +119,7 @@ def _is_no_larger(name: str, card: Card) -> bool:
     return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
 
 
-def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title: str) -> str:
-    setup, estimated = scales.setup(scales.plan.dtype), scales.weigh(scales.plan.dtype)
+def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None, card: Card, title: str) -> str:
     peak = estimated.peak
     lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
@@ -140,8 +131,8 @@ def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title
             f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
             f"{setup.rollouts} are generated"
         )
-    if (used := used_gib(card)) is not None:
-        named = users(card)
+    if (used := card.used_gib()) is not None:
+        named = card.users()
         text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
         too_little = estimated.fits and used + estimated.needed_gib > card.gib
         lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
@@ -155,7 +146,7 @@ def _as_text(scales: Scales, preset: tuple[str, float] | None, card: Card, title
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     lines.append("What takes less:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(scales.shape, setup, card.gib))])
+    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup, card.gib))])
 
 
 def _parser() -> ToolParser:

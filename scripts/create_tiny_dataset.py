@@ -31,7 +31,6 @@ from datasets import Dataset
 from salesrl_trl.data.files import Record
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.launch.data.form import Records
 from salesrl_trl.launch.data.formats import FORMATS, ROWS
 from salesrl_trl.launch.data.formats.dataset_format import digest
 from salesrl_trl.launch.data.sources import load_records
@@ -47,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = DataConfig(dataset_format=options.dataset_format, columns=options.columns)
         loaded = load_records(options.source, options.split, config.form())
-        records, name = loaded.records, loaded.name
+        records, name = [row.record for row in loaded.rows], loaded.name
         check_columns(records[0].keys() if records else (), name)
         branches = [str(record.get("branch")) for record in records]
         known = [branch for record in records if isinstance(branch := record.get("branch"), str)]
         places = chosen(branches, options.rows, options.by_branch, options.seed)
-        rows = [parse_row(records[at], *_where(loaded, at, sorted(set(known)))) for at in places]
+        placed = [loaded.rows[at] for at in places]
+        rows = [parse_row(row.record, row.position, sorted(set(known)), name, row.line) for row in placed]
         write(options.out, [records[place] for place in places])
         if options.knowledge_out is not None:
             texts = dict.fromkeys(text for row in rows for text in row.documents)
@@ -67,12 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if loaded.note:
         print(loaded.note)
     return 0
-
-
-def _where(loaded: Records, at: int, branches: Sequence[str]) -> tuple[int, Sequence[str], str, int | None]:
-    """What `parse_row` wants beside a record."""
-    position, line = loaded.places[at]
-    return position, branches, loaded.name, line
 
 
 def chosen(branches: Sequence[str], rows: int, by_branch: bool, seed: int | None) -> list[int]:

@@ -25,12 +25,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from salesrl_trl.errors import SalesRLError
-from salesrl_trl.ground.command_line import ToolParser
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
+from salesrl_trl.ground.command_line import ToolParser, ended, strict_json
+from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.launch.commands import print_failure, strict_json
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.preflight.services import RAG_STAGE, under_load
 from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, report_of, stage_text
@@ -121,21 +119,21 @@ def suggestion(report: StageReport, concurrency: int) -> dict[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check everything, print it, and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        options, settings = _parser().parse_known_args(argv)
-        key = [] if options.key_env is None else ["--rag_api_key_env", options.key_env]
-        step = ["--num_generations", "1", "--per_device_train_batch_size", str(options.concurrency)]
-        limit = ["--rag_max_concurrency", str(options.concurrency), "--max_attempts", "1"]
-        kinds = (DataConfig, RewardConfig, StepSettings)
-        given = ["--rag_base_url", options.base_url, *key, *step, *limit, *settings]
-        config = ServicesConfig(*parse_part(given, kinds))
-        plan = ServicesPlan(config, calls=options.requests)
-        config.training.branches = config.training.branches or plan.branches_of_rows
-        plan.addresses = (options.base_url, "")  # no judge is asked, so none is started
-        _ = plan.reward
-    except SalesRLError as error:
-        print_failure(error, as_json="--json" in argv)
-        return EXIT_BAD_INPUT
+    return ended(argv, lambda: _examine(argv))
+
+
+def _examine(argv: Sequence[str]) -> int:
+    options, settings = _parser().parse_known_args(argv)
+    key = [] if options.key_env is None else ["--rag_api_key_env", options.key_env]
+    step = ["--num_generations", "1", "--per_device_train_batch_size", str(options.concurrency)]
+    limit = ["--rag_max_concurrency", str(options.concurrency), "--max_attempts", "1"]
+    kinds = (DataConfig, RewardConfig, StepSettings)
+    given = ["--rag_base_url", options.base_url, *key, *step, *limit, *settings]
+    config = ServicesConfig(*parse_part(given, kinds))
+    plan = ServicesPlan(config, calls=options.requests)
+    config.training.branches = config.training.branches or plan.branches_of_rows
+    plan.addresses = (options.base_url, "")  # no judge is asked, so none is started
+    _ = plan.reward
     out = sys.stderr if options.json else sys.stdout
     if proxies := urllib.request.getproxies():
         print(f"note: set here, and used neither by training nor by this tool: {', '.join(proxies)}", file=sys.stderr)

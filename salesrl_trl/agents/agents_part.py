@@ -6,6 +6,7 @@ call tools or an episode is given.
 
 import importlib.util
 import math
+from asyncio import run_coroutine_threadsafe
 from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
@@ -16,19 +17,21 @@ from salesrl_trl.agents.foreign_text import ForeignText
 from salesrl_trl.agents.playing import EpisodeTurns
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import ToolTurns
-from salesrl_trl.agents.tools import ToolCalls
+from salesrl_trl.agents.tools import ToolCalls, tried
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.sampler import Finished, Handle
 from salesrl_trl.generation.turn_access import TurnAccess
 from salesrl_trl.types import Example
-from salesrl_trl.wiring.part import Part, PartContext, lacking
+from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 
 logger = get_logger(__name__)
 
 
 class AgentsPart(Part):
     """The calls and episodes under way, and the endpoint at which episodes ask the policy."""
+
+    name = AGENTS
 
     def connect(self, run: PartContext) -> None:
         if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
@@ -76,7 +79,8 @@ class AgentsPart(Part):
         """Call tools once, on the main process. Raises `ConfigError` for one that fails."""
         if not self._trl.accelerator.is_main_process or self._loop.reward.is_replay:
             return
-        for name, ended in self._trl.try_tools().items():
+        ended_by_name = run_coroutine_threadsafe(tried(self._trl.functions), self._trl.tools_loop()).result()
+        for name, ended in ended_by_name.items():
             if isinstance(ended, ServiceError):
                 raise ConfigError(
                     f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
@@ -100,7 +104,3 @@ class AgentsPart(Part):
     def close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
-
-
-def of(parts: Sequence[Part]) -> AgentsPart:
-    return next(part for part in parts if isinstance(part, AgentsPart))

@@ -88,20 +88,10 @@ class Keeper:
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-        self.run = agreed(self._run_id)
+        self.run = agreed(lambda: _run_of(self._last, self._output_dir, self.parts))
         self._clear()
         self._states = {}
         return None if self._last is None else str(self._last)
-
-    def _run_id(self) -> str:
-        """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint
-        without a manifest a part may know it."""
-        ids: list[str | None] = []
-        if self._last is not None and self._last.resolve().parent == self._output_dir.resolve():
-            manifest = read(self._last)
-            ids = [manifest.run if isinstance(manifest, Manifest) else None]
-            ids += [part.known_run() for part in self.parts]
-        return next(filter(None, ids), None) or uuid.uuid4().hex
 
     def report(self, state: TrainerState) -> None:
         """Log from where a run goes on. `state` is the one to go on with."""
@@ -293,6 +283,16 @@ def choose_on_all_ranks(
             "begin anew, so that completions differ from those of a run without a stop. The prompts are the same"
         )
     return chosen
+
+
+def _run_of(checkpoint: Path | None, output_dir: Path, parts: Sequence[HasState]) -> str:
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
+    manifest a part may know it."""
+    ids: list[str | None] = []
+    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
+        manifest = read(checkpoint)
+        ids = [manifest.run if isinstance(manifest, Manifest) else None, *(part.known_run() for part in parts)]
+    return next(filter(None, ids), None) or uuid.uuid4().hex
 
 
 def agreed(work: Callable[[], T]) -> T:

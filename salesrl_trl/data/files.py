@@ -36,8 +36,11 @@ MOST_TEXT_BYTES = 16 * 2**20  # largest file that a person writes: a template, a
 
 
 class Placed(NamedTuple):
+    """A record, and where it stands in its source."""
+
     record: Record
-    line: int | None = None  # line in the file, counted from 1; `None` where a record is no line
+    line: int | None = None  # in the file, counted from 1; `None` where a record is no line
+    position: int = 0  # among the records, counted from 0
 
 
 MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
@@ -173,7 +176,7 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
     `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id."""
     documents: dict[str, Document] = {}
     try:
-        for record, line in read_lines(Path(path)):
+        for record, line, _ in read_lines(Path(path)):
             for name, value in {"id": None, "text": None, "title": "", **record}.items():
                 if name not in Document.__slots__ or (isinstance(value, str) and (value.strip() or name == "title")):
                     continue

@@ -1,17 +1,19 @@
 """The command lines of the package's tools, which `commands.toml` holds: a command's parser, and its work.
 
-Owns how a wrong argument is refused. Each command calls it. Standard library only.
+Owns how a wrong argument is refused, how a command's failure is told, and its exit code. Standard library only.
 """
 
 import argparse
+import json
+import math
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
+from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 
 _KINDS: dict[str, Callable[[str], object]] = {"int": int, "float": float, "path": Path}
 
@@ -53,13 +55,46 @@ def exit_code(
     work: Callable[[argparse.Namespace], int | None],
     *failures: type[Exception],
 ) -> int:
-    """Do a command's work with its arguments. A `ConfigError`, an `OSError` or one of the `failures` is one message on
-    stderr, and exit code 2."""
-    parser = parser_of(command)
-    args = parser.parse_args(argv)
-    caught: tuple[type[Exception], ...] = (ConfigError, OSError, *failures)
+    """Do a command's work with its arguments: `ended`, where an `OSError` is a failure too."""
+    args = parser_of(command).parse_args(argv)
+    return ended(argv or (), lambda: work(args), OSError, *failures)
+
+
+def ended(argv: Sequence[str], work: Callable[[], "Work"], *failures: type[Exception]) -> int:
+    """Do a command's work, and return its exit code. What it returns may be further work, after all checks.
+
+    An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with
+    `--json`. Its exit code is `EXIT_BAD_INPUT`, in further work `EXIT_FAILED`.
+    """
+    failing_as = EXIT_BAD_INPUT
+    caught: tuple[type[Exception], ...] = (SalesRLError, *failures)
     try:
-        return work(args) or 0
+        result = work()
+        while callable(result):
+            failing_as = EXIT_FAILED
+            result = result()
+        return result or 0
     except caught as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        name = type(error).__name__
+        if "--json" in argv:
+            print(json.dumps({"failure": {"error": name, "text": str(error), "remedy": ""}}))
+        else:
+            print(f"{name}: {error}", file=sys.stderr)
+        return failing_as
+
+
+Work = int | None | Callable[[], int | None]
+
+
+def strict_json(value: object) -> str:
+    """JSON that every reader accepts: numbers that are NaN or infinite are null."""
+    return json.dumps(finite(value))
+
+
+def finite(value: object) -> object:
+    """The same value, with `None` in place of numbers that are NaN or infinite."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

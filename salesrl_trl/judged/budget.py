@@ -64,8 +64,10 @@ class Spent:
         return calls_and_usd(self.calls, self.usd)
 
     def add(self, other: "Spent") -> None:
-        for name in Spent.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.usd += other.usd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +205,8 @@ class Budget(SharedBudget):
         """The quota of a service, by all limits that are about it. Limits of money are not about one without price."""
         about = [limit for limit in self.limits if limit.service in (None, service)]
         limits = [limit for limit in about if not (limit.kind == USD and price.is_free)]
-        each = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
-        rates = [Rate(most / self._processes, kind) for kind, most in each if most is not None]
+        stated = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
+        rates = [Rate(per_minute / self._processes, kind) for kind, per_minute in stated if per_minute is not None]
         return ServiceQuota(self, service, limits, price, rates)
 
     def refused(self, limits: Sequence[Limit]) -> Limit | None:
@@ -367,8 +369,8 @@ class ServiceQuota(Quota):
         request = self._spent(self._prompt_tokens, self._completion_tokens)
         request.calls = 1
         if not self._counted:
-            limits = (limit.most for limit in self.limits if limit.kind == USD)
-            request.usd = min([request.usd, *(FIRST_SHARE * most for most in limits)])
+            dollars = (limit.most for limit in self.limits if limit.kind == USD)
+            request.usd = min([request.usd, *(FIRST_SHARE * dollar_limit for dollar_limit in dollars)])
         return request
 
     def _begin(self) -> None:

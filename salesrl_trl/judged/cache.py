@@ -48,49 +48,33 @@ def cache_key(*parts: object) -> str:
 
 
 class AnswerStore:
-    """JSON values by key, in a file or, without one, in memory: the latest `most` of them.
-
-    A file that can't be read or written counts as empty, which is logged once, and is tried again later. No call fails
-    because of it, and none waits for another process that locks it.
-    """
+    """JSON values by key, in a file or, without one, in memory: the latest `most` of them. No call waits for another
+    process that locks the file."""
 
     def __init__(self, path: Path | None = None, *, most: int = MAX_IN_MEMORY) -> None:
         self.path = path
         self._most = most
         self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
+        self._file = AnswersFile(path)
         self._wanted: set[str] = set()  # keys for the next look-up
         self._look_up: asyncio.Task[dict[str, object]] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
-        self._connection: sqlite3.Connection | None = None
-        # until when the file counts as empty, and until when nothing is written to it, by `time.monotonic`
-        self._unreadable_until = self._unwritable_until = math.inf if path is None else 0.0
-        self._is_stale = False  # whether the connection had a fault: the file may be another one the next time
-        self._logged: set[str] = set()  # faults that were logged
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(AnswerStore, most=self._most), (self.path,)
 
-    @property
-    def _is_readable(self) -> bool:
-        return time.monotonic() >= self._unreadable_until
-
-    @property
-    def _is_writable(self) -> bool:
-        return time.monotonic() >= self._unwritable_until
-
     async def get(self, key: str) -> object:
         """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
-        if key in self._memory or not self._is_readable:
+        if key in self._memory or not self._file.is_readable:
             return self._memory.get(key)
 
         async def read_wanted() -> dict[str, object]:
             wanted, self._wanted, self._look_up = self._wanted, set(), None
-            rows = await self._run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
+            rows = await self._file.run(f"SELECT key, value FROM answers WHERE {_IN_LIST}", json.dumps(list(wanted)))
             return {key: _without_checksum(key, stored) for key, stored in rows or ()}
 
         self._wanted.add(key)
-        if self._look_up is None:
+        if self._look_up is None or self._look_up.done():  # by the end of an event loop
             self._look_up = asyncio.ensure_future(read_wanted())
         return (await asyncio.shield(self._look_up)).get(key)
 
@@ -100,30 +84,31 @@ class AnswerStore:
         self._memory[key] = value
         while len(self._memory) > self._most:
             del self._memory[next(iter(self._memory))]
-        if self._is_writable and (self._writing is None or self._writing.done()):
+        if self._file.is_writable and (self._writing is None or self._writing.done()):
             self._writing = asyncio.ensure_future(self._write(WRITE_AFTER_S))
 
     async def get_or_put(self, key: str, value: object) -> object:
         """The value in the file. If it has none, or a damaged one, `value` is put there; of several processes, the
         first one's stays. `None` if the file can't be used now."""
-        known = await self.get(key)
+        kept = await self.get(key)
         for conflict in ("IGNORE", "REPLACE"):
-            if known is None and self._is_readable:
-                await self._run(f"INSERT OR {conflict} INTO answers VALUES (?, ?)", key, _with_checksum(key, value))
-                known = await self.get(key)
-        return known
+            if kept is None and self._file.is_readable:
+                stored = _with_checksum(key, value)
+                await self._file.run(f"INSERT OR {conflict} INTO answers VALUES (?, ?)", key, stored)
+                kept = await self.get(key)
+        return kept
 
     async def replace(self, key: str, old: object, new: object) -> bool:
         """Put `new` in the place of `old`, if that is still there. Returns whether the file could be written."""
         values = (_with_checksum(key, new), key, _with_checksum(key, old))
-        return await self._change("UPDATE answers SET value = ? WHERE key = ? AND value = ?", *values)
+        return await self._file.change("UPDATE answers SET value = ? WHERE key = ? AND value = ?", *values)
 
     async def known(self, keys: Collection[str]) -> set[str]:
-        rows = await self._run(f"SELECT key FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
+        rows = await self._file.run(f"SELECT key FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
         return {key for (key,) in rows or ()}
 
     async def forget(self, keys: Iterable[str]) -> None:
-        await self._change(f"DELETE FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
+        await self._file.change(f"DELETE FROM answers WHERE {_IN_LIST}", json.dumps(list(keys)))
 
     async def aclose(self) -> None:
         """Write what is new and close the file. The next use opens it again."""
@@ -133,38 +118,69 @@ class AnswerStore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 await self._write(0.0)
-                connection, self._connection = self._connection, None
-                if connection is not None:
-                    await asyncio.wrap_future(self._thread.submit(connection.close))
-        thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
-        thread.shutdown(wait=False)
+                await self._file.aclose()
+        self._file.leave()
 
     async def _write(self, pause_s: float) -> None:
         """Write what is in memory alone, after a pause, until nothing is left."""
-        while self._memory and self._is_writable:
+        while self._memory and self._file.is_writable:
             await asyncio.sleep(pause_s)
             new = dict(self._memory)
             stored = json.dumps({key: _with_checksum(key, value) for key, value in new.items()})
-            if await self._run("INSERT OR REPLACE INTO answers SELECT key, value FROM json_each(?)", stored) is None:
+            statement = "INSERT OR REPLACE INTO answers SELECT key, value FROM json_each(?)"
+            if await self._file.run(statement, stored) is None:
                 await asyncio.sleep(WRITE_AFTER_S)  # another process locks the file
                 continue
             for key, value in new.items():
                 if self._memory.get(key) is value:
                     del self._memory[key]
 
-    async def _change(self, statement: str, *values: str) -> bool:
+
+class AnswersFile:
+    """The SQLite file, which one thread reads and writes. One that can't be read or written counts as empty, which is
+    logged once, and is tried again later. No statement fails because of it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        self._connection: sqlite3.Connection | None = None
+        # until when the file counts as empty, and until when nothing is written to it, by `time.monotonic`
+        self._unreadable_until = self._unwritable_until = math.inf if path is None else 0.0
+        self._is_stale = False  # whether the connection had a fault: the file may be another one the next time
+        self._logged: set[str] = set()  # faults that were logged
+
+    @property
+    def is_readable(self) -> bool:
+        return time.monotonic() >= self._unreadable_until
+
+    @property
+    def is_writable(self) -> bool:
+        return time.monotonic() >= self._unwritable_until
+
+    async def aclose(self) -> None:
+        """Close the file behind what was asked of it. The next use opens it again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await asyncio.wrap_future(self._thread.submit(connection.close))
+
+    def leave(self) -> None:
+        """Take another thread: this one may wait for a disk."""
+        thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
+        thread.shutdown(wait=False)
+
+    async def change(self, statement: str, *values: str) -> bool:
         """Whether the file was changed. Tries again while another process locks it."""
         for _ in range(CHANGE_ATTEMPTS):
-            if await self._run(statement, *values) is not None:
+            if await self.run(statement, *values) is not None:
                 return True
-            if not self._is_writable:
+            if not self.is_writable:
                 break
         return False
 
-    async def _run(self, statement: str, *values: str) -> list[tuple[str, ...]] | None:
+    async def run(self, statement: str, *values: str) -> list[tuple[str, ...]] | None:
         """The rows of one statement, which is a transaction of its own. `None` if the file can't be used now."""
         is_look_up = statement.startswith("SELECT")
-        if not (self._is_readable if is_look_up else self._is_writable):
+        if not (self.is_readable if is_look_up else self.is_writable):
             return None
         running = asyncio.wrap_future(self._thread.submit(self._execute, statement, values))
         await asyncio.wait({running}, timeout=LOOK_UP_TIMEOUT_S if is_look_up else None)

@@ -126,8 +126,8 @@ class SalesReward(JudgeReward):
             }
             # 2. The judge about their answer, if any branch needs one.
             if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
-                known = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
-                answer = known[0] if known else Answer(text="No answer.", passages=(), took_ms=0.0)
+                given = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
+                answer = given[0] if given else Answer(text="No answer.", passages=(), took_ms=0.0)
                 results.update(await self._warm_up_judges(row, action, answer))
             # 3. Whether the index is empty.
             if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:

@@ -19,7 +19,6 @@ from salesrl_trl.judged.judge_interface import Candidates, Judge
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.judged.verdict import MESSAGE_VERSION
 from salesrl_trl.service.event_loop import seconds_or_error
-from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
 
 AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -85,6 +84,8 @@ class JudgeClient(Judge):
         self.orders = orders
         self.providers = {provider.name: ProviderClient(provider) for provider in providers}
         """By name, in fallback order."""
+        self.provider_names = tuple(self.providers)
+        self.transports = {provider.transport.service: provider.transport for provider in providers}
         self._all = [*self.providers.values()]
         self._rubrics = rubrics
         self._repeats = repeats
@@ -104,14 +105,6 @@ class JudgeClient(Judge):
             for name, rubric in rubrics.items()
         }
         self._records: list[JudgeRecord] = []
-
-    @property
-    def provider_names(self) -> tuple[str, ...]:
-        return tuple(self.providers)
-
-    @property
-    def transports(self) -> dict[str, Transport]:
-        return {provider.settings.transport.service: provider.settings.transport for provider in self._all}
 
     def identity(self, rubric: str) -> str:
         return self._identities[rubric]

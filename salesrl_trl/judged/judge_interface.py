@@ -13,6 +13,7 @@ Owns what the chain asks of a judge.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
@@ -33,6 +34,10 @@ class Judge(ABC):
     """
 
     orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
+    provider_names: tuple[str, ...] = ()
+    """Everything with usage of its own, in a fixed order."""
+    transports: Mapping[str, Transport] = MappingProxyType({})
+    """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
 
     async def judge_group(
         self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
@@ -73,16 +78,6 @@ class Judge(ABC):
     def places(self) -> Mapping[str, str]:
         """The model and address of each service, by its name, for messages. Reason codes begin with that name."""
         return {"judge": f"{type(self).__module__}.{type(self).__qualname__}"}
-
-    @property
-    def provider_names(self) -> tuple[str, ...]:
-        """Everything with usage of its own, in a fixed order."""
-        return ()
-
-    @property
-    def transports(self) -> Mapping[str, Transport]:
-        """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
-        return {}
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
         """Usage by provider, since the last time."""

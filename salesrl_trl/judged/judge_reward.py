@@ -197,15 +197,15 @@ class JudgeReward(Scorer):
             judge = self._judges[sample.by_second]
             try:
                 # 1. The answer to score, the stages of one's own and the judge. Each may refuse the case.
-                known = await _passed(self._before, await self._case(sample, stages), stages)
-                if isinstance(known, Case):
-                    known = await _passed(self._behind, await self._judged(member, judge, known, stages), stages)
+                outcome = await _passed(self._before, await self._case(sample, stages), stages)
+                if isinstance(outcome, Case):
+                    outcome = await _passed(self._behind, await self._judged(member, judge, outcome, stages), stages)
                 # 2. The number.
-                if isinstance(known, Missing):
-                    return missing(Outcome.INFRA, known.reason)
-                if isinstance(known, InvalidAction):
-                    return self._scoring.score_invalid(known)
-                return _by_criteria(self._scoring.score(known), known)
+                if isinstance(outcome, Missing):
+                    return missing(Outcome.INFRA, outcome.reason)
+                if isinstance(outcome, InvalidAction):
+                    return self._scoring.score_invalid(outcome)
+                return _by_criteria(self._scoring.score(outcome), outcome)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
 

@@ -138,9 +138,9 @@ class Meter:
 
     def agreement(self, branch: str) -> float:
         """Correlation of both judges on the latest completions that were drawn by lot; NaN where it is undefined."""
-        known = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
+        drawn = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
         try:
-            return statistics.correlation([call.written.score for call in known], [call.second for call in known])
+            return statistics.correlation([call.written.score for call in drawn], [call.second for call in drawn])
         except statistics.StatisticsError:
             return math.nan
 
@@ -159,7 +159,7 @@ class Meter:
         self._by_lot += self._settings.share * size * RANDOM
         self._free += OF_FEATURES
         self._look_at_order(order_gap)
-        features = [self._rising.features(one.text) for one in written]
+        features = [self._rising.features(completion.text) for completion in written]
         asked = self._choose(written, features)  # by what was known before, so that chance does not choose them
         self._rising.add(written, features)
         self._look_for_suspects()
@@ -195,10 +195,10 @@ class Meter:
         while self._by_lot >= 1 and self._calls >= 1 and written:
             self._by_lot, self._calls = self._by_lot - 1, self._calls - 1
             chosen[self._rng.randrange(len(written))] = True
-        lots, most = self._rng.sample(range(len(written)), len(written)), len(chosen) + MOST_AT_ONCE
+        lots, limit = self._rng.sample(range(len(written)), len(written)), len(chosen) + MOST_AT_ONCE
         for feature in self._suspects:
             for place in lots:
-                if self._calls < 1 + anchors * is_due or len(chosen) == most:
+                if self._calls < 1 + anchors * is_due or len(chosen) == limit:
                     break
                 if feature in features[place] and place not in chosen:
                     chosen[place] = False
@@ -216,10 +216,10 @@ class Meter:
         rises = self._rising.found()
         cleared = self._cleared
         taken = [feature for feature, rise in rises.items() if rise.importance >= cleared.get(feature, 0.0)][:SUSPECTS]
-        known, self._suspects = self._suspects, {}
-        self._free += sum(suspect.capital for feature, suspect in known.items() if feature not in taken)
+        before, self._suspects = self._suspects, {}
+        self._free += sum(suspect.capital for feature, suspect in before.items() if feature not in taken)
         for feature in taken:
-            if (suspect := known.get(feature)) is None:
+            if (suspect := before.get(feature)) is None:
                 capital = self._free / 2
                 self._free -= capital
                 suspect = _Suspect(rises[feature], capital, capital * CLEARED)
@@ -229,17 +229,20 @@ class Meter:
     def _wager(self, feature: Feature, call: _SecondCall) -> None:
         """Bet on whether the judge likes a completion more than the second one does, compared with those of its branch
         that do not have the feature."""
-        known, branch = self._known, call.written.branch
-        others = [one for one in known if one.written.branch == branch and feature not in one.features]
+        scored, branch = self._known, call.written.branch
+        others = [other for other in scored if other.written.branch == branch and feature not in other.features]
         if len(others) < FEWEST:
             return
         # 1. By what the second judge's scores are multiplied, and how much both differ anyway.
-        spreads = (statistics.stdev(one.written.score for one in known), statistics.stdev(one.second for one in known))
+        spreads = (
+            statistics.stdev(other.written.score for other in scored),
+            statistics.stdev(other.second for other in scored),
+        )
         ratio = min(max((spreads[0] + FLOOR) / (spreads[1] + FLOOR), 0.5), 2.0)
-        sd = max(statistics.stdev(one.gap(ratio) for one in known), FLOOR)
+        sd = max(statistics.stdev(other.gap(ratio) for other in scored), FLOOR)
         # 2. The bet.
         suspect = self._suspects[feature]
-        suspect.gaps.append(call.gap(ratio) - statistics.fmean(one.gap(ratio) for one in others))
+        suspect.gaps.append(call.gap(ratio) - statistics.fmean(other.gap(ratio) for other in others))
         allowed = max(TOLERANCE, (1 - CONFIRMED) * suspect.rise.worth)
         suspect.capital *= _factor((suspect.gaps[-1] - allowed) / sd)
         # 3. Its end.
@@ -270,11 +273,11 @@ class Meter:
         """Whether scores depend on the order of two answers otherwise than they did."""
         if math.isnan(gap):
             return
-        known = self._order_gaps[:-LAG]
+        earlier = self._order_gaps[:-LAG]
         self._order_gaps = [*self._order_gaps, gap][-MOST_GAPS:]
-        if len(known) < FEWEST_GAPS:
+        if len(earlier) < FEWEST_GAPS:
             return
-        usual, sd = statistics.fmean(known), statistics.stdev(known) * (1 + 2 / len(known)) + FLOOR / 2
+        usual, sd = statistics.fmean(earlier), statistics.stdev(earlier) * (1 + 2 / len(earlier)) + FLOOR / 2
         if self._order.is_alarm(gap - usual, sd, OF_ORDER):
             what = ("judge", "the judge scores the answer that it reads first otherwise than the second, by")
             self.alarms.append(Alarm(what=what, before=usual, now=gap))

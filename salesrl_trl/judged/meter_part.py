@@ -98,11 +98,11 @@ class JudgeMeter(Part):
         # 1. What this rank's completions are, and what was answered since the last batch.
         size, state = len(rollout.inputs), PartialState()
         first, total = state.process_index * size, state.num_processes * size
-        every = math.ceil(total / MOST_TEXTS)
+        step = math.ceil(total / MOST_TEXTS)
         written = {}
         for place, (row, reward) in enumerate(zip(rollout.inputs, result.rewards, strict=True), first):
             group, score = place // self._group, reward.components.get(JUDGE)
-            if score is not None and group % every == 0:
+            if score is not None and group % step == 0:
                 text, branch = completion_text(rollout.completions[place - first]), self._branches.of(row)
                 written[place] = Written(text=text, branch=branch, group=group, score=score)
         gathered = gather_object([(written, self._scores())])
@@ -130,7 +130,7 @@ class JudgeMeter(Part):
         meter = self._meter
         for _, scores in gathered:
             meter.add_scores(scores)
-        written = {place: one for of_rank, _ in gathered for place, one in of_rank.items()}
+        written = {place: completion for of_rank, _ in gathered for place, completion in of_rank.items()}
         places, asked = [*written], meter.add([*written.values()], size, order_gap)
         alarms, meter.alarms = meter.alarms, []
         figures = {
@@ -158,7 +158,7 @@ class JudgeMeter(Part):
         self._alarms += len(plan.alarms)
         for alarm in plan.alarms:
             agreements = [value for name, value in plan.figures.items() if name.startswith(agreement_of(""))]
-            both = f" Agreement of both judges by branch: {', '.join(f'{one:.2f}' for one in agreements)}."
+            both = f" Agreement of both judges by branch: {', '.join(f'{agreement:.2f}' for agreement in agreements)}."
             what = alarm.described(with_text=self._settings.shows_text)
             logger.warning(f"[Judge] its score may not mean any more what it meant.{both * bool(agreements)} {what}")
             if self._settings.on_alarm == STOP and self._run.run_control.error is None:  # on every rank

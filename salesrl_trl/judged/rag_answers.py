@@ -102,13 +102,13 @@ class RagAnswers:
         store, state = self._references, await self._state()
         by_key = {await self._key("32b", row): row for row in rows}
         in_file = await store.known(by_key)
-        known = [key for key in by_key if key in in_file]
-        if not known or store.path is None:
+        kept = [key for key in by_key if key in in_file]
+        if not kept or store.path is None:
             return None
         written = datetime.fromtimestamp(store.path.stat().st_mtime)
         place = f"the cache {store.path}, last written {written:%Y-%m-%d %H:%M}"
-        share = f"{len(known):,} of {len(by_key):,}"
-        some = known[:: -(-len(known) // COMPARED_REFERENCES)]
+        share = f"{len(kept):,} of {len(by_key):,}"
+        some = kept[:: -(-len(kept) // COMPARED_REFERENCES)]
         results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
         compared = [changed for changed in results if changed is not None]
         if not any(compared):
@@ -121,7 +121,7 @@ class RagAnswers:
         fresh = secrets.token_hex(8)
         # Of all processes that see the change, the first one's state stays. A file that can't be written has none.
         self._known_state = None if await store.replace(self._state_key, state, fresh) else fresh
-        await store.forget(known)
+        await store.forget(kept)
         return (
             f"the knowledge behind the 32B endpoint has changed: {sum(compared)} of {len(compared)} references differ "
             f"from those in {place}. Its answers to this run's rows ({share}) are forgotten and asked for anew, as "

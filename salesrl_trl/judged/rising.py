@@ -87,25 +87,25 @@ class Rising:
     def add(self, written: Sequence[Written], features: Iterable[Features]) -> None:
         """A batch, with what its texts have."""
         if written and len(self._lengths) < LEAST:
-            self._lengths.append(statistics.fmean(len(one.text) for one in written))
+            self._lengths.append(statistics.fmean(len(completion.text) for completion in written))
         groups = defaultdict[int, list[tuple[float, Features]]](list)
-        for one, own in zip(written, features, strict=True):
-            groups[one.group].append((one.score, own))
+        for completion, features_of_text in zip(written, features, strict=True):
+            groups[completion.group].append((completion.score, features_of_text))
         counts, spread = Counter[Feature](), 0.0
         totals, contrasts = defaultdict[Feature, float](float), defaultdict[Feature, float](float)
         for group in groups.values():
             mean, having = statistics.fmean(score for score, _ in group), Counter[Feature]()
-            for score, own in group:
-                having.update(own)
+            for score, features_of_text in group:
+                having.update(features_of_text)
                 spread += (score - mean) ** 2
-                for feature in own:
+                for feature in features_of_text:
                     totals[feature] += score - mean
             counts.update(having)
             for feature, m in having.items():
                 contrasts[feature] += m * (1 - m / len(group))
         least = max(1, SEEN * len(written))
-        known = {feature: (m, totals[feature], contrasts[feature]) for feature, m in counts.items() if m > least}
-        self._batches.append(_Batch(len(written), spread, known))
+        frequent = {feature: (m, totals[feature], contrasts[feature]) for feature, m in counts.items() if m > least}
+        self._batches.append(_Batch(len(written), spread, frequent))
 
     def found(self) -> dict[Feature, Rise]:
         """What rises and is rewarded, the most important first."""

@@ -56,13 +56,13 @@ class Scoring:
                     f"`branch_reward_weights` of branch {branch!r} is {dict(weights)}. Expected at least one "
                     f"component, each with a weight above 0 and up to {MAX_WEIGHT:g}."
                 )
-            known = (*COMPONENTS, *self.stage_components)
+            names = (*COMPONENTS, *self.stage_components)
             for component in weights:
                 is_rubric = component.startswith(OTHER_RUBRIC) and component != OTHER_RUBRIC
-                if component not in known and not is_rubric:
+                if component not in names and not is_rubric:
                     raise ConfigError(
                         f"`branch_reward_weights` of branch {branch!r} names {component!r}. Expected one of: "
-                        f"{', '.join(known)}, or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to "
+                        f"{', '.join(names)}, or {OTHER_RUBRIC}<rubric>. For a component of your own add a stage to "
                         "`reward_stages`."
                     )
 
@@ -80,9 +80,9 @@ class Scoring:
     def rubrics(self, branch: str) -> dict[str, str]:
         """The judgements a branch needs: component to rubric."""
         weights = self.weights[branch]
-        own = {"judge": branch} if {"judge", "margin"} & weights.keys() else {}
+        main = {"judge": branch} if {"judge", "margin"} & weights.keys() else {}
         others = {name: name.removeprefix(OTHER_RUBRIC) for name in weights if name.startswith(OTHER_RUBRIC)}
-        return {**own, **others}
+        return {**main, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
         """The same law, with the components of these stages. Raises `ConfigError` where two stages or components have
@@ -100,13 +100,13 @@ class Scoring:
     def score(self, case: Case) -> Reward:
         """The reward of an answered action, from what the judge and the stages found."""
         # 1. The components of the answer.
-        weights, own = self.weights[case.row.branch], case.verdicts.get("judge")
-        reference = None if own is None else own.reference
+        weights, main = self.weights[case.row.branch], case.verdicts.get("judge")
+        reference = None if main is None else main.reference
         scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
         judged = {
             "judge": None,
             REFERENCE: reference,
-            "margin": None if own is None or reference is None else own.candidate - reference,
+            "margin": None if main is None or reference is None else main.candidate - reference,
             **scores,
         }
         components = self._components(case, case.answer, judged, case.components)
@@ -145,13 +145,13 @@ class Scoring:
         return {**judged, **of_search, **dict.fromkeys(self.stage_components), **of_stages}
 
     def _combine(self, weights: Mapping[str, float], components: Mapping[str, float | None]) -> float | None:
-        known = {name: weight for name, weight in weights.items() if components.get(name) is not None}
-        if not known or (self.missing == "none" and len(known) < len(weights)):
+        present = {name: weight for name, weight in weights.items() if components.get(name) is not None}
+        if not present or (self.missing == "none" and len(present) < len(weights)):
             return None
-        if any(map(_is_judged, weights)) and not any(map(_is_judged, known)):
+        if any(map(_is_judged, weights)) and not any(map(_is_judged, present)):
             return None
-        scale = sum(weights.values()) / sum(known.values())
-        return scale * sum(weight * (components[name] or 0.0) for name, weight in known.items())
+        scale = sum(weights.values()) / sum(present.values())
+        return scale * sum(weight * (components[name] or 0.0) for name, weight in present.items())
 
 
 def _is_judged(component: str) -> bool:

@@ -45,7 +45,7 @@ class Spending(Part):
             began, first = self._first
             to_come = (last_step - step) / max(step - began, 1)
             used = [(account.used(limit), first.used(limit), limit.most) for limit in self._limits]
-            figures[BUDGET_FORECAST] = max((now + (now - then) * to_come) / most for now, then, most in used)
+            figures[BUDGET_FORECAST] = max((now + (now - then) * to_come) / cap for now, then, cap in used)
         return figures
 
     def in_words(self) -> str:

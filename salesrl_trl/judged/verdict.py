@@ -148,10 +148,10 @@ def read_verdict(
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
     names = candidate_names(nonce, count)
-    whole, most = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
+    whole, most_starts = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
     text = _without_end(whole.rpartition("</think>")[2])
-    if (last := _last_object(text, most)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
-        last = _last_object(text := _without_end(whole), most)  # the reason quotes that tag
+    if (last := _last_object(text, most_starts)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
+        last = _last_object(text := _without_end(whole), most_starts)  # the reason quotes that tag
     if last is _TWICE:
         raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
@@ -196,7 +196,7 @@ def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
 
 def verdicts_from_json(value: Any) -> Sequence[Verdict]:
     """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    return [Verdict(**each) for each in (value if isinstance(value, list) else [value])]
+    return [Verdict(**fields) for fields in (value if isinstance(value, list) else [value])]
 
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:
@@ -271,8 +271,8 @@ def _faults(error: ValidationError) -> str:
     faults = []
     for detail in error.errors(include_input=False, include_url=False):
         name = detail["loc"][0]
-        known = name in _FIELDS
-        faults.append(f"`{name}`: {detail['msg'].lower()}" if known else "a field stands that was not asked for")
+        is_known = name in _FIELDS
+        faults.append(f"`{name}`: {detail['msg'].lower()}" if is_known else "a field stands that was not asked for")
     return "; ".join(dict.fromkeys(faults))
 
 

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 import psutil
 
 from salesrl_trl.config.keys import is_secret, without_keys
-from salesrl_trl.errors import ConfigError, SalesRLError
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground import own_code
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import ended, parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch import software
-from salesrl_trl.launch.commands import print_failure
 from salesrl_trl.launch.run_record import Difference, differences, settings_text
 
-DIFFERENT, BAD_INPUT = 1, 2
+DIFFERENT = 1
 _VARIABLES = re.compile(
     r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
     r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
@@ -99,31 +98,31 @@ def difference_page(parts: Mapping[str, Mapping[str, Difference]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the facts or the differences. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        options, settings = parser_of("env").parse_known_args(argv)
-        if settings and (options.diff or options.has):
-            # a value may be a key
-            names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
-            alone = "--diff" if options.diff else "--has"
-            raise ConfigError(f"unknown arguments beside {alone}: {names or 'values'}. Leave them out.")
-        if options.has:
-            has, here = own_code.holds(options.has), own_code.code()
-            text = f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {here}"
-            print(json.dumps({"has": has, **dataclasses.asdict(here)}) if options.json else text)
-            return 0 if has else DIFFERENT
-        if options.diff:
-            changes = differences(*options.diff)
-            print(json.dumps(changes) if options.json else difference_page(changes))
-            return DIFFERENT if any(changes.values()) else 0
-        shown, recipe = Facts(), _recipe(settings) if settings else None
-        if options.json:
-            unmet = [package.name for package in shown.packages if not package.is_met]
-            print(json.dumps({**dataclasses.asdict(shown), "unmet": unmet, "settings": recipe}, indent=2))
-        else:
-            print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
-    except SalesRLError as error:
-        print_failure(error, as_json="--json" in argv)
-        return BAD_INPUT
+    return ended(argv, lambda: _show(argv))
+
+
+def _show(argv: Sequence[str]) -> int:
+    options, settings = parser_of("env").parse_known_args(argv)
+    if settings and (options.diff or options.has):
+        # a value may be a key
+        names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
+        alone = "--diff" if options.diff else "--has"
+        raise ConfigError(f"unknown arguments beside {alone}: {names or 'values'}. Leave them out.")
+    if options.has:
+        has, here = own_code.holds(options.has), own_code.code()
+        text = f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {here}"
+        print(json.dumps({"has": has, **dataclasses.asdict(here)}) if options.json else text)
+        return 0 if has else DIFFERENT
+    if options.diff:
+        changes = differences(*options.diff)
+        print(json.dumps(changes) if options.json else difference_page(changes))
+        return DIFFERENT if any(changes.values()) else 0
+    shown, recipe = Facts(), _recipe(settings) if settings else None
+    if options.json:
+        unmet = [package.name for package in shown.packages if not package.is_met]
+        print(json.dumps({**dataclasses.asdict(shown), "unmet": unmet, "settings": recipe}, indent=2))
+    else:
+        print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
     return 0
 
 

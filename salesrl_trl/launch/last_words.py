@@ -1,25 +1,66 @@
 """The last words of a failed run: which fault of the catalogue it is, and what to do about it.
 
-Owns how a fault is recognised, in a chain of exceptions or in the log of a run that a signal ended. `catalogue` owns
-the faults, `launch` the place of the words. Standard library only: the process that waits for a launch reads it too.
+Owns how a fault is recognised, in a chain of exceptions or in the log of a run that a signal ended. `catalogue.toml`
+has the faults, of which the first with a fitting sign counts. It is read at the import: where files are used up, it is
+too late. Standard library only: the process that waits for a launch reads it too.
 """
 
 import os
 import re
 import signal
+import tomllib
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigErrors, SalesRLError
-from salesrl_trl.launch.catalogue import (
-    CRASHES,
-    FAULTS,
-    PAGE,
-    Fault,
-    Sign,
-    Words,
+
+PAGE = "docs/TROUBLESHOOTING.md"  # the page of all faults
+
+
+@dataclass(frozen=True)
+class Sign:
+    """How an error is recognised: every field given must fit. `catalogue.toml` says what each is compared with."""
+
+    text: str = ""
+    kind: str = ""
+    where: str = ""
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what to do, the cheapest first. `follows`: whether another process's error is the cause."""
+
+    title: str
+    cause: str
+    signs: tuple[Sign, ...]
+    remedies: tuple[str, ...]
+    follows: bool = False
+
+    @property
+    def anchor(self) -> str:
+        """The heading's name in a link, as GitHub makes it."""
+        return "".join(letter for letter in self.title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+
+
+@dataclass(frozen=True)
+class Words:
+    """The last words of one process."""
+
+    text: str
+    code: int  # exit code
+    follows: bool = False  # whether the error follows from that of another process, which then is the one to report
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+CRASHES: dict[str, str] = _TABLE["crashes"]
+FAULTS = tuple(
+    Fault(**fault | {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])})
+    for fault in _TABLE["fault"]
 )
+"""In the order in which they are tried."""
 
 _LOG_TAIL = 400_000  # bytes at the end of a log that are searched
 _LONGEST = 400  # characters of a foreign error's message

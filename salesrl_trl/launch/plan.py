@@ -27,7 +27,7 @@ from salesrl_trl.launch.data.lengths import FittingPrompts, LengthLimit, fit_pro
 from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.sources import load_records, prompt_dataset
 from salesrl_trl.launch.data.templates import PromptTemplate
-from salesrl_trl.launch.memory.estimate import Estimate
+from salesrl_trl.launch.memory_estimate import Estimate
 from salesrl_trl.launch.services_plan import ServicesPlan
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.types import SalesRow

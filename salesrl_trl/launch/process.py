@@ -23,7 +23,7 @@ from salesrl_trl.ground import shutdown
 from salesrl_trl.ground.process import stat_of
 from salesrl_trl.ground.shutdown import print_line
 from salesrl_trl.launch import signals
-from salesrl_trl.launch.catalogue import Words
+from salesrl_trl.launch.last_words import Words, words_of_end
 
 FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the folder of the launch
 LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is under way there
@@ -181,8 +181,6 @@ def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:
                 file.unlink()
     words = _first(folder)
     if words is None and killed:
-        from salesrl_trl.launch.last_words import words_of_end
-
         size, _, log = (folder / _LOG).read_text("utf-8").partition(" ") if (folder / _LOG).is_file() else ("", "", "")
         words = words_of_end(Path(log) if log else None, int(size or 0))
         _leave(folder / _FIRST, words)

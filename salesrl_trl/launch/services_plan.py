@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from salesrl_trl.launch.assembly import addresses
 from salesrl_trl.launch.checks.reward import RewardParts, read_reward
 from salesrl_trl.launch.data.form import Portion, part_of
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import ALL, SalesRow
 
@@ -97,7 +97,7 @@ class ServicesPlan:
     @property
     def branches_of_rows(self) -> list[str]:
         """Of a task of one's own, whose settings name none."""
-        records = (record for part in self.train_records for record in part.records)
+        records = (row.record for part in self.train_records for row in part.rows)
         return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
 
     @cached_property

@@ -31,11 +31,12 @@ from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnav
 from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
-from salesrl_trl.launch.assembly import check_budget_left, launched_services, open_reward
+from salesrl_trl.launch.assembly import check_budget_left, open_reward
 from salesrl_trl.launch.banner import closing_lines
 from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
+from salesrl_trl.launch.embedded import launched_services
 from salesrl_trl.launch.evaluation.held_out import HeldOut
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.runner import prepare

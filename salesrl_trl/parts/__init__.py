@@ -1,3 +1,4 @@
-"""The parts of a trainer that belong to the core: `wiring.part` says what a part is, and what turns each on. Those of a
-layer lie with it.
+"""The parts of a trainer that belong to the core. `wiring.part` says what a part is, and what turns each on.
+
+Those of a layer lie with it.
 """

@@ -13,7 +13,6 @@ from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
-from salesrl_trl.rollout.buffer_policy import Refilled
 from salesrl_trl.service.quota import SharedBudget
 from salesrl_trl.telemetry.logs import QUIET
 from salesrl_trl.types import ALL
@@ -44,7 +43,7 @@ class Banner(Part):
             return
         args.is_introduced = True
         reward, policy = run.reward_loop.reward, run.pipeline.buffer.policy
-        staleness, refill = policy.max_age, policy.most if isinstance(policy, Refilled) else 0
+        staleness, refill = policy.max_age, policy.refill_limit
         report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
         if "tensorboard" not in args.report_to:
             report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'

@@ -21,13 +21,7 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RECORD_FOLDER
-from salesrl_trl.record.schema import (
-    PACKED,
-    SUFFIX,
-    VERSION,
-    rank_of,
-    record_file,
-)
+from salesrl_trl.record.schema import PACKED, SUFFIX, VERSION, rank_of, record_file
 from salesrl_trl.telemetry.completion_record import Judged
 
 logger = logging.getLogger(__name__)

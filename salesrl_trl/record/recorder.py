@@ -20,7 +20,6 @@ from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
 from salesrl_trl.rollout.groups import AT_ONCE
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
-from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext
 
 
@@ -109,13 +108,7 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
             place=place,
             prompt_group=(first + place) // rollout.group,
             staleness=update - rollout.steps[place],
-            outcome=scored.outcome.value,
-            reason=scored.reason if scored.outcome is not Outcome.OK else "",  # else words, which verdicts have
-            reward=scored.value,
-            reference_reward=scored.reference_value,
-            parts=dict(scored.components),
-            functions=dict(scored.by_function),
-            seconds={**scored.seconds, **record.waits},
+            reward=scored,
             record=record,
         )
         for place, (example, completion, scored, record) in enumerate(

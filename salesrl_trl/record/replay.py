@@ -11,20 +11,13 @@ import json
 import logging
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
-from salesrl_trl.record.reader import (
-    digest_of,
-    open_record,
-    record_files,
-    row_of,
-    text_of,
-    unpacked,
-)
+from salesrl_trl.record.reader import digest_of, open_record, record_files, row_of, text_of, unpacked
 from salesrl_trl.record.schema import rank_of
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
 from salesrl_trl.reward.sample_lines import row_id_of
@@ -36,6 +29,7 @@ from salesrl_trl.types import Example, Outcome, Reward, missing
 logger = logging.getLogger(__name__)
 
 NOT_RECORDED = "not_recorded"
+T = TypeVar("T")
 _FIELDS = "outcome, reason, reward, reference_reward, parts, functions, seconds"
 _SAME = "digest = ? AND row = ?"
 _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND place = ?"
@@ -147,8 +141,7 @@ class ReplayReward(Scorer):
         )  # fmt: skip
 
     def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
-        """What this very completion earned, or else the same text to the same row: of several the one after that of
-        the last look-up, and then the last one."""
+        """What this very completion earned, or else the same text to the same row."""
         origin = sample.origin
         key: tuple[object, ...] = (
             digest_of(row.get("prompt"), conversation_of(sample.completion) or sample.text), recorded_name(row)
@@ -161,9 +154,13 @@ class ReplayReward(Scorer):
             key = very
         else:
             records = self._select(self._files, f"{query} {_SAME} ORDER BY id", *key)
+        return self._next(key, records) if records else None
+
+    def _next(self, key: tuple[object, ...], found: Sequence[T]) -> T:
+        """Of several that were found for a key the one after that of the last look-up, and then the last one."""
         number = self._taken[key]
         self._taken[key] += 1
-        return records[min(number, len(records) - 1)] if records else None
+        return found[min(number, len(found) - 1)]
 
     def order_of(self, step: int) -> list[list[int]] | None:
         """In which order the run trained on the parts of this process's next batch of a step, as the record has it:
@@ -176,8 +173,8 @@ class ReplayReward(Scorer):
         return json.loads(orders[number][0]) if number < len(orders) else None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
-        """How a call of a tool ended, by its service and its arguments: of several the one after that of the last
-        look-up, and then the last one. `None` where the tool is to be called. Raises `ServiceError` without one."""
+        """How a call of a tool ended, by its service and its arguments. `None` where the tool is to be called. Raises
+        `ServiceError` without one."""
         if self._calls is None:
             self._calls = defaultdict(lambda: defaultdict(list))
             for file in (*self._own, *(each for each in self._files if each not in self._own)):
@@ -190,9 +187,7 @@ class ReplayReward(Scorer):
             if self._on_miss == "live":
                 return None
             raise ServiceError(f"{service} was not called with these arguments", f"{service}_{NOT_RECORDED}")
-        number = self._taken[service, key]
-        self._taken[service, key] += 1
-        file, answer, failure, seconds = calls[key][min(number, len(calls[key]) - 1)]
+        file, answer, failure, seconds = self._next((service, key), calls[key])
         if self._delays:
             await asyncio.sleep(seconds)
         return None if answer is None else text_of(file, answer) or "", failure

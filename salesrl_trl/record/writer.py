@@ -13,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import as_json, digest, digest_of, run_of
 from salesrl_trl.record.schema import TABLES, VERSION
 from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,14 @@ PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of th
 LOCK_PAUSE_S = 0.5  # between two attempts on a file that another process locks, beside SQLite's own wait of 5 s
 JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
 CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
+PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # of an `Entry`, as they are
 T = TypeVar("T")
 Filter = Callable[[str], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A completion that was scored. All but `record` are columns of the record."""
+    """A completion that was scored."""
 
     row: str  # id of the dataset's row, or `reader.row_of` its columns
     branch: str
@@ -50,13 +52,7 @@ class Entry:
     place: int
     prompt_group: int
     staleness: int = 0
-    outcome: str
-    reason: str
-    reward: float | None
-    reference_reward: float | None
-    parts: Mapping[str, float | None]
-    functions: Mapping[str, float | None]
-    seconds: Mapping[str, float]
+    reward: Reward
     record: CompletionRecord | None
 
 
@@ -234,7 +230,7 @@ class Recorder:
         def text_of(value: object) -> int | None:
             return None if value is None else add_text(file, as_json(self._cleaned(value)))
 
-        values = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "record"}
+        values = {name: getattr(entry, name) for name in PLAIN_COLUMNS}
         values |= {
             "step": batch.step,
             "mode": batch.mode,
@@ -247,11 +243,8 @@ class Recorder:
             "answer": text_of(record.answer),
             "reference": text_of(record.reference),
             "advantage": advantage,
-            "parts": as_json(entry.parts),
-            "functions": as_json(entry.functions),
-            "seconds": as_json(entry.seconds),
             "time": batch.time,
-            **judge_columns(record, entry.seconds),
+            **reward_columns(entry.reward, record, record.waits),
         }
         completion = insert(file, "completions", values)
         verdicts = {name: replace(said, reason=self._clean(said.reason)) for name, said in record.verdicts.items()}
@@ -402,7 +395,17 @@ def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[st
         insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
 
 
-def judge_columns(record: CompletionRecord, seconds: Mapping[str, float]) -> dict[str, object]:
-    """The columns of a completion that say who judged it, and how long that took."""
+def reward_columns(reward: Reward, record: CompletionRecord, waits: Mapping[str, float]) -> dict[str, object]:
+    """The columns of a completion that say what it earned, who judged it, and how long that took with its `waits`."""
     first = next(iter(record.verdicts.values()), None)
-    return {"provider": (first and first.provider) or None, "judge_s": seconds.get(Stage.JUDGE)}
+    return {
+        "outcome": reward.outcome.value,
+        "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
+        "reward": reward.value,
+        "reference_reward": reward.reference_value,
+        "parts": as_json(dict(reward.components)),
+        "functions": as_json(dict(reward.by_function)),
+        "seconds": as_json({**waits, **reward.seconds}),
+        "provider": (first and first.provider) or None,
+        "judge_s": reward.seconds.get(Stage.JUDGE),
+    }

@@ -205,23 +205,23 @@ class RewardBatch:
         takes the place of another one, those that are scored together with it begin again. `row` takes the place of
         the one with which the batch began. One that `failed` before is missing for this reason, whatever its score."""
         # 1. Keep it with all that its reward may ask for.
-        known = self._samples[place]
-        if known is not None and _same(known.completion, completion):
+        before = self._samples[place]
+        if before is not None and _same(before.completion, completion):
             return
         if row is not None:
             self.rows[place] = row
         self._samples[place] = Sample(
             row=self.rows[place], completion=completion, token_ids=token_ids, batch=self.number, place=place,
             size=len(self), group=self._group, origin=self._origin, failed=failed,
-            by_second=self.by_second if known is None else known.by_second,
+            by_second=self.by_second if before is None else before.by_second,
         )  # fmt: skip
         first = place - place % self._unit
         unit = range(first, min(first + self._unit, len(self)))
-        if known is not None or first not in self._whole:
+        if before is not None or first not in self._whole:
             self._whole[first] = asyncio.get_running_loop().create_future()
             self._rounds[first] += 1
         # 2. Begin to score it, or all of its unit anew. A cut off batch scores no more.
-        for other in [place] if known is None else unit:
+        for other in [place] if before is None else unit:
             if (sample := self._samples[other]) is None:
                 continue
             if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
@@ -346,9 +346,13 @@ class RewardBatch:
         spans = [span for stages in self.stages for span in stages.spans]
         judged: dict[int, list[Span]] = {}  # by batch: those that are taken over began in others
         for sample, stages in zip(self._samples, self.stages, strict=True):
-            own = [span for span in stages.spans if span.name == Stage.JUDGE]
-            judged.setdefault(self.number if sample is None else sample.batch, []).extend(own)
-        took = (max(s.ended for s in own) - min(s.started for s in own) for own in judged.values() if own)
+            judgings = [span for span in stages.spans if span.name == Stage.JUDGE]
+            judged.setdefault(self.number if sample is None else sample.batch, []).extend(judgings)
+        took = (
+            max(span.ended for span in judgings) - min(span.started for span in judgings)
+            for judgings in judged.values()
+            if judgings
+        )
         report = replace(
             drained, seconds=self.times.seconds, judge_seconds=max(took, default=0.0), spans=spans,
             started=self.times.first or 0.0, waits=tuple(self.waits),

@@ -115,8 +115,8 @@ class RewardFigures:
         self._parts = {"meter": names.meter is not None, "groups": names.judges_groups}
         self._stages = (*Stage, *names.stages)
         components = [component for component in names.components if component != REFERENCE]
-        own: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
-        self._over_completions = {**OVER_COMPLETIONS, **own}
+        values: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
+        self._over_completions = {**OVER_COMPLETIONS, **values}
         columns = (BRANCH_ID, REFERENCE_REWARD, *self._over_completions, *self._stages)
         self._columns = {name: place for place, name in enumerate(columns)}
         self._counts = (
@@ -144,8 +144,8 @@ class RewardFigures:
 
     def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias. `further`: parts of it."""
-        own = (part for part, is_there in self._parts.items() if is_there)
-        return line_names({"rewards", *further, *own}, self.words)
+        present = (part for part, is_there in self._parts.items() if is_there)
+        return line_names({"rewards", *further, *present}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         """A column of a table of `encode`, shape (N,)."""
@@ -178,18 +178,18 @@ class RewardFigures:
     def _add_stages(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
         """Seconds of each stage: percentiles over completions, and the stages of the slowest completion."""
         seconds = {stage: self.column(table, stage) for stage in self._stages}
-        for stage, every in seconds.items():
-            known = every[~every.isnan()].tolist()
+        for stage, times in seconds.items():
+            measured = times[~times.isnan()].tolist()
             for name, share in STAGE_SHARES.items():
-                aggregates.add(stage_of(stage, name), percentile(known, share), int(bool(known)))
+                aggregates.add(stage_of(stage, name), percentile(measured, share), int(bool(measured)))
         if not len(table):
             return
-        spent = {stage: every.nan_to_num() for stage, every in seconds.items()}
+        spent = {stage: times.nan_to_num() for stage, times in seconds.items()}
         beside = torch.maximum(spent[Stage.RAG_8B], spent[Stage.RAG_32B])
-        others = sum(every for stage, every in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
+        others = sum(times for stage, times in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
         slowest = int((beside + others).argmax())
-        for stage, every in spent.items():
-            aggregates.add(slowest_of(stage), every[slowest].item(), 1)
+        for stage, times in spent.items():
+            aggregates.add(slowest_of(stage), times[slowest].item(), 1)
 
     def encode_report(self, report: BatchReport) -> torch.Tensor:
         """A batch's report as a table, to be gathered: shape (1, 2 + `JudgeBias.SUMS` + counts), float64."""

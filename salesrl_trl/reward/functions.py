@@ -48,6 +48,7 @@ MOST_CALLS = 1024  # calls in flight of a function without a transport of its ow
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 BREACHES = ("signature", "no_list", "wrong_length", "no_number")
 """Ends of codes of a function whose own code is wrong, whatever it scores."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword arg|positional arguments? but|multiple values for")
 """In a `TypeError` about the arguments of a call."""
 
@@ -205,15 +206,16 @@ class RewardFunction(Scorer):
         """What the function returns for so many completions. It may write into its arguments, which are copies. Of
         whatever it raises, a `ServiceError`."""
         arguments = _copied(arguments)
+        limit = 0 if self._per is Per.COMPLETION else count + 1
         try:
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                call = THREADS.submit(lambda: self._collected(self._function(**arguments), count))
+                call = THREADS.submit(lambda: _collected(self._function(**arguments), limit))
                 returned = await asyncio.wrap_future(call)
             if inspect.isawaitable(returned):  # also of a plain function around an async one
-                returned = self._collected(await returned, count)
-            if isinstance(returned, AsyncIterable) and self._per is not Per.COMPLETION:
+                returned = _collected(await returned, limit)
+            if isinstance(returned, AsyncIterable) and limit:
                 returned = [value async for value in returned]
             return returned
         except ServiceError:
@@ -224,8 +226,8 @@ class RewardFunction(Scorer):
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the call is given up; else something inside it was cancelled
-            if (known := service_error_of(self.code, error)) is not None:
-                raise known from error
+            if (failure := service_error_of(self.code, error)) is not None:
+                raise failure from error
             raised = type(error).__name__
             text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
             if isinstance(error, TypeError) and _ARGUMENTS.search(str(error)):
@@ -252,11 +254,6 @@ class RewardFunction(Scorer):
         else:
             values["prompt"] = first["prompt"]
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
-
-    def _collected(self, returned: Any, count: int) -> Any:
-        """What a function returned; of a generator, which runs its code now, the rewards."""
-        is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized | Awaitable)
-        return list(itertools.islice(returned, count + 1)) if is_lazy and self._per is not Per.COMPLETION else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
@@ -331,16 +328,24 @@ class VerlFunction:
 def _arguments_of(function: Function) -> tuple[dict[str, bool], bool]:
     """The arguments that a function takes by name, with whether it needs each, and whether it takes all others. Raises
     `ConfigError` where it takes them by position alone."""
-    every = inspect.signature(function).parameters.values()
-    by_name = [each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in every)
-    unnamed = [str(each) for each in every if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
-    if unnamed := unnamed or [str(each) for each in every if not (by_name or takes_all)]:
+    parameters = inspect.signature(function).parameters.values()
+    needed = {argument.name: argument.default is argument.empty for argument in parameters}
+    by_name = [argument.name for argument in parameters if argument.kind in _BY_NAME]
+    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in parameters)
+    alone = [argument for argument in parameters if argument.kind is argument.POSITIONAL_ONLY]
+    unnamed = [str(argument) for argument in alone if needed[argument.name]]
+    if unnamed := unnamed or [str(argument) for argument in parameters if not (by_name or takes_all)]:
         raise ConfigError(
             f"the reward function {getattr(function, '__name__', function)!r} takes {', '.join(unnamed)} by position "
             "alone. Expected arguments that it takes by name, or `**kwargs`."
         )
-    return {each.name: each.default is each.empty for each in by_name}, takes_all
+    return {name: needed[name] for name in by_name}, takes_all
+
+
+def _collected(returned: Any, most: int) -> Any:
+    """What a function returned; of a generator, which runs its code now, so many rewards at most."""
+    is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized | Awaitable)
+    return list(itertools.islice(returned, most)) if is_lazy and most else returned
 
 
 def _number(value: Any) -> float | None:

@@ -59,12 +59,12 @@ class MixedReward(Scorer):
 
     def _together(self, rewards: Mapping[str, Reward]) -> Reward:
         numbers = {name: reward.value for name, reward in rewards.items()}
-        known = {name: number for name, number in numbers.items() if number is not None}
+        given = {name: number for name, number in numbers.items() if number is not None}
         failed = [reward for reward in rewards.values() if reward.value is None and reward.reason != NOT_APPLICABLE]
         invalid = [reward for reward in rewards.values() if reward.outcome is Outcome.INVALID_ACTION]
-        value: float | None = sum(self._weights[name] * number for name, number in known.items())
+        value: float | None = sum(self._weights[name] * number for name, number in given.items())
         outcome, reason = Outcome.OK, ""
-        if failed or (rewards and not known and self._are_all):
+        if failed or (rewards and not given and self._are_all):
             first = failed[0] if failed else next(iter(rewards.values()))
             outcome, reason, value = first.outcome, first.reason, None
         elif invalid:
@@ -85,8 +85,8 @@ class MixedReward(Scorer):
         )
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        every = await asyncio.gather(*(reward.warm_up() for reward in self._rewards))
-        return {name: result for results in every for name, result in results.items()}
+        answers = await asyncio.gather(*(reward.warm_up() for reward in self._rewards))
+        return {name: result for results in answers for name, result in results.items()}
 
     async def drain(self) -> BatchReport:
         reports = [await reward.drain() for reward in self._rewards]
@@ -119,7 +119,8 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
     judging = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
-    taken = Counter(name for names, own in zip(every, judging, strict=True) for name in {*names.components, *own})
+    pairs = zip(every, judging, strict=True)
+    taken = Counter(name for names, verdicts in pairs for name in {*names.components, *verdicts})
     if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
         raise ConfigError(
             f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."

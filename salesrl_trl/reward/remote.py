@@ -46,7 +46,7 @@ InHand: TypeAlias = list[tuple[int, list[str], list[Span]]]
 """The child's answer to a ping: the number of each completion that it scores, its stages under way, its spans."""
 
 
-class Scored(NamedTuple):
+class Said(NamedTuple):
     """The child's answer for a completion."""
 
     reward: Reward
@@ -157,7 +157,7 @@ class _Child:
                 if number == PING:
                     self._show(answer)
                 elif (waiting := self._waiting.pop(number)).done():
-                    continue
+                    continue  # nobody waits for it any more
                 elif isinstance(answer, ServiceError):
                     waiting.set_exception(answer)
                 else:
@@ -254,15 +254,18 @@ class RemoteReward(Scorer):
     @property
     def child(self) -> _Child | None:
         """The child, if one runs."""
-        is_there = self._starting is not None and self._starting.done() and self._starting.exception() is None
-        child = self._starting.result() if is_there and self._starting is not None else None
-        return None if child is None or child.has_ended else child
+        starting = self._starting
+        if starting is None or not starting.done() or starting.cancelled() or starting.exception() is not None:
+            return None
+        return None if starting.result().has_ended else starting.result()
 
     async def _child(self) -> _Child:
         """The child, which whoever comes first starts. Raises `ServiceUnavailable` where it does not start."""
-        if self._starting is None or (self._starting.done() and self.child is None):
-            self._starting = asyncio.ensure_future(_Child.start(self._pickled))
-        return await asyncio.shield(self._starting)
+        starting = self._starting
+        is_of_this_loop = starting is not None and starting.get_loop() is asyncio.get_running_loop()
+        if starting is None or not is_of_this_loop or (starting.done() and self.child is None):
+            starting = self._starting = asyncio.ensure_future(_Child.start(self._pickled))
+        return await asyncio.shield(starting)
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`; starts the child."""
@@ -327,10 +330,10 @@ class RemoteReward(Scorer):
         finally:
             del child.scored[number]
             is_answered = answer.done() and answer.exception() is None
-            said: Scored | None = answer.result() if is_answered else None
+            said: Said | None = answer.result() if is_answered else None
             stages.adopt(number, *(() if said is None else (said.spans, said.record)))
             answer.cancel()  # nobody waits for it any more
-        return Scored(*answer.result()).reward
+        return Said(*answer.result()).reward
 
     async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
         """The next child's reward. Those that were scored together with the completion are sent with it."""

@@ -40,38 +40,38 @@ class RewardFuncs:
     ) -> "RewardFuncs":  # fmt: skip
         """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `apart`: with the
         setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
-        every: list[object] = [] if reward_funcs is None else [reward_funcs]
+        given: list[object] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
-            every = [*reward_funcs]
-        for scorer in (one for one in every if records and isinstance(one, Scorer)):
+            given = [*reward_funcs]
+        for scorer in (reward for reward in given if records and isinstance(reward, Scorer)):
             scorer.records = True
-        alone = every[0] if len(every) == 1 else None
+        alone = given[0] if len(given) == 1 else None
         if isinstance(alone, Scorer) and not has_more:
             alone = RewardLoop(combined([alone], [1.0], apart))
-        count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(every)
+        count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(given)
         if weights is not None and len(weights) != count:
             raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {count} functions. Expected one each.")
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
             return cls(alone, list(alone.functions), weights, has_models=False)
-        models = [isinstance(function, str | torch.nn.Module) for function in every]
+        models = [isinstance(function, str | torch.nn.Module) for function in given]
         called = [place for place, is_model in enumerate(models) if not is_model]
         reward_loop = RewardLoop(
             combined(
-                [reward_of(every[place]) for place in called],
+                [reward_of(given[place]) for place in called],
                 [weights[place] for place in called],
                 apart,
                 are_all=not (has_more or any(models)),
             )
         )
-        functions = dict(enumerate(every)) | dict(zip(called, reward_loop.functions, strict=True))
+        functions = dict(enumerate(given)) | dict(zip(called, reward_loop.functions, strict=True))
         return cls(reward_loop, [*functions.values()], weights, any(models))
 
     @property
     def recorded_weights(self) -> dict[str, float]:
         """The weight of each function that the package calls, by the name that it has in the record."""
-        every = zip(self.functions, self.weights, strict=True)
-        return {function.name: weight for function, weight in every if isinstance(function, RewardColumn)}
+        weighed = zip(self.functions, self.weights, strict=True)
+        return {function.name: weight for function, weight in weighed if isinstance(function, RewardColumn)}
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
         """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored
@@ -105,8 +105,8 @@ def check_stock(reward_funcs: object, *further: object) -> None:
             "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "
             "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
         )
-    every = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if any(isinstance(function, Scorer) and function.is_played for function in every):
+    functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if any(isinstance(function, Scorer) and function.is_played for function in functions):
         raise ConfigError(
             "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
         )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -28,7 +28,7 @@ from salesrl_trl.reward.batch import (
     settled,
 )
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.watched_loop import Calls, LoopThread, WatchedLoop
+from salesrl_trl.reward.watched_loop import Calls, LoopThread, WatchedLoop, result_of
 from salesrl_trl.service.event_loop import cancel_others
 from salesrl_trl.timing import Span, TimingContext
 from salesrl_trl.types import Example
@@ -67,7 +67,6 @@ class RewardLoop:
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         self._batches = LoopThread("rewards")  # of batches and deadlines
         self._calls = WatchedLoop(reward.deadline_s, self.cut_off) if reward.holds_up else Calls()
-        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
 
     # A batch, from its beginning to its result
 
@@ -99,7 +98,7 @@ class RewardLoop:
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
-        self._run(settled, batches, is_enough)
+        self._batches.run(settled, batches, is_enough)
 
     def take(
         self, parts: Sequence[tuple[RewardBatch, range]], group: int, waits: Sequence[tuple[float, float]]
@@ -122,12 +121,12 @@ class RewardLoop:
             self._open.pop(batch.number, None)
             return batch.result(drained)
 
-        return self._run(scored)
+        return self._batches.run(scored)
 
     def prepare(self, rows: Sequence[Example]) -> None:
         """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
         if self.stopped is None:
-            self._submit(self._calls.call, self.reward.prepare, rows)
+            self._batches.submit(self._calls.call, self.reward.prepare, rows)
 
     def give_up(self, batches: Sequence[RewardBatch] | None = None) -> None:
         """Cancel these open batches, or every one, and forget them."""
@@ -151,7 +150,7 @@ class RewardLoop:
 
     def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function where the reward's code runs. Does not wait."""
-        return self._submit(self._calls.call, function, *arguments)
+        return self._batches.submit(self._calls.call, function, *arguments)
 
     # TRL's questions, and what is shown meanwhile
 
@@ -192,12 +191,12 @@ class RewardLoop:
 
     def begin_warm_up(self, timed: TimingContext) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
-        self._warming_up = self._submit(timed(partial(self._calls.call, self.reward.warm_up)))
+        self._warming_up = self._batches.submit(timed(partial(self._calls.call, self.reward.warm_up)))
 
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
-        return _result(begun or self._submit(self._calls.call, self.reward.warm_up))
+        return result_of(begun or self._batches.submit(self._calls.call, self.reward.warm_up))
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
@@ -208,9 +207,8 @@ class RewardLoop:
 
         if not self._batches.loop.is_closed():
             self.give_up()
-            for submitted in [*self._submitted]:
-                submitted.cancel()
-            self._run(closed)
+            self._batches.cancel_all()
+            self._batches.run(closed)
             self._batches.close()
 
     async def _drained(self) -> BatchReport:
@@ -224,20 +222,6 @@ class RewardLoop:
             draining.cancel()
         return draining.result() if draining.done() else NOTHING_SCORED
 
-    def _submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
-        """Call a coroutine function on the loop of the batches. Does not wait."""
-
-        async def called() -> T:
-            return await call(*arguments)
-
-        submitted = asyncio.run_coroutine_threadsafe(called(), self._batches.loop)
-        self._submitted.add(submitted)
-        submitted.add_done_callback(self._submitted.discard)
-        return submitted
-
-    def _run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
-        return _result(self._submit(call, *arguments))
-
 
 class RewardColumn:
     """The numbers of one reward function, for TRL, which names its metrics after `logged_as`."""
@@ -250,15 +234,6 @@ class RewardColumn:
     def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
         assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
         return self._reward_loop.answer.column(self.name)
-
-
-def _result(waiting: "Future[T]") -> T:
-    """Wait for a coroutine on the loop. Where the wait is interrupted, the coroutine is cancelled."""
-    try:
-        return waiting.result()
-    except BaseException:
-        waiting.cancel()
-        raise
 
 
 def warm_up(reward_loop: RewardLoop, report: Callable[[str], object] = logger.info) -> None:

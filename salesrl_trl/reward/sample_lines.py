@@ -66,8 +66,8 @@ def row_id_of(row: Example) -> str | None:
 def place_of(error: BaseException) -> str:
     """Where an error was raised: `rewards.py:31`, with the whole path. The last in no library, if there is one."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [place for place in places if not _OF_A_LIBRARY.search(place[0])]
-    return "{}:{}".format(*(own or places)[-1]) if places else "an unknown place"
+    foreign = [place for place in places if not _OF_A_LIBRARY.search(place[0])]
+    return "{}:{}".format(*(foreign or places)[-1]) if places else "an unknown place"
 
 
 _LIBRARIES = "|".join(re.escape(path) for path in (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])))

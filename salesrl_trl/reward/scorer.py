@@ -117,12 +117,12 @@ class RewardNames:
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """The errors of a `Scorer.warm_up` after which nothing could be scored."""
-        every: list[ServiceError] = []
+        failed: list[ServiceError] = []
         for names in self.required:
             results = [warm_up[name] for name in names if name in warm_up]
             errors = [result for result in results if isinstance(result, ServiceError)]
-            every += errors if len(errors) == len(results) else []
-        return every
+            failed += errors if len(errors) == len(results) else []
+        return failed
 
 
 class Scorer(ABC):

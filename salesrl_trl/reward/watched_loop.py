@@ -72,6 +72,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -83,10 +84,39 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
+    def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+        """Call a coroutine function on the loop. Does not wait."""
+
+        async def called() -> T:
+            return await call(*arguments)
+
+        submitted = asyncio.run_coroutine_threadsafe(called(), self.loop)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
+        return submitted
+
+    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+        """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
+        return result_of(self.submit(call, *arguments))
+
+    def cancel_all(self) -> None:
+        """Cancel all that was submitted. Does not wait."""
+        for submitted in [*self._submitted]:
+            submitted.cancel()
+
     def close(self) -> None:
         self.post(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+def result_of(waiting: "Future[T]") -> T:
+    """Wait for what was submitted to a loop. Where the wait is interrupted, it is cancelled."""
+    try:
+        return waiting.result()
+    except BaseException:
+        waiting.cancel()
+        raise
 
 
 class Calls:

@@ -17,7 +17,7 @@ from typing import Any
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.reward.batch import Sample
-from salesrl_trl.reward.remote import Channel, InHand, Scored
+from salesrl_trl.reward.remote import Channel, InHand, Said
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.watched_loop import WatchedLoop
@@ -43,7 +43,8 @@ class Worker:
         async for kind, number, *what in messages:
             match kind:
                 case "ping":  # it is alive, and at this
-                    in_hand: InHand = [(at, own.under_way, own.so_far()) for at, (_, own) in self._in_hand.items()]
+                    scored = [(at, stages) for at, (_, stages) in self._in_hand.items()]
+                    in_hand: InHand = [(at, stages.under_way, stages.so_far()) for at, stages in scored]
                     self._answer(number, in_hand)
                 case "score":
                     self._score(number, *what)
@@ -67,7 +68,7 @@ class Worker:
 
         def answer(task: asyncio.Task[Reward]) -> None:
             del self._in_hand[number]
-            self._answer(number, Scored(self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+            self._answer(number, Said(self._reward.faults.conclude(task), stages.spans, stages.completion_record))
 
         self._in_hand[number] = (task, stages)
         task.add_done_callback(answer)

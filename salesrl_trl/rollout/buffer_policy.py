@@ -7,12 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from accelerate.logging import get_logger
-
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.rollout.in_flight import Group
-
-logger = get_logger(__name__)
+from salesrl_trl.rollout.in_flight import PromptGroup
 
 RESERVE = 4  # the part of a batch in flight beside what later steps train on, where groups are replaced and may wait
 SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expected to have equal rewards
@@ -21,24 +16,37 @@ SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expect
 class InOrder:
     """In the order of rows: a turn trains on its own batch. Stock TRL's numbers, to the bit."""
 
-    max_age = 0
+    max_age = refill_limit = 0
 
 
 class ByArrival:
     """The first groups in flight that are scored, none older than `max_age` optimizer steps. One of your own overrides
     `key`: `SalesGRPOTrainer(buffer_policy=...)`."""
 
+    refill_limit = 0  # groups that a step may generate in place of others, for each one that it trains on
+
     def __init__(self, max_age: int) -> None:
         self.max_age = max_age
 
-    def key(self, group: Group) -> float:
+    def key(self, group: PromptGroup) -> float:
         """Scored groups are trained on in ascending order of this number, which depends on the group alone: by
         default the oldest first. Called on the thread of rewards too."""
         return group.version
 
-    def may_train(self, group: Group) -> bool:
-        """False for a group that `Refilled` replaces."""
+    def may_train(self, group: PromptGroup) -> bool:
         return True
+
+    def drops(self, group: PromptGroup, following: Sequence[int]) -> bool:
+        """Whether a group leaves the buffer untrained. Turns to come begin at the optimizer steps `following`."""
+        return False
+
+    def beside(self, groups: Sequence[PromptGroup], turns: int, count: int) -> int:
+        """Groups to generate beside the `count` of a new turn, with these in flight for so many turns before it."""
+        return 0
+
+    def missing(self, groups: Sequence[PromptGroup], count: int) -> int:
+        """Groups to generate at once, where all of these are scored and a turn can't train on `count` of them."""
+        return 0
 
 
 class Turnover(NamedTuple):
@@ -51,35 +59,33 @@ class Turnover(NamedTuple):
 
 
 class Refilled(ByArrival):
-    """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most `most`
-    times as many as a step trains on. `reserve`: whether groups may wait, so that some are kept beside."""
+    """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most
+    `refill_limit` for each group that a step trains on. `reserve`: whether to keep some beside, which may wait."""
 
-    def __init__(self, max_age: int, most: int, reserve: bool) -> None:
+    def __init__(self, max_age: int, refill_limit: int, reserve: bool) -> None:
         super().__init__(max_age)
-        self.most = most
+        self.refill_limit = refill_limit
         self._reserve = reserve
         self._uniform_share = 0.0  # of groups that left the buffer, the last ones the most
 
-    def may_train(self, group: Group) -> bool:
+    def may_train(self, group: PromptGroup) -> bool:
         return not group.is_uniform
 
-    def beside(self, groups: Sequence[Group], turns: int, count: int) -> int:
-        """Groups to generate beside those of the next turn, with these in flight for so many turns before it. Those
-        that are not scored count by the share of groups that were uniform so far."""
+    def beside(self, groups: Sequence[PromptGroup], turns: int, count: int) -> int:
+        """Those that are not scored count by the share of groups that were uniform so far."""
         informative = [group for group in groups if not group.is_uniform]
         scored = sum(group.is_scored for group in informative)
         target = count * (turns + 1) + (count // RESERVE if self._reserve else 0)
-        return to_launch(target, scored, len(informative) - scored, self._uniform_share, self.most) - count
+        return to_launch(target, scored, len(informative) - scored, self._uniform_share, self.refill_limit) - count
 
-    def missing(self, groups: Sequence[Group], count: int) -> int:
-        """Groups to generate at once, where all of these are scored and too few differ."""
+    def missing(self, groups: Sequence[PromptGroup], count: int) -> int:
         return count - sum(not group.is_uniform for group in groups)
 
-    def drops(self, group: Group, following: Sequence[int]) -> bool:
-        """Whether a group leaves the buffer untrained: it is uniform, or too old for the next turn."""
+    def drops(self, group: PromptGroup, following: Sequence[int]) -> bool:
+        """A uniform one, or one that is too old for the next turn."""
         return group.is_uniform or (bool(following) and group.version + self.max_age < following[0])
 
-    def turnover(self, leaving: Sequence[Group]) -> Turnover:
+    def turnover(self, leaving: Sequence[PromptGroup]) -> Turnover:
         """Sums over the groups that leave now. The share of uniform ones moves what `beside` expects."""
         uniform = sum(group.is_uniform for group in leaving)
         rewards = [reward for group in leaving for reward in group.cut(group.rollout.rewards.rewards) if reward]
@@ -91,7 +97,9 @@ class Refilled(ByArrival):
 BufferPolicy = InOrder | ByArrival
 
 
-def choose(policy: ByArrival, groups: Sequence[Group], count: int, following: Sequence[int]) -> list[Group]:
+def choose(
+    policy: ByArrival, groups: Sequence[PromptGroup], count: int, following: Sequence[int]
+) -> list[PromptGroup]:
     """The `count` groups that a turn trains on, in order; none while one of them is not scored. Turns still to come
     begin at the optimizer steps `following`."""
     scored = [(group, group.is_scored) for group in groups]  # before anything else: the next may be in by then
@@ -126,28 +134,8 @@ def to_launch(target: int, differ: int, out: int, equal_share: float, most: int)
     return math.ceil((target - differ) / max(1.0 - equal_share, 1 / (1 + most))) - out
 
 
-def policy_of(
-    custom: BufferPolicy | None, *, max_staleness: int, refill_groups: int, most_lookahead: int,
-    why_not: Callable[[str], str | None],
-) -> BufferPolicy:  # fmt: skip
-    """The policy that settings ask for, or a `custom` one. `why_not` gives, by name, the reason why one of them has no
-    effect in this run: then groups go in order. Raises `ConfigError` for a custom policy with too low an age."""
-    if custom is not None and custom.max_age < most_lookahead:
-        raise ConfigError(
-            f"`buffer_policy` trains on groups of an age up to {custom.max_age}, and rollouts are up to "
-            f"{most_lookahead} steps ahead. Expected a `max_age` of at least as many"
-        )
-    asked = {"max_staleness": max_staleness > most_lookahead > 0, "refill_groups": refill_groups > 0}
-    names = [name for name, is_asked in asked.items() if is_asked] if custom is None else ["buffer_policy"]
-    reasons = {name: why_not(name) for name in names}
-    for name, reason in reasons.items():
-        if reason is not None:
-            logger.info(f"`{name}` has no effect here, because {reason}")
-    in_force = {name for name, reason in reasons.items() if reason is None}
-    if custom is not None:
-        return custom if in_force else InOrder()
-    may_wait = "max_staleness" in in_force
-    max_age = max_staleness if may_wait else most_lookahead
-    if "refill_groups" in in_force:
-        return Refilled(max_age, refill_groups, reserve=may_wait)
-    return ByArrival(max_age) if may_wait else InOrder()
+def policy_of(most_lookahead: int, max_staleness: int = 0, refill_groups: int = 0) -> BufferPolicy:
+    """The policy of these settings, 0 for one that has no effect."""
+    if refill_groups:
+        return Refilled(max_staleness or most_lookahead, refill_groups, reserve=max_staleness > 0)
+    return ByArrival(max_staleness) if max_staleness else InOrder()

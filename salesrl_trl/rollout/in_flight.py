@@ -46,10 +46,14 @@ class Rollout:
     is_reported: bool = False
     turnover: tuple[float, ...] = ()
     """Sums and counts of this rank for the metrics `names.TURNOVER`, where a policy replaces groups."""
-    left: "list[Group]" = field(init=False)  # not trained on yet, in order
+    left: list[range] = field(init=False)  # places of the groups that nobody has trained on yet
 
     def __post_init__(self) -> None:
-        self.left = [Group(self, places) for places in parts(len(self.inputs), 1, self.group)]
+        self.left = parts(len(self.inputs), 1, self.group)
+
+    @property
+    def groups_left(self) -> "list[PromptGroup]":
+        return [PromptGroup(self, places) for places in self.left]
 
     @property
     def mode(self) -> str:
@@ -73,7 +77,7 @@ class Rollout:
         return self.sampled.metrics, self.sampled.tokens
 
 
-class Group(NamedTuple):
+class PromptGroup(NamedTuple):
     """Completions of one prompt, at these places of a rollout. A rank's whole batch where a prompt's completions lie
     on two ranks."""
 
@@ -106,28 +110,32 @@ class Group(NamedTuple):
         return [column[place] for place in self.places]
 
 
-class Completions(NamedTuple):
-    """The completions of several groups, behind one another."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRollouts:
+    """Completions of a turn, as its training or a checkpoint keeps them."""
 
-    inputs: list[Example]
+    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
     steps: list[int]
-    sampled: Sampled | None  # `None` while some are not generated
+    sampled: Sampled | None  # `None` for completions that are not there, or not kept
     behaviour_logps: torch.Tensor | None
+    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
 
     @classmethod
-    def of(cls, groups: Sequence[Group], figures: Sampled | None) -> "Completions":
-        """Those of these groups, without pictures. The figures of generation are those of `figures`, if there are."""
+    def of(cls, groups: Sequence[PromptGroup], figures: Sampled | None) -> "KeptRollouts":
+        """The completions of these groups, without pictures. The figures of generation are those of `figures`."""
         rollouts = [group.rollout for group in groups]
+        inputs = [row for group in groups for row in group.cut(group.rollout.inputs)]
         sampled = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
         return cls(
-            inputs=[row for group in groups for row in group.cut(group.rollout.inputs)],
+            rows=keys_of(inputs),
             steps=[step for group in groups for step in group.cut(group.rollout.steps)],
-            sampled=_joined(groups, sampled, figures) if figures and len(sampled) == len(groups) > 0 else None,
+            sampled=_joined(groups, sampled, figures) if figures and len(sampled) == len(groups) else None,
             behaviour_logps=_padded([
                 rollout.behaviour_logps[group.places.start : group.places.stop]
                 for rollout, group in zip(rollouts, groups, strict=True)
                 if rollout.behaviour_logps is not None
             ]),
+            inputs=inputs,
         )  # fmt: skip
 
 
@@ -137,7 +145,7 @@ def _padded(logps: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return torch.cat([pad(piece, (0, width - piece.size(1))) for piece in logps]) if logps else None
 
 
-def _joined(groups: Sequence[Group], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
+def _joined(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
     """The completions of each group, whose rollout's are at the same place of `sampled`."""
 
     def column(values: Sequence[Any]) -> Any:
@@ -150,17 +158,6 @@ def _joined(groups: Sequence[Group], sampled: Sequence[Sampled], figures: Sample
 
     columns = tuple(column(values) for values in zip(*(each.generated for each in sampled), strict=True))
     return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptRollouts:
-    """The completions of a turn that a checkpoint keeps."""
-
-    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
-    steps: list[int]
-    sampled: Sampled | None  # `None` for completions that are not there, or not kept
-    behaviour_logps: torch.Tensor | None
-    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
 
 
 def keys_of(inputs: Sequence[Example]) -> list[int]:

@@ -1,11 +1,13 @@
 """What is trained on or evaluated next: the order of prompts, micro-batches that are read ahead, and the generation
 batches among them that may be generated now. Owns the staleness bound. The pipeline generates."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
@@ -91,56 +93,58 @@ class RolloutSchedule(Generic[R]):
 
 class UpdatesAhead:
     """Micro-batches of later optimizer steps, `depth` of them, pulled ahead of time, over an epoch's end too. A
-    resumed run pulls again what was pulled and not trained on: no prompt is lost, and none comes twice."""
+    resumed run pulls again what was pulled and not trained on: no prompt is lost, and none comes twice. `record` gets
+    the micro-batches of each step once, in order."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._pulled: deque[tuple[Update, bool]] = deque()  # True: the first of an epoch from `following`
+    def __init__(self, depth: int, record: Callable[[MicroBatches], None]) -> None:
+        self.depth = depth
+        self._record = record
+        self._pulled: deque[tuple[Update, bool]] = deque()  # True: the first of an epoch that was begun ahead
         self._iterator: Iterator[object] | None = None
+        self.dataloader: Iterable[object] = ()  # what training goes through once, and then perhaps once more
         self.epoch = 0  # epoch of the micro-batches that are pulled now. It may be later than the epoch in training.
 
     def restart(self) -> None:
         self._pulled.clear()
-        self._iterator = None
+        self._iterator, self.dataloader = None, ()
 
     def next(
-        self,
-        epoch: int,
-        iterator: Iterator[object],
-        following: Callable[[], Iterator[object]],
-        pull: Callable[[Iterator[object]], Update],
-        left: int,
-        record: Callable[[MicroBatches], None],
-        begins: Callable[[], None] = lambda: None,
+        self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], left: int
     ) -> Update:
         """Micro-batches of the next optimizer step: the whole of reading ahead.
 
-        `epoch` is in training, `iterator` has its micro-batches, and `left` steps are to come, with this one.
-        `following` makes the micro-batches of the next epoch, whose number `self.epoch` has by then. `pull` takes the
-        micro-batches of one step; none at the end. `record` gets those of each step once, in order. `begins` is called
-        before the first step of an epoch from `following` is returned.
+        `epoch` is in training, `iterator` has its micro-batches, and `left` steps are to come, with this one. `pull`
+        takes the micro-batches of one step; none at the end.
         """
         # 1. the epoch that is read: it may be later than the one in training, whose iterator is left aside then
         if self._iterator is None or self.epoch < epoch:
             self._iterator, self.epoch = iterator, epoch
         # 2. read so many steps ahead, over an epoch's end too, and none beyond the last
-        while len(self._pulled) < min(self._depth + 1, max(left, 1)):
+        while len(self._pulled) < min(self.depth + 1, max(left, 1)):
             update, is_first = pull(self._iterator), False
             if not update[0] and self._pulled:  # the epoch is over, the training is not
                 self.epoch += 1
-                self._iterator, is_first = following(), True
+                self._iterator, is_first = self._following(), True
                 update = pull(self._iterator)
             if not update[0]:
                 break
-            record(update[0])
+            self._record(update[0])
             self._pulled.append((update, is_first))
         # 3. hand out the oldest
         if not self._pulled:
             return [], None
         update, is_first = self._pulled.popleft()
-        if is_first:
-            begins()
+        if is_first:  # the draw with which `DataLoader` seeds its workers, when the epoch begins
+            torch.empty((), dtype=torch.int64).random_()
         return update
+
+    def _following(self) -> Iterator[object]:
+        """The micro-batches of the next epoch. Torch's generator stays as it is: a dataloader draws from it when it
+        begins. So samples are those without a lookahead."""
+        with torch.random.fork_rng(devices=[]):
+            micro_batches = iter(self.dataloader)
+            first = list(itertools.islice(micro_batches, 1))
+        return itertools.chain(first, micro_batches)
 
 
 def begun_ahead(batches: Iterable[T], begin: Callable[[T], object], most: Callable[[T], int]) -> Iterator[T]:

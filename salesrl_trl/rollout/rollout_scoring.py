@@ -222,13 +222,11 @@ class RolloutScoring:
         # 7. what looks on: the record, the monitor of the judge
         if is_complete:
             advantages = output["advantages"] if is_trained_on else None
-            self._show(CompletedBatch(rollout=rollout, advantages=advantages, update=update))
+            batch = CompletedBatch(rollout=rollout, advantages=advantages, update=update)
+            for part in self.parts:
+                for name, value in part.on_batch(batch).items():
+                    self.ledger.add(rollout.mode, name, value)
         return output
-
-    def _show(self, batch: "CompletedBatch") -> None:
-        for part in self.parts:
-            for name, value in part.on_batch(batch).items():
-                self.ledger.add(batch.rollout.mode, name, value)
 
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]

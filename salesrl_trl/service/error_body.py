@@ -94,8 +94,8 @@ def _objects(value: object, depth: int = 4) -> Iterator[Mapping[str, object]]:
         except (ValueError, RecursionError):
             return
     if isinstance(value, list):
-        for each in value[:8]:
-            yield from _objects({"message": each} if isinstance(each, str) else each, depth - 1)
+        for part in value[:8]:
+            yield from _objects({"message": part} if isinstance(part, str) else part, depth - 1)
     elif isinstance(value, Mapping):
         yield value
         for name in ("error", "errors", "detail", "details", "message", "metadata", "headers", "raw", "innererror"):
@@ -108,8 +108,8 @@ def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str])
     stated = [str(each["param"]) for each in objects if each.get("param")]
     stated += [str(part) for each in objects if isinstance(loc := each.get("loc"), list) for part in loc]
     roots = {re.split(r"[.\[]", name)[0] for name in stated}
-    if known := roots & sent:
-        return frozenset(known)
+    if fields := roots & sent:
+        return frozenset(fields)
     if (roots - {"body", "None"}) & {"messages", "prompt", "model"}:
         return frozenset()
     # sentence by sentence, as an echoed text may follow; and behind `expected` are the fields that it does take
@@ -130,8 +130,8 @@ def _by_name(name: str) -> str:
 
 def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
     """The seconds after which the service wants to be asked again, by a field or by its message."""
-    for each in objects:
-        for name, value in each.items():
+    for part in objects:
+        for name, value in part.items():
             plain = re.sub(r"[^a-z]", "", name.lower())
             if plain not in ("retrydelay", "retryafter", "retryafterms", "retryafters", "retryafterseconds",
                              "xratelimitreset"):  # fmt: skip

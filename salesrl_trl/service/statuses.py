@@ -54,13 +54,13 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
     """The error for what the HTTP client of somebody's own code raised: by its status, or as a timeout or a lost
     connection. `None` for what is none of these. It quotes nothing of the exception."""
     response = getattr(error, "response", None)
-    given = (getattr(each, name, None) for each in (error, response) for name in ("status", "status_code"))
-    status = next((each for each in given if isinstance(each, int) and 300 <= each < 600), None)
+    given = (getattr(source, name, None) for source in (error, response) for name in ("status", "status_code"))
+    status = next((value for value in given if isinstance(value, int) and 300 <= value < 600), None)
     if status is not None:
         headers = getattr(response, "headers", None) or getattr(error, "headers", None)
         items: Iterable[tuple[object, object]] = getattr(headers, "items", tuple)()  # some have another form
         return status_error(service, status, {str(name).lower(): str(value) for name, value in items})
-    names = {each.__name__ for each in type(error).__mro__}
+    names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LATE:
         return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
     if names & _BROKEN:

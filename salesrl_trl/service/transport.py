@@ -9,7 +9,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -23,7 +23,7 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker, Permit
+from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker
 from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.service.flights import (
     CLOSED,
@@ -34,6 +34,7 @@ from salesrl_trl.service.flights import (
     HedgePolicy,
     Sent,
 )
+from salesrl_trl.service.gate import Gate
 from salesrl_trl.service.quota import Bill, Quota, SharedBudget
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
@@ -45,7 +46,6 @@ RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks for more by Retry-After
 RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
 OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
-LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
 MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
 RETRY_LINES_S = 10.0
 """One retry of a service is logged in so many seconds. The others are counted, and a second line says how many."""
@@ -100,9 +100,9 @@ class Transport:
         self._breaker = breaker or Breaker(denied_cooldown_s)
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
-        self._told: set[str] = set()  # what was logged about the limit
+        self._gate = Gate(service, self._breaker, self._traffic)
+        self._limit_lines = _LimitLines(self._limit, service)
         self._flights = self._new_flights()
-        self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)  # wakes the calls that wait for the breaker
         self._retry_lines: PerLoop[_RetryLines] = PerLoop(partial(_RetryLines, service, max_attempts))
 
     def _new_flights(self) -> PerLoop[Flights]:
@@ -137,7 +137,7 @@ class Transport:
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
-        self._refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
+        self._gate.refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
         if self._quota is not None:
             self._quota.refuse_if_spent()
         noted, began = partial(self._noted, attempt), now()
@@ -148,7 +148,7 @@ class Transport:
                     note_wait(now() - began)
                     return await self._with_retries(noted, patient, patience_s)
             except TimeoutError:
-                raise self._deadline_exceeded() from None
+                raise DeadlineExceeded.before_answer_of(self.service) from None
 
     @property
     def budget(self) -> SharedBudget | None:
@@ -165,7 +165,7 @@ class Transport:
             try:
                 await self._quota.admit()
             except TimeoutError:
-                raise self._deadline_exceeded() from None
+                raise DeadlineExceeded.before_answer_of(self.service) from None
 
     def bill(self) -> Bill:
         return Bill(self._quota)
@@ -175,7 +175,7 @@ class Transport:
             return await attempt()
 
     async def _with_retries(self, attempt: Attempt[T], patient: bool, patience_s: float) -> T:
-        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker)
+        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker, self._gate)
         while True:
             try:
                 return await self._once(attempt, patience_s)
@@ -193,7 +193,13 @@ class Transport:
             self._traffic["retries"] += 1
 
     async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
-        probe = await self._admitted(patience_s)
+        await self.admit()
+        try:
+            probe = await self._gate.permitted(patience_s)
+        except BaseException:
+            if self._quota is not None:
+                self._quota.give_back()
+            raise
         sent = self._limit.record_sent(self._flights.get().load)
         with self._observed(sent, probe):
             left_s = remaining_s()
@@ -203,19 +209,16 @@ class Transport:
                     return await (attempt() if probe else self._flights.get().send(attempt, sent))
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
-                    raise self._deadline_exceeded() from None
+                    raise DeadlineExceeded.before_answer_of(self.service) from None
                 raise ServiceTimeout(
                     f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
                     code=f"{self.service}_timeout",
                 ) from None
             except Exception as error:  # of the client that the attempt uses
-                known = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
-                if known is None:
+                failure = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
+                if failure is None:
                     raise
-                raise known from None
-
-    def _deadline_exceeded(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the deadline came before {self.service}'s answer")
+                raise failure from None
 
     @contextmanager
     def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
@@ -225,111 +228,49 @@ class Transport:
         except ServiceOverloaded as error:
             self._traffic["overloads"] += 1
             if error.is_outage:
-                self._breaker.record_failure(now(), probe=probe, pause_s=error.retry_after_s or 0.0)
-                self._wake()
+                self._gate.record_failure(probe, pause_s=error.retry_after_s or 0.0)
             else:
-                self._alive()
+                self._gate.record_answer()
             error.request = sent.number
             self._limit.record_overload(sent)
-            self._log_limit()
+            self._limit_lines.record()
             self._flights.get().resize()
             raise
         except (DeadlineExceeded, BudgetSpent):
-            self._abandon(probe)
+            self._gate.record_abandoned(probe)
             raise
         except (AccessDenied, ServiceUnavailable, ServiceTimeout) as error:
             self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
             denial = error.code if isinstance(error, AccessDenied) else None
-            self._breaker.record_failure(now(), probe=probe, denial=denial)
-            self._wake()
+            self._gate.record_failure(probe, denial=denial)
             raise
         except ServiceError:  # the error is about this call alone: the service is alive
             self._traffic["failures"] += 1
-            self._alive()
+            self._gate.record_answer()
             raise
         except BaseException:
-            self._abandon(probe)
+            self._gate.record_abandoned(probe)
             raise
-        self._alive()
+        self._gate.record_answer()
         self._limit.record_answer(waiting=self._flights.get().waiting)
-        self._log_limit()
+        self._limit_lines.record()
         self._flights.get().answered(sent)
 
-    def _log_limit(self) -> None:
-        """Log why the limit moves, or why not: each cause once, and once that it is made good."""
+
+class _LimitLines:
+    """Logs why the limit of a service moves, or why not: each cause once, and once that it is made good."""
+
+    def __init__(self, limit: AdaptiveLimit, service: str) -> None:
+        self._limit, self._service = limit, service
+        self._told: set[str] = set()
+
+    def record(self) -> None:
         limit = self._limit
         news = limit.cause or ("again" if self._told & {OURS, CLOSED} else "others" if limit.is_of_others else "")
         if news and news not in self._told:
             self._told.add(news)
-            again = f"{self.service}'s limit is {limit.slots} calls at once again"
+            again = f"{self._service}'s limit is {limit.slots} calls at once again"
             logger.info(f"[Limit] {again if news == 'again' else limit.in_words()}")
-
-    # The breaker: which calls may be sent, and which wait
-
-    def _refuse_if_hopeless(self, patience_s: float) -> None:
-        """Raise if waiting can't help or is not wanted."""
-        if not self._breaker.is_open:
-            return
-        paused = self._breaker.pause_left_s(now()) > 0
-        code = self._breaker.denial or f"{self.service}_breaker_open"
-        if paused and self._breaker.is_hopeless:
-            raise self._held_back(code)
-        if _out_of_patience(self._breaker, patience_s) and (paused or self._breaker.is_probing):
-            raise self._held_back(code)
-
-    def _held_back(self, code: str) -> ServiceUnavailable:
-        self._traffic["held_back"] += 1
-        error = ServiceUnavailable(f"{self.service} was not asked, because its latest calls failed", code)
-        error.worth_retrying = False
-        return error
-
-    async def _admitted(self, patience_s: float) -> int:
-        """As `_permitted`, for a request that the budget lets pass."""
-        if self._quota is None:
-            return await self._permitted(patience_s)
-        await self.admit()
-        try:
-            return await self._permitted(patience_s)
-        except BaseException:
-            self._quota.give_back()
-            raise
-
-    async def _permitted(self, patience_s: float) -> int:
-        """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0."""
-        while True:
-            if remaining_s() <= 0:
-                raise self._deadline_exceeded()
-            self._refuse_if_hopeless(patience_s)
-            moment = now()
-            permit = self._breaker.permit(moment)
-            if permit is not Permit.WAIT:
-                return self._breaker.probe if permit is Permit.PROBE else 0
-            pause_s = self._breaker.pause_left_s(moment) or float("inf")
-            patience_left_s = patience_s - self._breaker.down_for_s(moment)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(min(pause_s, patience_left_s, remaining_s()), LEAST_WAIT_S)):
-                    await self._changed.get().wait()
-
-    def _abandon(self, probe: int) -> None:
-        if probe:
-            self._breaker.record_abandoned(probe)
-            self._wake()
-
-    def _alive(self) -> None:
-        """The service answered, well or not: an open breaker closes, and the calls that wait for it go on."""
-        was_open = self._breaker.is_open
-        self._breaker.record_answer()
-        if was_open:
-            self._wake()
-
-    def _wake(self) -> None:
-        changed = self._changed.get()
-        changed.set()
-        changed.clear()
-
-
-def _out_of_patience(breaker: Breaker, patience_s: float) -> bool:
-    return breaker.is_open and breaker.down_for_s(now()) >= patience_s
 
 
 @dataclass(slots=True)
@@ -366,6 +307,7 @@ class _Retries:
     patient: bool
     patience_s: float
     breaker: Breaker
+    gate: Gate
     failures: int = 0
     overloads: int = 0
     down_since: float = float("inf")
@@ -391,7 +333,7 @@ class _Retries:
         else:
             self.failures += 1
             wait_s = _usual_s(self.failures)
-            goes_on = self.failures < self.max_attempts and not _out_of_patience(self.breaker, self.patience_s)
+            goes_on = self.failures < self.max_attempts and not self.gate.is_out_of_patience(self.patience_s)
             if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
                 goes_on = goes_on and self.patient and not self.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)

@@ -47,8 +47,8 @@ from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
-from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
@@ -57,7 +57,7 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
 from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, built_in, layer
+from salesrl_trl.wiring.part import Part, PartContext, connect_parts, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -145,15 +145,23 @@ class Components:
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
-        # a function may score a whole batch before it is known which groups are equal
-        at_once_too = None if is_answered and not inside_trl else at_once
-        whole_batch = {"max_staleness": at_once, "refill_groups": at_once_too, "buffer_policy": at_once}
-        self.pipeline.buffer.policy = policy_of(
-            policy, max_staleness=args.max_staleness, refill_groups=args.refill_groups,
-            most_lookahead=args.most_lookahead,
-            why_not=lambda name: why_in_turn(args, whole_batch[name], talks, trl.reads_pictures)
-            or why_not_kept(self._rows),
-        )  # fmt: skip
+        asked = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
+        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
+            asked["refill_groups"] = None if is_answered and not inside_trl else at_once
+        if policy is not None:
+            check(
+                policy.max_age >= args.most_lookahead,
+                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+            )
+        in_force: dict[str, Any] = {}
+        for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
+            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
+            if reason is None:
+                in_force[name] = getattr(args, name, policy)
+            else:
+                logger.info(f"`{name}` has no effect here, because {reason}")
+        self.pipeline.buffer.policy = in_force.pop("buffer_policy", None) or policy_of(args.most_lookahead, **in_force)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
@@ -173,14 +181,6 @@ class Components:
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
-        self._connect_parts(trl, quick_eval)
-        return [
-            self.stopping,
-            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
-            *self.parts,
-        ]
-
-    def _connect_parts(self, trl: Hooks, quick_eval: QuickEvalSettings | None) -> None:
         run = PartContext(
             args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
             figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
@@ -188,15 +188,12 @@ class Components:
             least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
             recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
         )  # fmt: skip
-        self.parts += [*built_in(run), *self._own_parts]
-        names = [part.name or type(part).__name__ for part in self.parts]
-        for name in names:
-            check(
-                names.count(name) == 1,
-                f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
-            )
-        for part in self.parts:
-            part.connect(run)
+        connect_parts(run, self.parts, self._own_parts)
+        return [
+            self.stopping,
+            StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
+            *self.parts,
+        ]
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)

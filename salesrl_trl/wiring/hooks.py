@@ -1,17 +1,17 @@
 """What the components and parts of a trainer use of TRL's: values and bound callables. `trl_access` makes them."""
 
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import CallbackHandler
 
-from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.sampler import Finished, Generate, Handle, Start
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
@@ -54,8 +54,8 @@ class Hooks:
     generate: Generate
     ask: Start  # the same by vLLM, each completion reported when it is finished
     converse: Start  # the same for completions that may call tools
-    try_tools: Callable[[], Mapping[str, float | ServiceError]]
-    """Calls functions of `tools` once: by name the seconds, or the error. NaN for one without an example."""
+    functions: Sequence[Callable[..., Any]]  # those of `tools`, without an environment's
+    tools_loop: Callable[[], AbstractEventLoop]  # on which tools run
     play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
     go_on: Callable[[], None]  # generates the next turns of those that are out
     reads_pictures: bool

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
@@ -126,6 +127,19 @@ class Part(TrainerCallback):
         """The trainer is finished. No collective."""
 
 
+def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> None:
+    """Add the built-in parts, then a user's `own`, to a trainer's, and connect them in this order."""
+    parts += [*built_in(run), *own]
+    names = [part.name or type(part).__name__ for part in parts]
+    for name in names:
+        check(
+            names.count(name) == 1,
+            f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
+        )
+    for part in parts:
+        part.connect(run)
+
+
 class _BuiltIn(NamedTuple):
     place: str
     is_on: bool
@@ -148,7 +162,7 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
         _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
         _BuiltIn("launch.evaluation.bbq_part:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
-        _BuiltIn("launch.evaluation.held_out_part:HeldOutPart", True),
+        _BuiltIn("launch.evaluation.held_out:HeldOut", True),
         _BuiltIn("launch.evaluation.quick_part:QuickEvalPart", has_quick, "`quick_eval`"),
         _BuiltIn("parts.trackers:TrackersPart", True),
         _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
@@ -189,6 +203,8 @@ def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
 EXTRAS = ("agents", "demo")
 """Layers with packages that the core does not bring."""
 
+AGENTS = "agents"
+"""Name of the part of tools and episodes."""
 BBQ_COLUMN = "stereotyped_groups"
 """Of rows of BBQ alone: an evaluation of them has BBQ's scores."""
 

@@ -1,11 +1,10 @@
 """TRL's trainer as it generates: batches begin on the engine loop, and TRL's `_generate` runs around what they became.
 
-Overrides nothing. Loads agents (`agents`) only where completions call tools or play episodes.
+Overrides nothing. Tools and episodes are a part's (`agents.agents_part`).
 """
 
 import copy
 import functools
-from asyncio import run_coroutine_threadsafe
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from trl import GRPOTrainer
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.rounds import Rounds
 from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, TokenSource
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
@@ -28,7 +26,7 @@ from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.part import layer
+from salesrl_trl.wiring.part import AGENTS
 
 
 class TRLGeneration(GRPOTrainer):
@@ -36,6 +34,7 @@ class TRLGeneration(GRPOTrainer):
 
     args: SalesGRPOConfig
     components: Components
+    updates: bool
     _made = Made()  # what exists already, while TRL's `_generate` runs around it
     _last_loaded_step: int
     _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
@@ -124,18 +123,20 @@ class TRLGeneration(GRPOTrainer):
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=self.accelerator.device)
         return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
-    @functools.cached_property
-    def _agents(self) -> Any:
-        """The part of tools and episodes, whose layer is loaded where one is given."""
-        return layer("agents.agents_part", "`tools` or `@per_episode`").of(self.components.parts)
-
     def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Begin conversations, whose turns may call tools."""
         handle: Handle = self._agents.converse(self._turn_access, prompts, finished, ahead)
         return handle
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Begin an episode with each row."""
         handle: Handle = self._agents.play(self._turn_access, rows, finished, ahead)
         return handle
+
+    @property
+    def _agents(self) -> Any:
+        """The part of tools and episodes, where one is given."""
+        return next(part for part in self.components.parts if part.name == AGENTS)
 
     @functools.cached_property
     def _tools_loop(self) -> Any:
@@ -169,8 +170,3 @@ class TRLGeneration(GRPOTrainer):
         name = self._batch_environments[place]  # TRL has made these for the batch
         own = [*self._sync_tool_dicts[place].values(), *self._async_tool_dicts[place].values()]
         return ToolsOf(self._env_tools[name], own)
-
-    def _try_tools(self) -> Mapping[str, float | ServiceError]:
-        tried = layer("agents.tools", "`tools`").tried(self._standalone_tools)
-        seconds: Mapping[str, float | ServiceError] = run_coroutine_threadsafe(tried, self._tools_loop).result()
-        return seconds

@@ -6,7 +6,6 @@ PYTHONPATH=tests python tests/faults/test_tool_chaos.py 10000
 import asyncio
 import random
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -14,9 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import trl
 from datasets import Dataset
-from support.keyed import make_tiny_policy
+from support.keyed import make_calling_policy
 from support.scripted import settings
 
 from salesrl_trl.agents.tools import tool
@@ -157,8 +155,7 @@ class Ledger:
 
 
 def run(folder, many):
-    policy = make_tiny_policy(folder / "policy", max_position_embeddings=8192)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
+    policy = make_calling_policy(folder / "policy", max_position_embeddings=8192)
 
     @per_completion
     async def verdict(completion):

@@ -1,8 +1,7 @@
-"""The judge's meter on every rank. Started with several processes: POLICY OUT [ON_ALARM].
+"""The judge's meter on every rank. Started with several processes: POLICY OUT.
 
-The judge likes a word that more and more completions have, and the second judge does not. Each rank writes to OUT at
-which step the meter ended the run, what was asked for the meter there, and of each batch whether the second judge
-scored it.
+The judge likes a word that more and more completions have, and the second judge does not. Each rank writes to OUT
+what was asked for the meter there, and of each batch whether the second judge scored it.
 """
 
 import json
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from support.scripted import build_trainer, default_rows, steps_of
 
-from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS
 from salesrl_trl.reward.scorer import METER, MeterSettings, RewardNames, Scorer
@@ -25,15 +23,14 @@ BATCH, STEPS, ONSET = 8, 45, 25  # completions of each rank
 class Liking(Scorer):
     """The first judge, and for the meter the second one."""
 
-    def __init__(self, on_alarm):
-        self.on_alarm = on_alarm
+    def __init__(self):
         super().__init__()
         self.asked = []
         self.judges = {}  # by batch: whether the second one scored its completions
 
     @property
     def names(self):
-        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, on_alarm=self.on_alarm)
+        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, on_alarm="second_judge")
         return RewardNames(functions={"liking": "liking"}, components=("judge",), meter=meter)
 
     async def score(self, sample, stages):
@@ -48,8 +45,8 @@ class Liking(Scorer):
         return Reward(outcome=Outcome.OK, value=score, components={"judge": score})
 
 
-def main(policy, out, on_alarm="stop"):
-    rank, reward, ended = os.environ["RANK"], Liking(on_alarm), ""
+def main(policy, out):
+    rank, reward = os.environ["RANK"], Liking()
     lot = random.Random(rank)
     words = [" online" * (lot.random() < min(max((at // BATCH - ONSET) / 10, 0), 0.8)) for at in range(BATCH * STEPS)]
     texts = tuple(f"course {rank} {at}{word}" for at, word in enumerate(words))
@@ -57,14 +54,9 @@ def main(policy, out, on_alarm="stop"):
         policy, reward, texts, default_rows(), Path(out, "run"), max_steps=STEPS, num_generations=8,
         per_device_train_batch_size=BATCH, ddp_backend="gloo",
     )  # fmt: skip
-    try:
-        trainer.train()
-    except JudgeAlarm as alarm:
-        ended = str(alarm)
+    trainer.train()
     trainer.finish()
     told = {
-        "ended": ended,
-        "step": trainer.state.global_step,
         "second": reward.asked.count(SECOND),
         "judges": [sorted(judges) for judges in reward.judges.values()],
         "logged": [[entry[JUDGE_ALARMS], entry[BY_SECOND_JUDGE]] for entry in steps_of(trainer)],

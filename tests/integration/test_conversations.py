@@ -1,7 +1,6 @@
 """Conversations with tools on real vLLM: training goes on while tools are out, and what trains is what was sampled."""
 
 import json
-import shutil
 import sys
 import time
 from itertools import chain
@@ -10,29 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from support.forked import done_on_vllm
-from support.keyed import make_tiny_policy
-from support.scripted import settings
+from support.keyed import make_calling_policy
+from support.scripted import settings, trained_by
 
 STEPS, TURNS = 4, 3
 
 
 @pytest.mark.slow
 def test_a_run_trains_while_tools_are_out_on_exactly_what_vllm_sampled(tmp_path):
-    import trl
-
-    policy = make_tiny_policy(tmp_path / "policy", hidden_size=64, max_position_embeddings=1024)
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-    shutil.copy(template, policy / "chat_template.jinja")
+    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
     done_on_vllm(__file__, policy, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. a tool was called in one step and answered in a later one
     assert any(ended > began for began, ended in told["calls"]), told["calls"]
     # 2. the policy's tokens of each completion are its turns as vLLM gave them, one after another
     sampled = [[*chain.from_iterable(turns)] for turns in told["sampled"].values()]
-    trained = [ids for ids in told["trained"] if ids is not None]
-    assert len(trained) == STEPS * 4 - 1  # without the one whose tool failed in its second turn
+    assert len(told["trained"]) == STEPS * 4 - 1  # without the one whose tool failed in its second turn
     assert sorted(map(len, told["sampled"].values()))[:2] == [TURNS - 1, TURNS]
-    for ids in trained:
+    for ids in told["trained"]:
         assert ids in sampled
     # 3. their log-probs are those of the weights that sampled them
     assert max(told["differences"]) < 0.02
@@ -45,13 +39,12 @@ def test_a_run_trains_while_tools_are_out_on_exactly_what_vllm_sampled(tmp_path)
 def main(policy, out):
     import trl.trainer.grpo_trainer as upstream
     from datasets import Dataset
-    from transformers import TrainerCallback
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion, tool
     from salesrl_trl.agents import tool_turns
     from salesrl_trl.generation import engine_loop
 
-    calls, sampled, trained, differences, reasons, held = [], {}, [], [], {}, []
+    calls, sampled, held = [], {}, []
 
     class HTTPError(Exception):
         status_code = 503
@@ -111,27 +104,8 @@ def main(policy, out):
 
     engine_loop._turn_of = turn
 
-    class Kept(SalesGRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            columns = (output[name] for name in ("completion_ids", "tool_mask", "completion_mask"))
-            for ids, mask, kept in zip(*columns, strict=True):
-                own = [int(token) for token, one in zip(ids, mask, strict=True) if one]
-                trained.append(own if bool(kept.any()) else None)
-            if "sampling_per_token_logps" in output and self.state.global_step == 0:
-                ours = self._logps_of(output)
-                shared = output["completion_mask"] * output["tool_mask"]
-                differences.append(float(((ours - output["sampling_per_token_logps"]) * shared).abs().max()))
-            return output
-
-    class Lines(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            for name, value in (logs or {}).items():
-                if name.startswith("failures/reason/"):
-                    reason = name.removeprefix("failures/reason/")
-                    reasons[reason] = reasons.get(reason, 0) + round(value)
-
-    trainer = Kept(str(policy), [length], args, rows, tools=[look], callbacks=[Lines()])
+    trainer = SalesGRPOTrainer(str(policy), [length], args, rows, tools=[look])
+    trained, reasons, differences = trained_by(trainer)
     torch.manual_seed(0)
     trainer.train()
     trainer.finish()

@@ -1,7 +1,6 @@
 """Agents of a user's own that talk with the policy in training: one of the `openai` client alone, unchanged."""
 
 import json
-import shutil
 import sys
 from itertools import chain
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.forked import done_on_vllm
-from support.keyed import make_tiny_policy
-from support.scripted import settings, steps_of
+from support.keyed import make_calling_policy
+from support.scripted import settings, steps_of, trained_by
 
 STEPS, MOST_CALLS = 6, 2
 TOOLS = [{"type": "function", "function": {
@@ -34,41 +33,6 @@ async def agent(client, messages):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def policy_of(folder):
-    """A policy whose chat template is one that TRL reads tool calls of."""
-    import trl
-
-    policy = make_tiny_policy(folder, hidden_size=64, max_position_embeddings=1024)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
-    return policy
-
-
-def trained_by(trainer):
-    """The policy's tokens of each completion that it trains on, and the reasons of those that are left out."""
-    from transformers import TrainerCallback
-
-    trained, reasons, score = [], {}, trainer._generate_and_score_completions
-
-    def scored(inputs):
-        output = score(inputs)
-        columns = (output[name] for name in ("completion_ids", "tool_mask", "completion_mask"))
-        for ids, mask, kept in zip(*columns, strict=True):
-            if bool(kept.any()):
-                trained.append([int(token) for token, one in zip(ids, mask * kept, strict=True) if one])
-        return output
-
-    class Lines(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            for name, value in (logs or {}).items():
-                if name.startswith("failures/reason/"):
-                    reason = name.removeprefix("failures/reason/")
-                    reasons[reason] = reasons.get(reason, 0) + round(value)
-
-    trainer._generate_and_score_completions = scored
-    trainer.add_callback(Lines())
-    return trained, reasons
-
-
 def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_path, monkeypatch):
     import httpx
     import openai
@@ -77,7 +41,7 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
 
     from salesrl_trl import Reward, SalesGRPOConfig, SalesGRPOTrainer, per_episode
 
-    policy = policy_of(tmp_path / "policy")
+    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
     tokenizer = AutoTokenizer.from_pretrained(policy)
     sampled, rows_seen, down = [], [], []
 
@@ -100,7 +64,7 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
         max_completion_length=512,
     ))  # fmt: skip
     trainer = SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
-    trained, reasons = trained_by(trainer)
+    trained, reasons, _ = trained_by(trainer)
 
     def generate(input_ids, **kwargs):
         """Calls the tool now and then, in tokens to which the text is not encoded: one for each character."""
@@ -183,8 +147,8 @@ def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds
             asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
         return float(len(said))
 
-    trainer = trainer_of(policy_of(tmp_path / "policy"), tmp_path / "run", agent)
-    trained, reasons = trained_by(trainer)
+    trainer = trainer_of(make_calling_policy(tmp_path / "policy", hidden_size=64), tmp_path / "run", agent)
+    trained, reasons, _ = trained_by(trainer)
     trainer.train()
     began = time.monotonic()
     trainer.finish()
@@ -206,7 +170,7 @@ def test_a_run_whose_episodes_have_no_room_names_the_setting(tmp_path):
         await client.chat.completions.create(model="policy", messages=[*row["prompt"] * 500])
 
     trainer = trainer_of(
-        policy_of(tmp_path / "policy"),
+        make_calling_policy(tmp_path / "policy", hidden_size=64),
         tmp_path / "run",
         agent,
         min_valid_reward_fraction=0.5,
@@ -233,7 +197,7 @@ def whole_episodes(sampled, padding):
 
 @pytest.mark.slow
 def test_episodes_on_vllm_train_while_others_are_out(tmp_path):
-    policy = policy_of(tmp_path / "policy")
+    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
     done_on_vllm(__file__, policy, tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
     # 1. an episode began in one step and ended in a later one
@@ -258,7 +222,7 @@ def main(policy, out):
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
     from salesrl_trl.generation import engine_loop
 
-    sampled, episodes, differences, down = [], [], [], []
+    sampled, episodes, down = [], [], []
 
     @per_episode
     async def episode(client, row):
@@ -295,18 +259,7 @@ def main(policy, out):
 
     engine_loop._turn_of = turn
     trainer = SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
-    trained, reasons = trained_by(trainer)
-    score = trainer._generate_and_score_completions
-
-    def compared(inputs):
-        output = score(inputs)
-        if trainer.state.global_step == 0:
-            ours = trainer._logps_of(output)
-            shared = output["completion_mask"] * output["tool_mask"]
-            differences.append(float(((ours - output["sampling_per_token_logps"]) * shared).abs().max()))
-        return output
-
-    trainer._generate_and_score_completions = compared
+    trained, reasons, differences = trained_by(trainer)
     torch.manual_seed(0)
     trainer.train()
     trainer.finish()

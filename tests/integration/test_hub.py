@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from support.hub import open_hub
-from support.scripted import settings
+from support.scripted import length, settings
 
 from salesrl_trl.checkpoint.whole import fault_of
 from salesrl_trl.config import SalesGRPOConfig
@@ -18,10 +18,6 @@ ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{CUSTOMER} {
 POLICY = {"README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
           "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
 STATE = {"manifest.json", "made_of.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"}
-
-
-def length(completions, **kwargs):
-    return [len(each[0]["content"]) % 17 / 17 for each in completions]
 
 
 def trainer_of(policy, folder, **given):

@@ -73,12 +73,14 @@ def stock(tiny, tmp_path):
     return advantages_of(trainer)
 
 
-def test_with_a_weight_the_reference_moves_the_baseline(train):
-    trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none")
+def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(train, tmp_path):
+    trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none", log_completions=True)
     # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375
     expected = [worth(query) - (0.34375 if index < 4 else 0.59375) for index, query in enumerate(QUERIES)]
     assert advantages.tolist() == pytest.approx(expected)
     assert logged(trainer, "failures/baseline_fallback") == 0.0
+    table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
+    assert table["advantage"].tolist() == pytest.approx(advantages.tolist())
 
 
 def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, stock, services):
@@ -87,11 +89,3 @@ def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, s
     assert torch.allclose(advantages, stock, atol=1e-6)
     assert logged(trainer, "failures/baseline_fallback") == 1.0
     assert logged(trainer, "failures/reference_missing") == 1.0
-
-
-def test_the_table_of_completions_shows_the_advantages_that_trained(train, tmp_path):
-    _, advantages = train(hybrid_reference_weight=1.0, log_completions=True)
-    table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
-    assert table["advantage"].tolist() == pytest.approx(advantages.tolist())
-    # the first group's rewards are 0 to 0.375, all under the reference's 0.5; the second's 0.5 to 0.875
-    assert (advantages > 0).tolist() == [False] * 5 + [True] * 3

@@ -1,6 +1,7 @@
 """Rollouts ahead of the step that trains on them: how old they are, which prompts come when, and what is logged."""
 
 import asyncio
+import functools
 import json
 import re
 import threading
@@ -54,6 +55,10 @@ class Watched(SalesGRPOTrainer):
         self.launches, self.micro_batches, self.weights_after = [], [], {}
         super().__init__(*args, **kwargs)
         self.add_callback(_Weights(self))
+        self.components.reward.score = functools.partial(self._scored, self.components.reward.score)
+
+    async def _scored(self, score, sample, stages):
+        return await score(sample, stages)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self.model.training:
@@ -241,28 +246,41 @@ def prompts_by_generation_batch(trainer, micro_batches, first=0):
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_prompts_come_in_the_order_they_have_without_lookahead_and_rollouts_are_as_old_as_is_logged(
-    trained, arrangement
-):
+def test_prompts_come_in_the_order_they_have_without_lookahead_also_after_any_checkpoint(trained, arrangement):
+    """And rollouts are as old as is logged. A run goes on from inside a generation batch too, and with rollouts in
+    flight: no prompt is lost or comes twice."""
     given, per_generation = ARRANGEMENTS[arrangement]
+    given = {"max_steps": 12, **given}  # whole generation batches
     runs = {
-        ahead: trained(rollout_lookahead=ahead, max_steps=11, **given)
+        ahead: trained(rollout_lookahead=ahead, save_strategy="steps", save_steps=1, **given)
         for ahead in ((0, 1, 2, 4) if arrangement == "whole" else (0, 2))
     }
     wanted = prompts_by_generation_batch(runs[0], per_generation)
     assert len(wanted) > 4
     for lookahead, trainer in runs.items():
         assert prompts_by_generation_batch(trainer, per_generation) == wanted, lookahead
-        assert [len(batch["prompts"]) for batch in trainer.micro_batches] == [
-            len(batch["prompts"]) for batch in runs[0].micro_batches
-        ]
-        assert [batch["step"] for batch in trainer.micro_batches] == [b["step"] for b in runs[0].micro_batches]
+        for mine, theirs in zip(trainer.micro_batches, runs[0].micro_batches, strict=True):
+            assert (mine["step"], len(mine["prompts"])) == (theirs["step"], len(theirs["prompts"]))
         assert [entry["epoch"] for entry in steps_of(trainer)] == [entry["epoch"] for entry in steps_of(runs[0])]
         ages = assert_ages_are_as_logged(trainer, lookahead)
-        assert arrangement != "whole" or ages == [min(step, lookahead) for step in range(11)]
+        assert arrangement != "whole" or ages == [min(step, lookahead) for step in range(12)]
+    whole = runs[2]
+    steps = [batch["step"] for batch in whole.micro_batches]
+    for step in (3, 5):  # an epoch's end is among them, and a place inside a batch where it has several updates
+        checkpoint = f"{whole.args.output_dir}/checkpoint-{step}"
+        second = trained(rollout_lookahead=2, **given, resume_from=checkpoint)
+        assert [batch["step"] for batch in second.micro_batches] == [each for each in steps if each >= step]
+        done = steps.index(step)
+        rest = -done % per_generation  # micro-batches of the batch under way, which are the very same
+        for mine, theirs in zip(second.micro_batches[:rest], whole.micro_batches[done:], strict=False):
+            assert mine["completions"] == theirs["completions"], step
+        ahead = prompts_by_generation_batch(second, per_generation, rest)
+        assert ahead == prompts_by_generation_batch(whole, per_generation, done + rest), step
+        if arrangement == "whole":  # it starts without a rollout at hand
+            assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(12 - step)]
 
 
-@pytest.mark.parametrize("lookahead", [0, 2, 4])
+@pytest.mark.parametrize("lookahead", [0, 4])
 def test_every_step_logs_the_same_keys_and_the_figures_of_what_it_trained_on(trained, lookahead):
     trainer = trained(rollout_lookahead=lookahead, max_steps=7)
     logs = steps_of(trainer)
@@ -286,26 +304,6 @@ def _as_judged(texts):
     return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-def test_a_run_goes_on_from_any_checkpoint_and_no_prompt_is_lost_or_twice(trained, arrangement):
-    """Also from inside a generation batch, and with rollouts in flight."""
-    given, per_generation = ARRANGEMENTS[arrangement]
-    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "rollout_lookahead": 2, **given}
-    whole = trained(**given)
-    steps = [batch["step"] for batch in whole.micro_batches]
-    for step in (3, 5):  # an epoch's end is among them, and a place inside a batch where it has several updates
-        second = trained(**given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
-        assert [batch["step"] for batch in second.micro_batches] == [each for each in steps if each >= step]
-        done = steps.index(step)
-        rest = -done % per_generation  # micro-batches of the batch under way, which are the very same
-        for mine, theirs in zip(second.micro_batches[:rest], whole.micro_batches[done:], strict=False):
-            assert mine["completions"] == theirs["completions"], step
-        ahead = prompts_by_generation_batch(second, per_generation, rest)
-        assert ahead == prompts_by_generation_batch(whole, per_generation, done + rest), step
-        if arrangement == "whole":  # it starts without a rollout at hand
-            assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(6 - step)]
-
-
 @pytest.mark.usefixtures("any_text_is_an_action")
 def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained):
     given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12}
@@ -316,9 +314,9 @@ def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained):
         assert [launch["completions"] for launch in second.launches] == wanted, step
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_evaluations_in_between_change_nothing(trained, lookahead):
-    given = {"rollout_lookahead": lookahead, "max_steps": 6, "optim": "sgd", "learning_rate": 1.0}
+def test_evaluations_in_between_change_nothing(trained):
+    """`test_time_of_a_run.py` has this to the last bit, without lookahead."""
+    given = {"rollout_lookahead": 2, "max_steps": 6, "optim": "sgd", "learning_rate": 1.0}
     without = trained(**given)
     trainer = trained(
         **given, eval_strategy="steps", eval_steps=2, quick_eval=QuickEvalSettings(steps=1, rows=4), eval_on_start=True
@@ -340,8 +338,6 @@ def test_evaluations_in_between_change_nothing(trained, lookahead):
 @pytest.mark.parametrize(
     ("kind", "arrangement"),
     [
-        (Watched, "whole"),
-        (Scripted, "accumulation"),
         (Watched, "two_updates_a_generation"),
         (Scripted, "two_iterations"),
     ],
@@ -370,15 +366,14 @@ def log_probs(model, inputs, temperature):
     return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_slow_rewards_are_waited_for_together(trained, monkeypatch, lookahead):
-    """Verdicts are held back until three rollouts were launched. Without lookahead that is in vain."""
+def test_slow_rewards_are_waited_for_together(trained, monkeypatch):
+    """Verdicts are held back until three rollouts were launched."""
     launched, in_time = threading.Event(), []
     answer = Services.next_answer
 
     def held_back(self, name, request):
         if name == "judge":
-            in_time.append(launched.wait(0.5 if lookahead == 0 else 30.0))
+            in_time.append(launched.wait(30.0))
             launched.set()
         return answer(self, name, request)
 
@@ -389,26 +384,20 @@ def test_slow_rewards_are_waited_for_together(trained, monkeypatch, lookahead):
             return super()._completions(*args, **kwargs)
 
     monkeypatch.setattr(Services, "next_answer", held_back)
-    trainer = trained(Announced, rollout_lookahead=lookahead, max_steps=4, per_device_train_batch_size=2, rows=32)
+    trainer = trained(Announced, rollout_lookahead=2, max_steps=4, per_device_train_batch_size=2, rows=32)
     assert len(trainer.launches) == 4
-    assert in_time[0] == (lookahead == 2)
+    assert in_time[0]
 
 
 class Slow(Scripted):
     """Every fifth group is scored some steps later than others."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        score = self.components.reward.score
-
-        async def slow(sample, stages):
-            launch, place = map(int, re.search(r"l(\d+)p(\d+)", sample.text).groups())
-            number, began = 4 * launch + place // 2, max(launch - 3, 0)
-            while number % 5 == 1 and self.state.global_step < min(began + 3 + number % 2, 10):
-                await asyncio.sleep(0.01)
-            return await score(sample, stages)
-
-        self.components.reward.score = slow
+    async def _scored(self, score, sample, stages):
+        launch, place = map(int, re.search(r"l(\d+)p(\d+)", sample.text).groups())
+        number, began = 4 * launch + place // 2, max(launch - 3, 0)
+        while number % 5 == 1 and self.state.global_step < min(began + 3 + number % 2, 10):
+            await asyncio.sleep(0.01)
+        return await score(sample, stages)
 
 
 BY_GROUPS = {"rollout_lookahead": 2, "max_staleness": 5, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
@@ -467,17 +456,11 @@ class Equal(Scripted):
 
     teaches = 2
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        score = self.components.reward.score
-
-        async def equal(sample, stages):
-            if sample.row["row"] % self.teaches == 0:
-                return await score(sample, stages)
-            # functions whose numbers differ, and whose weighted sum does not: one may have no weight
-            return replace(Reward.scored(0.5), by_function={"of no weight": float(sample.place)})
-
-        self.components.reward.score = equal
+    async def _scored(self, score, sample, stages):
+        if sample.row["row"] % self.teaches == 0:
+            return await score(sample, stages)
+        # functions whose numbers differ, and whose weighted sum does not: one may have no weight
+        return replace(Reward.scored(0.5), by_function={"of no weight": float(sample.place)})
 
     def rows_trained_on(self):
         """The numbers of their rows by step."""
@@ -496,7 +479,7 @@ REFILL = {"refill_groups": 4, "rows": 24, "per_device_train_batch_size": 8, "max
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
-                                  {"rollout_lookahead": 2}, {"rollout_lookahead": 2, "max_staleness": 5}])  # fmt: skip
+                                  {"rollout_lookahead": 2, "max_staleness": 5}])  # fmt: skip
 def test_groups_of_equal_rewards_are_replaced_and_the_others_are_trained_on(trained, more):
     trainer = trained(Equal, **{**REFILL, **more})
     rows, lookahead = trainer.rows_trained_on(), more.get("rollout_lookahead", 0)
@@ -512,9 +495,8 @@ def test_groups_of_equal_rewards_are_replaced_and_the_others_are_trained_on(trai
     assert generated == 8 * 12 + 2 * sum(entry[REFILLED] for entry in steps_of(trainer))
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog, lookahead):
-    trainer = trained(AllEqual, **{**REFILL, "refill_groups": 1, "rollout_lookahead": lookahead, "max_steps": 6})
+def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog):
+    trainer = trained(AllEqual, **{**REFILL, "refill_groups": 1, "rollout_lookahead": 2, "max_steps": 6})
     entries = steps_of(trainer)
     assert min(entry[EQUAL] for entry in entries) > 0.7
     assert max(entry[REFILLED] for entry in entries) == 4
@@ -522,20 +504,13 @@ def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog, lookahead):
     assert caplog.text.count("so many groups have equal rewards") == 1
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
-def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained, lookahead):
-    class Slow(Equal):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            score = self.components.reward.score
+def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained):
+    class SlowEqual(Equal):
+        async def _scored(self, score, sample, stages):
+            await asyncio.sleep(0.4 * (sample.row["row"] % 2))  # those that are equal
+            return await super()._scored(score, sample, stages)
 
-            async def slow(sample, stages):
-                await asyncio.sleep(0.4 * (sample.row["row"] % 2))  # those that are equal
-                return await score(sample, stages)
-
-            self.components.reward.score = slow
-
-    entries = steps_of(trained(Slow, **{**REFILL, "rollout_lookahead": lookahead, "max_steps": 6}))
+    entries = steps_of(trained(SlowEqual, **{**REFILL, "max_steps": 6}))
     for entry in entries:
         assert entry[REWARD_EXPOSED] == pytest.approx(entry[time_of(Phase.REWARD_WAIT)], abs=0.1)
         assert entry[REWARD_HIDDEN] >= 0
@@ -544,13 +519,8 @@ def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained, loo
 
 def test_a_group_with_a_failed_completion_is_not_replaced(trained):
     class Failing(Equal):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-
-            async def fails(sample, stages):
-                return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
-
-            self.components.reward.score = fails
+        async def _scored(self, score, sample, stages):
+            return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
 
     trainer = trained(Failing, **REFILL, min_valid_reward_fraction=0.4)
     assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 12
@@ -560,21 +530,18 @@ def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(tra
     class Stopped(AllEqual):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            own.append(self)
-            score = self.components.reward.score
+            built.append(self)
 
-            async def stopped(sample, stages):
-                if self.state.global_step == 2 and sample.place >= 4:
-                    self.request_stop("SIGTERM")
-                    await asyncio.sleep(60)
-                return await score(sample, stages)
+        async def _scored(self, score, sample, stages):
+            if self.state.global_step == 2 and sample.place >= 4:
+                self.request_stop("SIGTERM")
+                await asyncio.sleep(60)
+            return await super()._scored(score, sample, stages)
 
-            self.components.reward.score = stopped
-
-    own = []
+    built = []
     with pytest.raises(RunStopped):
         trained(Stopped, **{**REFILL, "refill_groups": 1})
-    assert [launch["step"] for launch in own[0].launches] == [0, 0, 1, 1, 2]
+    assert [launch["step"] for launch in built[0].launches] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

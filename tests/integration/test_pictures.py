@@ -3,11 +3,10 @@
 import asyncio
 
 import pytest
-import torch
 from support.loopback import ACTION, BAD, build_reward
-from support.scripted import ScriptedTrainer, ScriptedUpstream, settings
+from support.scripted import Gradients, ScriptedTrainer, ScriptedUpstream, settings
 from support.seeing import make_seeing_policy, seeing_rows
-from transformers import AutoModelForImageTextToText, TrainerCallback
+from transformers import AutoModelForImageTextToText
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -26,15 +25,6 @@ def seeing(tmp_path_factory):
     return make_seeing_policy(tmp_path_factory.mktemp("seeing") / "policy")
 
 
-class Gradients(TrainerCallback):
-    def __init__(self, trainer):
-        self.trainer, self.seen = trainer, []
-
-    def on_pre_optimizer_step(self, *args, **_):
-        weights = self.trainer.model.parameters()
-        self.seen.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
-
-
 def train(kind, seeing, services, folder, least=0, **given):
     """The gradients of two steps on the rows with at least so many pictures, and the trainer."""
     ours = kind is ScriptedTrainer
@@ -51,13 +41,12 @@ def train(kind, seeing, services, folder, least=0, **given):
         processing_class=load_processor(str(seeing)),
     )
     trainer.texts, gradients = TEXTS, Gradients(trainer)
-    trainer.add_callback(gradients)
     trainer.train()
     if ours:
         trainer.finish()
     else:
         asyncio.run_coroutine_threadsafe(trainer.reward_funcs[0].aclose(), trainer.async_loop).result()
-    return gradients.seen, trainer
+    return gradients.found, trainer
 
 
 def test_gradients_are_those_of_trl_and_reach_the_vision_tower(seeing, services, tmp_path):

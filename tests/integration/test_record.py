@@ -119,13 +119,6 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
     assert {each.advantage for each in evaluated} == {None}
 
 
-def test_a_script_that_sets_record_has_what_services_said(run_of, services, tmp_path):
-    run_of(tmp_path, loopback_reward(services, default_rows()), record=True, report_to="none")
-    with closing(open_record(record_file(tmp_path, 0))) as file:
-        for table in ("verdicts", "calls"):
-            assert file.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-
-
 def test_settings_name_record_and_replay(recorded_run, tmp_path):
     folder = str(recorded_run[1])
     given = {"output_dir": str(tmp_path), "use_cpu": True}

@@ -5,18 +5,14 @@ import logging
 import math
 
 import pytest
-from support.loopback import ACTION, BAD, VERDICT, action, chat_completion
+from support.loopback import ACTION, BAD, VERDICT, chat_completion
+from support.scripted import DIFFERENT, steps_of
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.reward.reward_loop import warm_up
 
-DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
 PLANTED = "sk-planted-4242424242"
-
-
-def step_logs(trainer):
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
 def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer, services):
@@ -28,7 +24,7 @@ def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer,
         texts=DIFFERENT, max_steps=2, chain={"attempts": 3, "providers": [{"name": "judge", **price}]}
     )
     trainer.train()
-    first, second = step_logs(trainer)
+    first, second = steps_of(trainer)
     # four different completions a step, over rows of one conversation
     assert (first["judge/judge/verdicts"], second["judge/judge/verdicts"]) == (4, 4)
     assert first["judge/judge/prompt_tokens"] == 400
@@ -88,6 +84,6 @@ def test_a_key_that_a_service_echoes_gets_nowhere(scripted_trainer, services, tm
 def test_figures_that_are_undefined_are_no_numbers(scripted_trainer):
     trainer = scripted_trainer(texts=(BAD,), max_steps=1)
     trainer.train()
-    (logs,) = step_logs(trainer)
+    (logs,) = steps_of(trainer)
     assert logs["judge/length_correlation"] is None
     assert not any(isinstance(value, float) and math.isnan(value) for value in logs.values())

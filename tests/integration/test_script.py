@@ -6,7 +6,7 @@ import sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.scripted import settings, steps_of
+from support.scripted import length, settings, steps_of
 from transformers import AutoModelForCausalLM
 
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
@@ -17,10 +17,6 @@ from salesrl_trl.record.view.run_folder import read_run
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Question {place}"}]} for place in range(16)])
-
-
-def length(completions, **kwargs):
-    return [len(each[0]["content"]) % 17 / 17 for each in completions]
 
 
 def train(policy, folder, resume=None, reward=length, **given):
@@ -71,7 +67,7 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
         "quiet",
         "output",
     ]
-    assert f"length: at {__file__}" in banner[0]
+    assert f"length: at {length.__code__.co_filename}" in banner[0]
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert "record       off: no completion is kept" in caplog.text

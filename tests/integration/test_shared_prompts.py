@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.keyed import make_tiny_policy
-from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows, settings, steps_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from support.scripted import Gradients, ScriptedTrainer, ScriptedUpstream, default_rows, length, settings, steps_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -32,26 +32,19 @@ SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "nu
 WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening", "a", "b")
 
 
-def length(completions, **_):
-    """A reward that tells the completions of a group apart."""
-    return [len(each[0]["content"]) % 13 / 13 for each in completions]
-
-
-class Gradients(TrainerCallback):
+class Passes(Gradients):
     """The gradient of every update, and the passes through the model before it."""
 
     def __init__(self, trainer):
-        self.trainer, self.found, self.passes, self._passes = trainer, [], [], 0
-        trainer.add_callback(self)
+        super().__init__(trainer)
+        self.passes, self._passes = [], 0
         trainer.model.register_forward_pre_hook(self._count)
 
     def _count(self, *_):
         self._passes += 1
 
-    def on_pre_optimizer_step(self, *_, **__):
-        weights = self.trainer.model.parameters()
-        grads = [each.grad.flatten() for each in weights if each.grad is not None]
-        self.found.append(torch.cat(grads) if grads else None)  # none in a skipped update
+    def on_pre_optimizer_step(self, *given, **named):
+        super().on_pre_optimizer_step(*given, **named)
         self.passes.append(self._passes)
         self._passes = 0
 
@@ -92,7 +85,7 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
         trainer.components.passes.in_order &= in_order
         with patched(trainer.args, "use_vllm", True):
             trainer.components.passes._correction = correction_at_step(trainer.args)
-    gradients = Gradients(trainer)
+    gradients = Passes(trainer)
     trainer.train()
     if is_ours:
         trainer.finish()

@@ -13,8 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.forked import Program
-from support.loopback import VERDICT, action, chat_completion
+from support.loopback import VERDICT, chat_completion
 from support.runs import check_times, scalars, spans
+from support.scripted import DIFFERENT, steps_of
 from support.seconds import check_seconds
 from transformers import TrainerCallback
 
@@ -32,10 +33,8 @@ from salesrl_trl.names import (
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
-DIFFERENT = tuple(action(query=f"q{index}") for index in range(96))
-"""Actions that no cache answers."""
 SLOW_VERDICT = chat_completion(json.dumps(VERDICT))
-RUNNER = Path(__file__).parents[1] / "support/short_run.py"
+RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
 
 
 @pytest.fixture
@@ -74,10 +73,6 @@ class StepClock(TrainerCallback):
         self._last = now
 
 
-def step_logs(trainer):
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
-
-
 @pytest.mark.alone
 def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, services, instruments, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.3)
@@ -85,13 +80,13 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
     clock = StepClock()
     trainer.add_callback(clock)
     trainer.train()
-    for logs, seconds in zip(step_logs(trainer), clock.seconds, strict=True):
+    for logs, seconds in zip(steps_of(trainer), clock.seconds, strict=True):
         check_seconds(abs(logs[STEP_SECONDS] - seconds), most=0.02 * seconds)
     for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
         # rewards run from the end of generation, beside the reference's log-probs
         assert phases[Phase.REFERENCE_LOGPROBS] + phases[Phase.REWARD_WAIT] >= 0.28, step
         assert phases[Phase.EVALUATION] == phases[Phase.CHECKPOINT] == phases[Phase.WEIGHT_PUSH] == 0
-    for logs in step_logs(trainer):
+    for logs in steps_of(trainer):
         assert logs[REWARD_SECONDS] >= 0.3
         check_seconds(abs(logs[REWARD_EXPOSED] - logs[time_of(Phase.REWARD_WAIT)]), most=0.02)
         check_seconds(abs(logs[REWARD_HIDDEN] - logs[time_of(Phase.REFERENCE_LOGPROBS)]), most=0.05)
@@ -100,7 +95,7 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
         assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]
         assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
         assert logs[MFU_MODEL] is logs[MFU_STEP] is None  # a CPU's peak is in no table
-    keys = [set(logs) for logs in step_logs(trainer)]
+    keys = [set(logs) for logs in steps_of(trainer)]
     assert all(each == keys[0] for each in keys)
 
 
@@ -108,7 +103,7 @@ def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, se
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         trainer.train()
-    assert [logs[MFU_MODEL] for logs in step_logs(trainer)] == [None, None]
+    assert [logs[MFU_MODEL] for logs in steps_of(trainer)] == [None, None]
     assert sum("more FLOPs than 'cpu' can do" in each.message for each in caplog.records) == 1
 
 
@@ -117,7 +112,7 @@ def test_without_timing_nothing_is_measured_and_nothing_else_changes(
 ):
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(enabled=False), max_steps=2)
     trainer.train()
-    for logs in step_logs(trainer):
+    for logs in steps_of(trainer):
         assert STEP_SECONDS not in logs
         assert "perf/samples_per_s" not in logs
         assert logs["reward"] is not None
@@ -132,7 +127,7 @@ def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, se
     )  # fmt: skip
     services.set("judge", SLOW_VERDICT, delay_s=0.5)
     trainer.train()
-    first, second, third = step_logs(trainer)[0], step_logs(trainer)[1], step_logs(trainer)[2]
+    first, second, third = steps_of(trainer)[0], steps_of(trainer)[1], steps_of(trainer)[2]
     assert first["time/evaluation_s"] == first["time/checkpoint_s"] == 0
     for logs in (second, third):  # what comes after an update is in the next one's time
         assert logs["time/evaluation_s"] >= 1.0  # two batches of it wait 0.5 s each
@@ -179,8 +174,13 @@ def test_the_trace_has_a_track_for_each_reward_and_one_for_the_phases(
 
 def test_a_process_that_is_killed_leaves_trace_and_events(tiny, services, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.2)
-    command = [RUNNER, tiny, services.url, tmp_path / "run"]
-    with Program(command, stderr=subprocess.PIPE, text=True) as process:
+    given = {"model_name_or_path": tiny, "output_dir": tmp_path / "run", "report_to": "tensorboard"}
+    given |= {"rag_base_url": services.url, "judge_base_url": f"{services.url}/v1"}
+    with Program(
+        [RUNNER, *(word for name, value in given.items() for word in (f"--{name}", value))],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         try:
             for line in process.stderr:
                 if "[Step 3/" in line:
@@ -218,7 +218,7 @@ UNSCRIPTED = {"kind": SalesGRPOTrainer, "max_completion_length": 12, "beta": 0.1
 
 
 def losses(trainer):
-    return [(logs["loss"], logs["grad_norm"], logs["reward"], logs["kl"]) for logs in step_logs(trainer)]
+    return [(logs["loss"], logs["grad_norm"], logs["reward"], logs["kl"]) for logs in steps_of(trainer)]
 
 
 def test_quick_evaluations_disturb_neither_training_nor_evaluation(scripted_trainer, services):

@@ -2,16 +2,14 @@
 
 import functools
 import json
-import shutil
 import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-import trl
 from datasets import Dataset
-from support.keyed import make_tiny_policy
+from support.keyed import make_calling_policy
 from support.ranks import of_one_machine, run_ranks
 from support.scripted import settings, steps_of
 from support.viewing import asked, served
@@ -36,10 +34,7 @@ SAME = ("loss", "reward", "reward_std", "completions/mean_length", "tools/call_f
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory):
-    """A policy whose chat template is one that TRL reads tool calls of, with room for the prompt and more turns."""
-    folder = make_tiny_policy(tmp_path_factory.mktemp("caller") / "policy", max_position_embeddings=2048)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", folder / "chat_template.jinja")
-    return folder
+    return make_calling_policy(tmp_path_factory.mktemp("caller") / "policy", max_position_embeddings=2048)
 
 
 def add(number: int) -> int:

@@ -8,17 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
-from support.loopback import ACTION, BAD, VERDICT, action
-from support.scripted import Scripted
+from support.loopback import ACTION, BAD, VERDICT
+from support.scripted import DIFFERENT, Scripted, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.trainer import RolloutTrainer
 from salesrl_trl.update.weights import WeightCheck
-
-DIFFERENT = tuple(action(query=f"q{index}") for index in range(64))
-"""Actions that no cache answers, as many as a test may need."""
 
 
 class ScriptedRollouts(Scripted, RolloutTrainer):
@@ -33,10 +30,6 @@ def moved(before, after):
     return any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def step_logs(trainer):
-    return [entry for entry in trainer.state.log_history if "reward" in entry]
-
-
 def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tmp_path):
     trainer = scripted_trainer(disable_tqdm=False)
     before = weights(trainer)
@@ -49,7 +42,7 @@ def test_a_step_learns_and_logs_every_metric(scripted_trainer, caplog, capfd, tm
     assert (tmp_path / "run/trace.json").is_file()
     assert moved(before, weights(trainer))
     names = set(trainer.components.ledger.names)
-    for logs in step_logs(trainer):
+    for logs in steps_of(trainer):
         assert names <= set(logs)
         assert logs["outcome/ok"] == logs["outcome/invalid_action"] == 0.5
         # each group holds one action judged 0.75 and one that is none, worth 0: mean 0.375
@@ -62,7 +55,7 @@ def test_rollouts_alone_are_generated_and_scored_as_in_training_and_move_nothing
     trainer.train()
     assert not moved(before, weights(trainer))
     assert not trainer.optimizer.state
-    for logs in step_logs(trainer):
+    for logs in steps_of(trainer):
         assert (logs["reward"], logs["outcome/ok"], logs["time/backward_s"]) == (pytest.approx(0.375), 0.5, 0)
     assert trainer.generated == 4 * 2 * 4
 
@@ -127,7 +120,7 @@ def test_a_skipped_batch_takes_nothing_from_another_of_the_same_step(scripted_tr
     before = weights(trainer)
     with contextlib.nullcontext() if len(broken) == 2 else pytest.raises(TooFewRewardsError):
         trainer.train()
-    (logs,) = step_logs(trainer)
+    (logs,) = steps_of(trainer)
     assert logs["failures/skipped_update"] == len(broken) / 4
     assert moved(before, weights(trainer)) == (len(broken) == 2)
 
@@ -211,7 +204,7 @@ def test_it_says_which_share_of_the_weights_moved_and_how_many_groups_had_one_sc
     trainer = scripted_trainer(texts=texts, max_steps=2, lr_scheduler_type="constant_with_warmup", warmup_steps=1)
     trainer.train()
     # of either step's two groups the first has a single score
-    assert [logs["failures/single_scored"] for logs in step_logs(trainer)] == [0.5, 0.5]
+    assert [logs["failures/single_scored"] for logs in steps_of(trainer)] == [0.5, 0.5]
     (entry,) = [entry for entry in trainer.state.log_history if "weights/changed_share" in entry]
     assert entry["step"] == 2  # the first has a learning rate of 0
     assert entry["weights/changed_share"] > 0.99
@@ -247,7 +240,7 @@ def test_a_rollout_func_writes_completions_and_calls_no_tools(scripted_trainer, 
 
     trainer = scripted_trainer(rollout_func=rollout, max_steps=2)
     trainer.train()
-    assert [logs["reward"] for logs in step_logs(trainer)] == [0.75, 0.75]  # of ACTION, by the judge on loopback
+    assert [logs["reward"] for logs in steps_of(trainer)] == [0.75, 0.75]  # of ACTION, by the judge on loopback
     calls_tools.append(True)
     with pytest.raises(ConfigError, match="`rollout_func` calls tools that TRL was not given"):
         trainer.train()

@@ -5,11 +5,9 @@ import logging
 import pytest
 from seams.own_engine import Writer
 from support.loopback import Services
-from support.scripted import build_trainer, default_rows, loopback_reward, settings, steps_of
+from support.scripted import build_trainer, default_rows, loopback_reward, steps_of
 
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 PATH = "seams.own_engine.Writer"
@@ -48,16 +46,3 @@ def test_completions_of_another_engine_may_be_generated_ahead_and_are_whole_batc
     assert "of a batch unfinished" not in caplog.text
     assert [logs["rollout/staleness"] for logs in steps_of(trainer)] == [0, 1, 2, 2]
     assert len(engine.written) == 4 * 4
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"sampler": "seams.own_engine.NoEngine"}, "has no `start`"),
-        ({"sampler": "seams.nowhere.Writer"}, "no module 'seams.nowhere'"),
-        ({"sampler": PATH, "use_vllm": True}, "vLLM would start beside it"),
-    ],
-)
-def test_an_engine_that_can_not_work_is_refused_with_the_settings(tmp_path, given, message):
-    with pytest.raises(ConfigError, match=message):
-        SalesGRPOConfig(**settings(tmp_path, **given))

@@ -5,9 +5,9 @@ from seams.own_reward import LONG, Brevity, ByLength, Deaf
 from support.loopback import ACTION, ANSWER, action, build_reward, row
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.assembly import NOWHERE, addresses
 from salesrl_trl.launch.assembly import build_reward as build_from_settings
 from salesrl_trl.launch.checks.reward import check_stand_ins, prepare_reward
+from salesrl_trl.launch.embedded import NOWHERE, addresses
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
@@ -45,24 +45,6 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
         assert result_of(reward, [ACTION, action("b")]).values == [pytest.approx(SCORE)] * 2
     assert judge_base_url == NOWHERE
     assert services.calls["judge"] == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"judge": "seams.own_reward.Brevity"}, r"no salesrl_trl\.judged\.judge_interface\.Judge"),
-        ({"judge": "seams.own_reward.ByLenght"}, "has no 'ByLenght'"),
-        ({"judge": "ByLength"}, "dotted path"),
-        ({"judge": "salesrl_trl.judged.judge_interface.Judge"}, "abstract"),
-        (
-            {"judge": "seams.own_reward.ByLength", "judge_base_url": "http://127.0.0.1:9/v1"},
-            "`judge` is given beside `judge_base_url`",
-        ),
-    ],
-)
-def test_a_judge_that_can_not_be_is_refused_before_anything_is_asked(settings, given, said):
-    with pytest.raises(ConfigError, match=said):
-        prepare_reward(settings(rag_base_url="http://127.0.0.1:9", **given), BRANCHES)
 
 
 def test_an_object_that_is_no_judge_is_refused(services):

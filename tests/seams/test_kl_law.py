@@ -26,31 +26,6 @@ class Smoothed:
     def move(self, window, state):
         distance = (window.target.distance(window.kl) + state.get("distance", 0.0)) / 2
         return window.beta * math.exp(self.gain * distance), {"distance": distance}
-
-class Nothing:
-    pass
-
-class OfAnotherName:
-    def step(self, window, state):
-        return window.beta, state
-
-class OfOtherArguments:
-    def move(self, target, beta, kl, state):
-        return beta, {}
-
-class WithoutAState:
-    def move(self, window, state):
-        return window.beta
-
-class OfNoNumber:
-    def move(self, window, state):
-        return math.nan, state
-
-class OfAStateThatIsNotJson:
-    def move(self, window, state):
-        return window.beta, {"seen": {window.kl}}
-
-A_NUMBER = 3
 '''
 TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
@@ -119,33 +94,6 @@ def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of
     assert after.control.state_dict()["fairness"]["law_state"] == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"kl_law": "no_such_module.Law"}, "no module 'no_such_module'"),
-        ({"kl_law": "laws_of_a_user.Law"}, "'laws_of_a_user' has no 'Law'"),
-        ({"kl_law": "laws_of_a_user.A_NUMBER"}, "can't be made with .* not callable. Expected a class"),
-        ({"kl_law": "laws_of_a_user.Smoothed", "kl_law_settings": {"gane": 1}}, "unexpected keyword argument 'gane'"),
-        ({"kl_law": "laws_of_a_user.Smoothed", "kl_law_settings": "[1]"}, "`kl_law_settings` is a list"),
-        ({"kl_law": "laws_of_a_user.Nothing"}, "no attribute 'move'.*Expected an object with the method `move"),
-        ({"kl_law": "laws_of_a_user.OfAnotherName"}, "no attribute 'move'"),
-        (
-            {"kl_law": "laws_of_a_user.OfOtherArguments"},
-            "missing a required argument.*`move\\(window, state",
-        ),
-        ({"kl_law": "laws_of_a_user.WithoutAState"}, "returned 0.1 at a KL of 0.1.*Expected a finite coefficient and"),
-        ({"kl_law": "laws_of_a_user.OfNoNumber"}, "returned \\(nan, {}\\)"),
-        ({"kl_law": "laws_of_a_user.OfAStateThatIsNotJson"}, "a dict of JSON values"),
-        ({"kl_law_settings": {"gain": 1}}, "has an unknown 'gain'. Expected some of: max_step, cooldown_steps"),
-        ({"kl_law": "fixed", "kl_law_settings": {"gain": 1}}, "`kl_law` is `fixed`, and by .* Expected one"),
-    ],
-)
-@pytest.mark.usefixtures("laws_of_a_user")
-def test_a_law_that_cannot_work_is_refused_with_the_settings(config, given, message):
-    with pytest.raises(ConfigError, match=message):
-        config(**given)
-
-
 def test_a_law_that_breaks_during_a_run_ends_it(config):
     class Breaking:
         def move(self, window, state):
@@ -169,14 +117,12 @@ def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(laws_o
 
 
 @pytest.mark.parametrize("recipe", ["debug", "full"])
-def test_a_recipe_takes_a_law_and_refuses_a_wrong_path_with_its_settings(laws_of_a_user, recipe):
+def test_a_recipe_takes_a_law(laws_of_a_user, recipe):
     def law(path):
         command = ["--kl_law", path, "--kl_law_settings", '{"gain": 0.05}', "--use_cpu", "true", "--bf16", "false"]
         return parse(command, ROOT / f"recipes/{recipe}.yaml").training.kl_control_law()
 
     assert law(f"{laws_of_a_user}.Smoothed").gain == 0.05
-    with pytest.raises(ConfigError, match=r"`kl_law` is 'no_such_module\.Law', and there is no module"):
-        law("no_such_module.Law")
 
 
 class Doubling:

@@ -8,25 +8,12 @@ import pytest
 from support.loopback import VERDICT, action, row
 from werkzeug import Response
 
-from salesrl_trl import Answer, RagBackend
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.assembly import NOWHERE, addresses, build_reward
+from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
+from salesrl_trl.launch.embedded import NOWHERE, addresses
 
 ADAPTER = "examples.rag_adapter.QuestionService"
 CONTEXTS = [{"id": "d1", "text": "Python costs 100.", "score": 0.5}, {"id": "d2", "text": "Hours", "score": 0.01}]
-
-
-class Silent(RagBackend):
-    """Has no transports."""
-
-    identity = "silent"
-
-    async def chat_8b(self, context, action, score_threshold, top_k, *, ids):
-        return Answer(text="", passages=(), took_ms=0.0)
-
-    async def chat(self, context, score_threshold, top_k, *, ids):
-        return Answer(text="", passages=(), took_ms=0.0)
 
 
 @pytest.fixture
@@ -79,17 +66,3 @@ def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_p
         assert [scored.reason for scored in result_of(reward, [action()]).rewards] == ["rag_bad_response"]
     finally:
         CONTEXTS.pop()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"rag": "seams.own_reward.Brevity"}, r"no salesrl_trl\.judged\.rag_client\.RagBackend"),
-        ({"rag": "seams.test_rag.Silent"}, r"transports` are \[\]\. Expected a `Transport` for each of rag_8b"),
-        ({"rag": "seams.test_rag.Silent", "rag_base_url": "http://127.0.0.1:9"}, "beside `rag_base_url`"),
-        ({"rag": "seams.test_rag.Silent", "knowledge_file": "k.jsonl"}, "beside `rag`.* only the embedded"),
-    ],
-)
-def test_a_class_that_can_not_be_is_refused_before_anything_is_asked(settings, given, said):
-    with pytest.raises(ConfigError, match=said):
-        prepare_reward(settings(**{"rag_base_url": None, **given}), ["fairness"])

@@ -27,13 +27,6 @@ CORE = "salesrl_trl.trainer"
 LAYERS = ("agents", "judged", "record", "launch", "demo")
 """Folders that the core does not import."""
 
-TRACES = {
-    "a figure": "RIGHT_DOCUMENT",
-    "an argument of a reward function": "trainer_state",
-    "a setting": "outage_patience_s",
-}
-"""For each usual change a name that came with one. The files that hold it are those that the next change edits."""
-
 
 def modules(root: Path = ROOT) -> dict[str, ast.Module]:
     """The package's modules by their path in the package."""
@@ -223,22 +216,6 @@ def file_names(trees: dict[str, ast.Module]) -> list[str]:
     return [name for path in trees if not (name := Path(path).name).startswith("__")]
 
 
-def files_with(name: str, root: Path = ROOT) -> list[str]:
-    """Modules in whose code a name stands: as a definition, a use, an argument, or a string of its own."""
-
-    def is_there(node: ast.AST) -> bool:
-        match node:
-            case ast.Name(id=found) | ast.Attribute(attr=found) | ast.arg(arg=found) | ast.keyword(arg=found):
-                return found == name
-            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
-                return found == name
-            case ast.alias(name=found) | ast.Constant(value=found):
-                return found == name
-        return False
-
-    return [path for path, tree in modules(root).items() if any(is_there(node) for node in ast.walk(tree))]
-
-
 def code_lines(tree: ast.Module, text: str) -> int:
     """Lines that hold code: neither blank, nor a comment, nor part of a docstring."""
     docstrings: set[int] = set()
@@ -247,19 +224,6 @@ def code_lines(tree: ast.Module, text: str) -> int:
             docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
     return sum(bool(line := raw.strip()) and line[0] != "#" and number not in docstrings for number, raw in lines)
-
-
-def argument_lines(tree: ast.Module) -> int:
-    """Lines of `Args:` blocks in docstrings, up to the next heading of a docstring or its end."""
-    count = 0
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inside = False
-            for line in (ast.get_docstring(node) or "").splitlines():
-                heading = line.endswith(":") and not line.startswith(" ") and line[:1].isupper()
-                inside = line == "Args:" or (inside and not heading and (line.startswith(" ") or not line))
-                count += inside and bool(line)
-    return count
 
 
 def settings(trees: dict[str, ast.Module]) -> set[str]:
@@ -275,17 +239,6 @@ def settings(trees: dict[str, ast.Module]) -> set[str]:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.name != "JudgeProviderConfig"
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-
-
-def set_by_recipes(root: Path) -> set[str]:
-    """Settings that a recipe or a preset sets."""
-    files = [*(root / PACKAGE).rglob("recipes/*.yaml"), *(root / PACKAGE).rglob("presets/*.yaml")]
-    files += (root / "recipes").rglob("*.yaml")
-    return {
-        match
-        for file in files
-        for match in re.findall(r"^(?:  )?(\w+):", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
 
 
@@ -389,12 +342,9 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     yield "class names given twice", _listed(given_twice(class_names(trees)))
     yield "file names given twice", _listed(given_twice(file_names(trees)))
     own = settings(trees)
-    unset = sorted(own - set_by_recipes(root))
+    unset = sorted(own - values_of_recipes(root).keys())
     yield "settings; set by no recipe and no preset", f"{len(own)}; {_listed(unset)}"
     yield "settings with another value than their default in a recipe or preset", f"{len(turned(root))}"
-    for change, name in TRACES.items():
-        yield f"files of {change} ({name})", _listed(files_with(name, root))
-    yield "lines of Args blocks", f"{sum(argument_lines(tree) for tree in trees.values()):,}"
     by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
     used: set[str] = set().union(*by_module.values())
     yield "members of the trainer used outside of it; private", f"{len(used)}; {len(private(used))}"
@@ -402,7 +352,6 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     tests = {str(path.relative_to(root)): len(path.read_text().splitlines()) for path in paths}
     longest = max(tests, key=lambda name: tests[name])
     yield "lines of tests; largest module", f"{sum(tests.values()):,}; {tests[longest]} ({longest})"
-    yield "bytes of docs/EXPERIMENTS.md", f"{(root / 'docs' / 'EXPERIMENTS.md').stat().st_size:,}"
 
 
 def large_classes(trees: dict[str, ast.Module]) -> list[str]:

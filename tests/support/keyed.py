@@ -4,10 +4,13 @@ So two arrangements of the same batches have to train alike."""
 import contextlib
 import itertools
 import json
+import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -142,6 +145,13 @@ def make_tiny_policy(path, kind="qwen2", **shape):
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**defaults, **shape})).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_calling_policy(path, **shape):
+    """A policy whose chat template is one that TRL reads tool calls of, with room for more turns."""
+    policy = make_tiny_policy(path, **{"max_position_embeddings": 1024, **shape})
+    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
+    return policy
 
 
 def keyed_rows(branches):

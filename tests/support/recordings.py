@@ -4,6 +4,7 @@ from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.types import Outcome, Reward
 
 PROMPT = [{"role": "user", "content": "客户: 多少钱? I'm a nurse."}]
 ANSWER = {"text": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "price", "score": 0.5}], "took_ms": 1.5}
@@ -23,11 +24,15 @@ def notes():
 
 
 def entry(place=0, text="an action", reward=0.75, **given):
+    """`reward` is a `Reward`, or its value."""
+    if not isinstance(reward, Reward):
+        outcome = Outcome.INFRA if reward is None else Outcome.OK
+        earned = {"reference_value": 0.5, "components": {"judge": reward}, "seconds": {"judge": 0.1}}
+        earned |= {name: given.pop(name) for name in ("reason", "components", "seconds") if name in given}
+        reward = Reward(outcome=outcome, value=reward, **earned)
     fields = {
         "row": "r1", "branch": "fairness", "prompt": PROMPT, "text": text, "tokens": 12, "place": place,
-        "prompt_group": place // 2, "outcome": "ok" if reward is not None else "infra", "reason": "", "reward": reward,
-        "reference_reward": 0.5, "parts": {"judge": reward}, "functions": {}, "seconds": {"judge": 0.1},
-        "record": notes(),
+        "prompt_group": place // 2, "reward": reward, "record": notes(),
     }  # fmt: skip
     return Entry(**{**fields, **given})
 

@@ -1,13 +1,17 @@
 """Trainers with completions that a test writes."""
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES
-from support.loopback import ACTION, BAD, build_reward, row
+from support.loopback import ACTION, BAD, action, build_reward, row
+
+DIFFERENT = tuple(action(query=f"q{index}") for index in range(96))
+"""Actions that no cache answers, as many as a test may need."""
 
 
 class Scripted:
@@ -68,6 +72,7 @@ OF_THE_TRAINER = (
     "rollout_func",
     "kl_law",
     "sampler",
+    "buffer_policy",
     "tools",
     "parts",
 )
@@ -116,3 +121,54 @@ def default_rows():
 def loopback_reward(services, rows, **chain):
     """The usual chain of trainers in tests."""
     return build_reward(services.url, rows, **{"invalid_action_reward": 0.0, **chain})
+
+
+def length(completions, **_):
+    """A reward function that tells the completions of a group apart."""
+    return [len(each[0]["content"]) % 17 / 17 for each in completions]
+
+
+class Gradients(TrainerCallback):
+    """The gradient of each update, one vector; `None` where there is none."""
+
+    def __init__(self, trainer):
+        self.trainer, self.found = trainer, []
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, *_, **__):
+        grads = [each.grad.flatten() for each in self.trainer.model.parameters() if each.grad is not None]
+        self.found.append(torch.cat(grads) if grads else None)
+
+
+class Reasons(TrainerCallback):
+    """How many completions were left out, by reason."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_log(self, args, state, control, logs=None, **_):
+        for name, value in (logs or {}).items():
+            if name.startswith("failures/reason/"):
+                reason = name.removeprefix("failures/reason/")
+                self.found[reason] = self.found.get(reason, 0) + round(value)
+
+
+def trained_by(trainer):
+    """The policy's tokens of each completion that it trains on, the reasons of those that are left out, and how
+    far its log-probs are at most from the sampler's, where both are of the first weights."""
+    trained, reasons, differences, score = [], Reasons(), [], trainer._generate_and_score_completions
+
+    def scored(inputs):
+        output = score(inputs)
+        columns = (output[name] for name in ("completion_ids", "tool_mask", "completion_mask"))
+        for ids, mask, kept in zip(*columns, strict=True):
+            if bool(kept.any()):
+                trained.append([int(token) for token, one in zip(ids, mask * kept, strict=True) if one])
+        if "sampling_per_token_logps" in output and trainer.state.global_step == 0:
+            apart = trainer._logps_of(output) - output["sampling_per_token_logps"]
+            differences.append(float((apart * output["completion_mask"] * output["tool_mask"]).abs().max()))
+        return output
+
+    trainer._generate_and_score_completions = scored
+    trainer.add_callback(reasons)
+    return trained, reasons.found, differences

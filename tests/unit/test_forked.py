@@ -2,10 +2,7 @@
 
 import os
 import signal
-import socket
 import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -61,15 +58,6 @@ def test_a_fork_ends_as_its_program_does(session, tmp_path, way):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_fork_that_is_killed_at_its_timeout_takes_its_children_along(session, way):
-    hangs = begun(way, HANGS, "stdout=subprocess.PIPE")
-    process = session(f"p = {hangs}; print(int(p.stdout.readline()), flush=True); p.kill(); p.wait(); input()")
-    child = int(process.stdout.readline())
-    until(lambda: is_gone(child))
-    assert process.poll() is None
-
-
 def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):
     process = session(
         f"a = {begun('a program', HANGS)}; import os; holds_stdin_of_server = os.fork()\n"
@@ -88,19 +76,3 @@ def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_p
         os.kill(holder, signal.SIGKILL)
     assert len(forks) == 2
     assert [*tmp_path.glob("forks-*")] == []
-
-
-def test_a_signal_that_comes_behind_a_forks_end_changes_no_exit_code(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"{tmp_path}/socket")
-        server.listen()
-        process = subprocess.Popen([forked.COLD_PYTHON, "-I", "-S", forked.__file__, "ask", str(tmp_path), "-c", ""])
-        connection, _ = server.accept()
-        with connection:
-            process.send_signal(signal.SIGTERM)
-            connection.sendall(ended.pid.to_bytes(4, sys.byteorder))
-            until(lambda: not int(Path(f"/proc/{process.pid}/status").read_text().split("SigPnd:")[1].split()[0], 16))
-            connection.sendall((2 << 8).to_bytes(4, sys.byteorder))
-            assert process.wait(30) == 2

@@ -126,7 +126,7 @@ def without_layers(tmp_path, tiny):
 def test_the_core_trains_evaluates_and_saves_without_the_layers(without_layers, tmp_path):
     done = without_layers(eval_strategy="steps", eval_steps=1)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "off: HeldOutPart, because" in done.stderr + done.stdout
+    assert "off: HeldOut, because" in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoint-2" / "README.md").is_file()
 
 
@@ -151,7 +151,7 @@ def test_a_name_stands_for_one_class():
 
 
 LIGHT = {
-    # benchmarks/policies.py has both this and vLLM on a GPU, which JAX, if bm25s brings it, takes for itself
+    # where vLLM is in the same process: JAX, if bm25s brings it, takes the GPU for itself
     "salesrl_trl.demo.services.services_app": "bm25s",
     **dict.fromkeys(
         (

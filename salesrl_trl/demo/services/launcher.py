@@ -6,12 +6,10 @@ trainer imports this module, and must not load the libraries of the services.
 
 import importlib.util
 import json
-import os
-import select
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,15 +76,13 @@ class EmbeddedServices:
         `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`."""
         if self._addresses is not None:
             return self._addresses
-        deadline = time.monotonic() + timeout_s
         self.launch()
         try:
-            addresses = ServiceAddresses(**json.loads(self._first_line(deadline)))
+            self._addresses = ServiceAddresses(**json.loads(self._first_line(timeout_s)))
         except BaseException:
             self.stop()
             raise
-        self._addresses = addresses
-        return addresses
+        return self._addresses
 
     def stop(self) -> None:
         """Stop the child, and wait for its end. Does nothing when none runs."""
@@ -97,27 +93,23 @@ class EmbeddedServices:
             self._stderr.close()
             self._stderr = None
 
-    def _first_line(self, deadline: float) -> bytes:
-        assert self._child is not None and self._child.stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self._child.stdout], [], [], max(deadline - time.monotonic(), 0))
-            if not readable:
-                raise self._failure("did not report their addresses in time")
-            part = os.read(self._child.stdout.fileno(), 4096)
-            if not part:
-                raise self._failure("ended before they listened")
-            line += part
-        return line
-
-    def _failure(self, what: str) -> ServiceUnavailable:
-        assert self._child is not None and self._stderr is not None
+    def _first_line(self, timeout_s: float) -> bytes:
+        assert self._child is not None and self._child.stdout is not None and self._stderr is not None
+        watchdog = threading.Timer(timeout_s, self._child.kill)
+        watchdog.start()
+        try:
+            line = self._child.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if line.endswith(b"\n"):
+            return line
         _end(self._child)
         self._stderr.seek(0)
         tail = self._stderr.read().decode(errors="replace").strip()[-STDERR_TAIL_CHARS:]
-        return ServiceUnavailable(
-            f"the embedded services {what}, expected both to answer; run `python -m salesrl_trl.demo.services` by "
-            f"hand to see why. Exit code {self._child.returncode}, end of their stderr: {tail or '(empty)'}"
+        raise ServiceUnavailable(
+            f"the embedded services ended before they listened, or did not listen within {timeout_s:g} s; run `python "
+            f"-m salesrl_trl.demo.services` by hand to see why. Exit code {self._child.returncode}, end of their "
+            f"stderr: {tail or '(empty)'}"
         )
 
 

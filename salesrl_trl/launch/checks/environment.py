@@ -3,7 +3,6 @@
 Other libraries would refuse these too, but minutes later, after the model is loaded. `preflight.runner` calls it.
 """
 
-import ast
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -14,7 +13,6 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -98,7 +96,8 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
                 "Leave it out, and vLLM chooses one.",
             )
     variables = {name for name in os.environ if name.startswith("VLLM_")}
-    for name in sorted(variables - vllm_variables() if variables else ()):
+    source = vllm_source("envs.py") if variables else ""
+    for name in sorted(name for name in variables if source and f'"{name}"' not in source):
         remedy = "Remove it, or correct its name."
         if name == "VLLM_ATTENTION_BACKEND":
             remedy = (
@@ -141,44 +140,26 @@ def _torch_of_vllm() -> list[Requirement]:
     return []
 
 
-def vllm_variables() -> set[str]:
-    """The variables `VLLM_...` that the installed vLLM reads. All that are set where its source is not found."""
-    texts = [node.value for node in ast.walk(_vllm_module("envs.py")) if isinstance(node, ast.Constant)]
-    names = {text for text in texts if isinstance(text, str) and text.startswith("VLLM_")}
-    return names or set(os.environ)
+def vllm_source(place: str) -> str:
+    """A module of the installed vLLM as its source: its import takes seconds. Empty where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        spec = importlib.util.find_spec("vllm")
+        if spec is not None and spec.origin is not None:
+            return (Path(spec.origin).parent / place).read_text("utf-8")
+    return ""
 
 
 def engine_arguments() -> set[str]:
-    """The arguments of `vllm.LLM`. Empty where its source is not found."""
-    names = set[str]()
-    for line in (*_class_body("engine/arg_utils.py", "EngineArgs"), *_class_body("entrypoints/llm.py", "LLM")):
-        if isinstance(line, ast.FunctionDef) and line.name == "__init__":
-            names |= {argument.arg for argument in (*line.args.args[1:], *line.args.kwonlyargs)}
-        elif isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            names.add(line.target.id)
-    return names
+    """Names in vLLM's source among which all arguments of `vllm.LLM` are."""
+    return {
+        *re.findall(r"^ {4,8}(\w+): ", vllm_source("engine/arg_utils.py") + vllm_source("entrypoints/llm.py"), re.M)
+    }
 
 
-def attention_backends() -> tuple[str, ...]:
-    """The members of vLLM's `AttentionBackendEnum`, in its order. Empty where its source is not found."""
-    members = _class_body("v1/attention/backends/registry.py", "AttentionBackendEnum")
-    targets = [member.targets[0] for member in members if isinstance(member, ast.Assign)]
-    return tuple(target.id for target in targets if isinstance(target, ast.Name))
-
-
-def _class_body(place: str, name: str) -> Iterator[ast.stmt]:
-    for node in _vllm_module(place).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            yield from node.body
-
-
-def _vllm_module(place: str) -> ast.Module:
-    """A module of the installed vLLM as its source: its import takes seconds."""
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        spec = importlib.util.find_spec("vllm")
-        if spec is not None and spec.origin is not None:
-            return ast.parse((Path(spec.origin).parent / place).read_text(encoding="utf-8"))
-    return ast.Module([], [])
+def attention_backends() -> list[str]:
+    """The members of vLLM's `AttentionBackendEnum`, in its order."""
+    source = vllm_source("v1/attention/backends/registry.py").partition("class AttentionBackendEnum")[2]
+    return re.findall(r"^    (\w+) = ", source.partition("\nclass ")[0], re.M)
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
@@ -196,22 +177,14 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     if training.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(training.device)
         findings.figures |= {"device": torch.cuda.get_device_name(training.device), "capability": f"{major}.{minor}"}
-        kernels = torch.cuda.get_arch_list()
-        if torch.version.hip is None and not any(_runs(kernel, major, minor) for kernel in kernels):
+        try:
+            torch.ones(1, device=training.device).sum().item()
+        except RuntimeError as error:
             findings.fail(
-                f"torch {torch.__version__} has no kernels for this GPU's compute capability {major}.{minor}. "
-                f"Expected one of {', '.join(kernels)}.",
-                "Install a torch that has them, or use another GPU (CUDA_VISIBLE_DEVICES).",
+                f"torch {torch.__version__} can't compute on this GPU of compute capability {major}.{minor}: "
+                f"{str(error).splitlines()[0]}. Expected one of {', '.join(torch.cuda.get_arch_list())}.",
+                "Install a torch that has kernels for it, or use another GPU (CUDA_VISIBLE_DEVICES).",
             )
-
-
-def _runs(kernel: str, major: int, minor: int) -> bool:
-    """Whether a GPU runs kernels such as `sm_86`, or compiles such as `compute_86` for itself."""
-    kind, _, number = kernel.partition("_")
-    version = int("".join(filter(str.isdigit, number)))
-    if kind == "compute":
-        return version <= major * 10 + minor
-    return version // 10 == major and version % 10 <= minor
 
 
 def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:

@@ -48,9 +48,7 @@ class Records:
     """The records of a source in this package's columns, before they are checked."""
 
     name: str  # of the source, in messages
-    records: list[Record]
-    places: list[tuple[int, int | None]]
-    """Position in the source, counted from 0, and line, counted from 1, of each record."""
+    rows: Sequence[Placed]
     total: int  # records of the source, those that were left out or belong to another part included
     left_out: Mapping[str, int] = field(default_factory=dict)  # records that make no rows, by reason
     folder: Path | None = None  # where relative paths of pictures start. `None`: the working directory.
@@ -69,9 +67,8 @@ class Records:
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
     """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
-    records, places, left_out = list[Record](), list[tuple[int, int | None]](), Counter[str]()
-    seen: dict[object, int] = {}
-    for position, (record, line) in enumerate(placed):
+    rows, left_out, seen = list[Placed](), Counter[str](), dict[object, int]()
+    for position, (record, line, _) in enumerate(placed):
         made = _row(form, record, place(position, name, line))
         if form.format is not None and not isinstance(made, LeftOut):
             first = seen.setdefault(made.get("id"), position)
@@ -85,10 +82,11 @@ def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | No
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:
-            own = f"row-{position}" if made.get("id") in (None, "") else made["id"]
-            records.append({**made, **({"id": f"{form.name}:{own}"} if form.name else {})})
-            places.append((position, line))
-    return Records(name=name, records=records, places=places, total=len(placed), left_out=left_out, folder=folder)
+            if form.name:
+                made_id = f"row-{position}" if made.get("id") in (None, "") else made["id"]
+                made = {**made, "id": f"{form.name}:{made_id}"}
+            rows.append(Placed(made, line, position))
+    return Records(name=name, rows=rows, total=len(placed), left_out=left_out, folder=folder)
 
 
 def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
@@ -130,25 +128,24 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
     `DataError` if no record is in the part."""
     if part is Portion.ALL:
         return records
-    groups = [_group(record) for record in records.records]
+    groups = [_group(row.record) for row in records.rows]
     # A number in [0, 1) that depends on the group alone
     digests = [hashlib.sha256(group.encode(errors="surrogatepass")).digest() for group in groups]
     numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
     least = min(numbers, default=0.0)
-    held_out = [number < form.held_out_share or number == least for number in numbers]
-    wanted = [at for at, is_held_out in enumerate(held_out) if is_held_out == (part is Portion.HELD_OUT)]
+    held_out = part is Portion.HELD_OUT
+    wanted = [
+        row
+        for row, number in zip(records.rows, numbers, strict=True)
+        if (number < form.held_out_share or number == least) == held_out
+    ]
     if groups and not wanted:
         raise DataError(
             f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
             f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
             "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
         )
-    return dataclasses.replace(
-        records,
-        records=[records.records[at] for at in wanted],
-        places=[records.places[at] for at in wanted],
-        left_out=records.left_out if part is Portion.TRAINING else {},
-    )
+    return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 
 
 def _group(record: Record) -> str:

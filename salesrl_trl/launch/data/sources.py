@@ -15,14 +15,7 @@ from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data import files
 from salesrl_trl.data.datasets_of_users import TAKEN, check_not_taken
-from salesrl_trl.data.files import (
-    ENDINGS,
-    FILES,
-    Placed,
-    Record,
-    demo_records,
-    read_file,
-)
+from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.data.rows import check_columns, parse_row, shape
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
@@ -64,16 +57,16 @@ def load_rows(
 
 def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
     """The rows of some records. Arguments and errors are those of `load_rows`."""
-    records = loaded.records[:limit]
-    if not records:
+    rows = loaded.rows[:limit]
+    if not rows:
         raise DataError(
             f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
             "column prompt or conversation. Check the path, the split and `max_*_rows`."
         )
-    check_columns(records[0].keys(), loaded.name, branches)
+    check_columns(rows[0].record.keys(), loaded.name, branches)
     return [
-        parse_row(record, position, branches, loaded.name, line, loaded.folder, loaded.row_name)
-        for record, (position, line) in zip(records, loaded.places, strict=False)
+        parse_row(row.record, row.position, branches, loaded.name, row.line, loaded.folder, loaded.row_name)
+        for row in rows
     ]
 
 

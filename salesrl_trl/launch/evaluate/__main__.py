@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
-from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.command_line import finite, given, parser_of
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.launch.commands import finite
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
-            from salesrl_trl.launch.assembly import launched_services
+            from salesrl_trl.launch.embedded import launched_services
             from salesrl_trl.launch.evaluate.evaluation_text import text_of
             from salesrl_trl.launch.evaluate.policies import (
                 EvaluatedPolicy,

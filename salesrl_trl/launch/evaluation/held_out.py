@@ -1,18 +1,18 @@
 """The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
 
-The figures are those that the trainer has logged. The trainer has it as a callback.
+The figures are those that the trainer has logged.
 """
 
 import json
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.ground.row_statistics import standard_error
@@ -23,10 +23,12 @@ from salesrl_trl.names import (
     HELD_OUT_FILE,
     REWARD,
     RIGHT_DOCUMENT,
+    mean_of,
     outcome_of,
     reward_of,
 )
 from salesrl_trl.types import EvaluatedCompletion, Outcome
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
@@ -34,33 +36,31 @@ T = TypeVar("T")
 Figures = Mapping[str, float | None]
 
 
-@dataclass(eq=False, repr=False)
-class HeldOut(TrainerCallback):
+class HeldOut(Part):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it compares the first with the last, and shows so many `examples` with both completions.
-    Each of several datasets has its own.
-
-    `drain` returns the rewards of an evaluation's completions in their order, NaN for a missing one, and the
-    completions on this rank. The `num_generations` completions of a row are neighbours. If `is_cut`, the budget ended
-    before all were scored: the evaluation is not kept, and a resumed run makes it again.
+    the end of training it compares the first with the last, and shows so many examples with both completions. Each of
+    several datasets has its own. An evaluation that the budget has cut is not kept, and a resumed run makes it again.
     """
 
-    branches: Sequence[str]
-    output_dir: Path
-    drain: Callable[[], tuple[Sequence[float], Sequence[EvaluatedCompletion]]]
-    _: KW_ONLY
-    num_generations: int
-    examples: int = 0
-    are_actions: bool = True
-    further: Mapping[str, str] = field(default_factory=dict)  # further figures by name, and their tags in the log
-    is_cut: Callable[[], bool] = bool
-    done_at: int | None = field(default=None, init=False)  # step of the last one that was kept, on all ranks
-    _evaluations: "list[_Evaluation]" = field(default_factory=list, init=False)
+    def __init__(self) -> None:
+        self._evaluations: list[_Evaluation] = []
+        self.done_at: int | None = None  # step of the last one that was kept, on all ranks
+
+    def connect(self, run: PartContext) -> None:
+        self._run, self._names = run, run.reward_loop.reward.names
+        self._path = Path(run.args.output_dir) / HELD_OUT_FILE
+        self._num_generations = run.trl.num_generations_eval  # of a row; they are neighbours
+        several = self._names.functions if len(self._names.functions) > 1 else {}
+        others = {name: tag for part in run.parts for name, tag in part.held_out_figures.items()}
+        self._further = others | {name: mean_of(name) for name in several}  # by name, their tags in the log
+
+    def card_values(self) -> Mapping[str, Any]:
+        return {"ends": self.ends(), "change_in_words": change_in_words}
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._evaluations, self.done_at = [], None
         if state.is_world_process_zero and state.global_step:
-            evaluations = _read(self.output_dir / HELD_OUT_FILE)
+            evaluations = _read(self._path)
             self._evaluations = [before for before in evaluations if before.step <= state.global_step]
 
     def on_evaluate(
@@ -70,31 +70,32 @@ class HeldOut(TrainerCallback):
         dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
         named = {DATASET: dataset} if dataset else {}
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        branches = self.branches if len(self.branches) > 1 else ()  # the reward of one is that of all
+        every = self._run.args.branches
+        branches = every if len(every) > 1 else ()  # the reward of one is that of all
         figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
-        if self.are_actions:
+        if self._names.has_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
             figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
-        figures |= {name: logged.get(tag) for name, tag in self.further.items()}
+        figures |= {name: logged.get(tag) for name, tag in self._further.items()}
         figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
         name = f"{dataset}: " * bool(dataset)
-        rewards, written = self.drain()
+        rewards, written = self._run.ledger.drain_evaluated()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
         if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
-            rewards = rewards[: len(dataset_rows) * self.num_generations]
+            rewards = rewards[: len(dataset_rows) * self._num_generations]
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
-        if self.is_cut():
+        if self._run.run_control.is_spent:
             if state.is_world_process_zero:
                 logger.info(f"[HeldOut@{state.global_step}] {name}left out: the budget ended when {share}")
             return
-        rows = row_means(rewards, self.num_generations)
+        rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
         here = (state.global_step, named)
         self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
         self.done_at = state.global_step
-        examples = spread(written[:: self.num_generations], self.examples)
+        examples = spread(written[:: self._num_generations], self._run.args.held_out_examples)
         self._evaluations.append(_Evaluation(*here, figures, rows, examples))
         if not state.is_world_process_zero:
             return
@@ -108,11 +109,10 @@ class HeldOut(TrainerCallback):
             if each.named not in seen:  # the last one of a dataset is compared with its first, also after a resume
                 record[BY_ROW] = [None if math.isnan(row) else row for row in each.rows]
             seen.append(each.named)
-        path = self.output_dir / HELD_OUT_FILE
         try:
-            write_whole(path, json.dumps(records, indent=2) + "\n")
+            write_whole(self._path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
-            logger.warning(f"{path} can't be written ({type(error).__name__})")
+            logger.warning(f"{self._path} can't be written ({type(error).__name__})")
         own = [each for each in self._evaluations if each.named == named]
         if len(own) > 1 and state.global_step >= state.max_steps:
             _compare(own[0], own[-1], f"held-out {dataset}".rstrip())

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from salesrl_trl.errors import ConfigError, parts_of
-from salesrl_trl.ground.command_line import parser_of
+from salesrl_trl.ground.command_line import parser_of, strict_json
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.outcome import Finding, StageVerdict
-from salesrl_trl.launch.commands import finding_of, strict_json
-from salesrl_trl.launch.preflight.stage import StageReport, report_of, stage_text
+from salesrl_trl.launch.preflight.stage import StageReport, finding_of, report_of, stage_text
 from salesrl_trl.launch.process import end_tidily
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings_help import answer_help

@@ -7,92 +7,77 @@ rounding, by torchao's 8-bit AdamW. `scripts/check_gpu_memory.py` shows the same
 """
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch import memory_estimate as memory
+from salesrl_trl.launch import memory_shape as shapes
+from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.folders import free_gib
 from salesrl_trl.launch.checks.model import empty_model
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.memory import estimate as memory
-from salesrl_trl.launch.memory import shape as shapes
-from salesrl_trl.launch.memory.estimate import STOCHASTIC_OPTIM, Estimate, Weigh
-from salesrl_trl.launch.memory.shape import ModelShape, Setup, Sharding
+from salesrl_trl.launch.memory_estimate import NUMBER_BYTES, STOCHASTIC_OPTIM, Estimate, Setup, setup_of
+from salesrl_trl.launch.memory_shape import ModelShape
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
 PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused")  # defaults, which may be replaced
+Weigh = Callable[[str, str], Estimate]  # from a number format of weights and an optimizer's name in transformers
 
 
-@dataclass
-class Scales:
-    """Weigh a plan's training on a card. The plan names a model."""
+def policy_shape(plan: Plan) -> ModelShape:
+    """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
+    config = plan.config
+    plain = shapes.model_shape(*config.policy_source)
+    if not config.model.use_peft:
+        return plain
+    return shapes.with_adapters(plain, empty_model(*config.policy_source), config.model)
 
-    plan: Plan
-    card_gib: float
-    prompt_tokens: int | None = None  # `None` for those of the longest training row
-    sharding: Sharding | None = None  # as `processes`: in place of those of the launch
-    processes: int | None = None
 
-    @cached_property
-    def shape(self) -> ModelShape:
-        """The policy's figures, with adapters if they are trained. Raises `ConfigError` if these have no place."""
-        config = self.plan.config
-        plain = shapes.model_shape(*config.policy_source)
-        if not config.model.use_peft:
-            return plain
-        return replace(plain, adapters=shapes.adapters_of(empty_model(*config.policy_source), config.model))
-
-    def setup(self, dtype: str | None, optim: str | None = None) -> Setup:
-        config = self.plan.config
-        tokens = self.plan.train.longest if self.prompt_tokens is None else self.prompt_tokens
-        return shapes.setup_of(
-            config.training, config.model, self.shape, tokens,
-            dtype=dtype, optim=optim, sharding=self.sharding, processes=self.processes,
-        )  # fmt: skip
-
-    def weigh(self, dtype: str | None, optim: str | None = None) -> Estimate:
-        """The estimate for weights of a number format, and an optimizer by its name in transformers."""
-        return memory.estimate(self.shape, self.setup(dtype, optim), self.card_gib)
+def weigher(setup: Setup, card_gib: float) -> Weigh:
+    """Weighs the setup with another number format and another optimizer."""
+    return lambda dtype, optim: memory.estimate(replace(setup, dtype=dtype, optim=optim), card_gib)
 
 
 def check_memory(plan: Plan, findings: Findings) -> None:
     """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
     training, model = plan.config.training, plan.config.model
-    card, scales = memory.card_here(training.device), None
+    card, shape, setup = software.card_here(training.device), None, None
     unknown = "this run is on the CPU" if card is None else "the packaged small policy fits every card"
     if model.model_name_or_path is not None and (card is not None or model.use_peft):
-        weighed = Scales(plan, math.inf if card is None else card.gib)
         try:
-            _ = weighed.shape  # raises where an adapter has no place
-            scales = None if card is None else weighed
+            shape = policy_shape(plan)  # raises where an adapter has no place
         except shapes.UnknownShape as error:
             unknown = f"no estimate: {error}"
     if training.mode != "train":
         plan.dtype = model.dtype
         findings.skipped = f"nothing is trained in `mode: {training.mode}`"
         return
-    note = settle_precision(plan, None if scales is None else scales.weigh)
+    if shape is not None and card is not None:
+        setup = setup_of(training, model, shape, plan.train.longest, dtype=model.dtype)
+    note = settle_precision(plan, None if setup is None or card is None else weigher(setup, card.gib))
     _check_disk(plan, findings)
     findings.notes([note])
-    if scales is None or card is None:
+    if setup is None or card is None:
         findings.skipped = unknown
         return
-    plan.estimate = estimated = scales.weigh(plan.dtype)
-    _compare(scales, estimated, findings)
-    if (used := memory.used_gib(card)) is None:
+    setup = replace(setup, dtype=plan.dtype, optim=training.optim.value)
+    plan.estimate = estimated = memory.estimate(setup, card.gib)
+    _compare(setup, estimated, findings)
+    if (used := card.used_gib()) is None:
         return
     findings.figures["used_gib"] = round(used, 2)
     if estimated.fits and used + estimated.needed_gib > (1 + MARGIN) * card.gib:
         findings.fail(
             f"training takes about {estimated.needed_gib:.1f} GiB of the card's {card.gib:.1f}, and {used:.1f} are in "
-            f"use now, by {memory.users(card) or 'processes that the driver does not name here'}.",
+            f"use now, by {card.users() or 'processes that the driver does not name here'}.",
             "End them, or choose another card by CUDA_VISIBLE_DEVICES.",
         )
 
@@ -147,7 +132,7 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     parameters = shapes.parameter_count(model.model_name_or_path, model.model_revision, training.trust_remote_code)
     own = getattr(plan.model_config, "dtype", None) or torch.float32
     copies = 4 if training.deepspeed_plugin is not None and (training.bf16 or training.fp16) else 0
-    number = 2 if copies else shapes.NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
+    number = 2 if copies else NUMBER_BYTES.get(plan.dtype or "auto", own.itemsize)
     states = copies + memory.moment_bytes(training.optim.value, 4 if copies else number)
     weights = number * parameters / GIB
     checkpoint = weights + (0.0 if training.save_only_model else states * parameters / GIB)
@@ -168,28 +153,28 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
         )
 
 
-def _compare(scales: Scales, estimated: Estimate, findings: Findings) -> None:
+def _compare(setup: Setup, estimated: Estimate, findings: Findings) -> None:
     """Note or fail where the estimate is above the card."""
     card = estimated.card_gib
     figures = {**estimated.peak.parts, "needed": estimated.needed_gib, "card": card}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
     if estimated.fits:
         return
-    setup, model = scales.setup(scales.plan.dtype), scales.plan.config.model
-    remedy = f"What takes less: {'; '.join(memory.advice(scales.shape, setup, card))}. "
+    model = setup.model
+    remedy = f"What takes less: {'; '.join(memory.advice(setup, card))}. "
     remedy += "`scripts/check_gpu_memory.py` shows all, and which `--preset` fits."
-    if setup.engine is not None and not estimated.starts_engine:
+    if not estimated.starts_engine:
         findings.fail(
             f"vLLM's share of the card has room for {estimated.sequences:.1f} completions of full length beside the "
-            f"weights, of `vllm_max_model_length` {setup.engine.length} tokens. Expected at least 1: vLLM would not "
-            "start.",
+            f"weights, of `vllm_max_model_length` {memory.engine_length(setup)} tokens. Expected at least 1: vLLM "
+            "would not start.",
             remedy,
         )
         return
     text = f"training takes about {estimated.needed_gib:.1f} GiB ({estimated.peak.name}), and the card has {card:.1f}."
-    if estimated.starts_engine and estimated.needed_gib <= (1 + MARGIN) * card:
+    if estimated.needed_gib <= (1 + MARGIN) * card:
         findings.note(f"{text} The run may still fit: the estimate is good to {MARGIN:.0%}.", remedy)
-    elif estimated.starts_engine and model.dtype == "float32" and not model.use_peft:
+    elif model.dtype == "float32" and not model.use_peft:
         findings.note(f"{text} It is tried all the same, because `dtype` is float32.", remedy)
     else:
         findings.fail(text, remedy)

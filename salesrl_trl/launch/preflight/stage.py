@@ -3,18 +3,21 @@
 `runner` has the list of stages and runs them; `__main__` prints their reports.
 """
 
+import logging
 import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from salesrl_trl.errors import Refusals
+from salesrl_trl.errors import Refusals, SalesRLError
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.launch.commands import finding_of
+from salesrl_trl.launch.last_words import PAGE, recognised, short
 
 if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[["Plan", Findings], None]
 """Looks at a plan, and adds to the findings. It raises a `SalesRLError` where nothing behind it can work."""
@@ -63,6 +66,18 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
     reason = [Finding(findings.skipped)] if findings.skipped else []
     seconds = time.perf_counter() - start
     return StageReport(stage.name, findings.verdict, seconds, (*findings.items, *reason), dict(findings.figures))
+
+
+def finding_of(error: Exception) -> Finding:
+    """An error as a finding. An error of this package has its remedy in its text, another one in the catalogue."""
+    if isinstance(error, SalesRLError):
+        return Finding(str(error), is_failure=True)
+    fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
+    if fault is None:
+        logger.error("an error that is not in the catalogue", exc_info=error)
+        return Finding(text, f"The traceback is on stderr. {PAGE} has the known faults.", is_failure=True)
+    steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
+    return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)
 
 
 def stage_text(report: StageReport) -> str:

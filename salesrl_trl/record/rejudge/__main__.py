@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.command_line import given, parser_of
+from salesrl_trl.ground.command_line import ended, given, parser_of, strict_json
 from salesrl_trl.ground.tables import filled
-from salesrl_trl.launch.commands import exit_code_of, strict_json
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 from salesrl_trl.names import SETTINGS_FILE
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     answer_help(arguments, own=parser_of("rejudge").format_help())
-    return exit_code_of(arguments, lambda: _prepared(arguments))
+    return ended(arguments, lambda: _prepared(arguments))
 
 
 def _prepared(argv: Sequence[str]) -> Callable[[], int]:

@@ -17,26 +17,19 @@ from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.rag_client import RagBackend, answer_from_json
-from salesrl_trl.launch.assembly import addresses, build_reward
+from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
 from salesrl_trl.launch.data.sources import columns_of
+from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
-from salesrl_trl.record.reader import Recorded, as_json, open_record, record_files
+from salesrl_trl.record.reader import Recorded, open_record, record_files
 from salesrl_trl.record.schema import rank_of, record_file
-from salesrl_trl.record.writer import add_verdicts, judge_columns
+from salesrl_trl.record.writer import add_verdicts, reward_columns
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import (
-    SALES,
-    Action,
-    Answer,
-    Outcome,
-    RequestIds,
-    Reward,
-    SalesRow,
-)
+from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +107,8 @@ def _replace(
     file: sqlite3.Connection, old: Recorded, reward: Reward, notes: CompletionRecord, advantage: float | None
 ) -> None:
     again = {name: value for name, value in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
-    values = {
-        "outcome": reward.outcome.value, "reason": reward.reason, "reward": reward.value,
-        "reference_reward": reward.reference_value, "parts": as_json(dict(reward.components)),
-        "functions": as_json(dict(reward.by_function)), "seconds": as_json({**old.seconds, **again}),
-        "advantage": advantage, **judge_columns(notes, reward.seconds),
-    }  # fmt: skip
+    columns_of_reward = reward_columns(dataclasses.replace(reward, seconds=again), notes, old.seconds)
+    values = {"advantage": advantage, **columns_of_reward}
     columns = ", ".join(f"{name} = ?" for name in values)
     file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
     file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))

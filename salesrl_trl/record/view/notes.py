@@ -19,11 +19,6 @@ NOTES_FILE = "notes.jsonl"
 FLAGS = ("good", "bad", "check")
 MOST_NOTE_CHARS = 20_000
 PLACE = ("rank", "id", "time")
-HAS_NOTE = (
-    "EXISTS (SELECT 1 FROM notes o WHERE o.run = completions.run AND o.rank = completions.rank "
-    "AND o.id = completions.id AND o.time = completions.time{})"
-)
-"""A term of SQL about the table `completions`, with a further term about `o` or none."""
 Answer = dict[str, Any]
 
 
@@ -34,11 +29,6 @@ class Notes:
         self._db = db
         self._files = [record_files(run)[0].parent / NOTES_FILE for run in runs]
         self._seen: dict[int, tuple[int, int]] = {}  # time and size of each file when it was read
-        self._kept: dict[int, dict[tuple[int, int, float], Answer]] = {}  # of each run, by place and time
-
-    def of(self, run: int, rank: int, completion: sqlite3.Row) -> Answer:
-        """`flag` and `note` of a completion, empty where it has none."""
-        return self._kept.get(run, {}).get((rank, completion["id"], completion["time"]), {"flag": "", "note": ""})
 
     def refresh(self) -> bool:
         """Read the files that have changed, for example by another viewer. Returns whether one had."""
@@ -69,16 +59,14 @@ class Notes:
         seen = (0, 0) if state is None else (state.st_mtime_ns, state.st_size)
         if self._seen.get(run, (0, 0)) == seen:
             return False
-        kept = {
-            (note["rank"], note["id"], note["time"]): {name: str(note.get(name, "")) for name in ("flag", "note")}
-            for note in filter(None, map(_note, _lines(path)))
-        }
         self._db.execute("DELETE FROM notes WHERE run = ?", (run,))
         self._db.executemany(
-            "INSERT OR REPLACE INTO notes VALUES (?, ?, ?, ?, ?)",
-            [(run, *place, told["flag"]) for place, told in kept.items()],
+            "INSERT OR REPLACE INTO notes VALUES (?, ?, ?, ?, ?, ?)",
+            [
+                (run, *(note[name] for name in PLACE), str(note.get("flag", "")), str(note.get("note", "")))
+                for note in filter(None, map(_note, _lines(path)))
+            ],
         )
-        self._kept[run] = kept
         self._seen[run] = seen
         return True
 

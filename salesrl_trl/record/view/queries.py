@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -15,7 +14,6 @@ from typing import Any
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import open_record, text_of, values_of
-from salesrl_trl.record.view.notes import HAS_NOTE
 from salesrl_trl.record.view.record_index import SQL, Index, messages
 from salesrl_trl.record.view.report_page import sections
 from salesrl_trl.record.view.run_folder import read_run
@@ -23,7 +21,7 @@ from salesrl_trl.record.view.run_folder import read_run
 Params = Mapping[str, str]
 Answer = dict[str, Any]
 
-EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group
+EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
 MOST_OF_A_ROW = 800
@@ -35,7 +33,7 @@ SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider"
 MEASURED = ("reference_reward", "advantage", "call_s", "recovered", "disagreement", "tokens")
 """Numbers that a task may have or not: the page shows those that the record has."""
 BINS = 20
-EXPORTED = ("row", "branch", "step", "mode", "outcome", "reason", "reward", "advantage")
+EXPORTED = ("row", "branch", "step", "mode", "outcome", "reason", "reward", "advantage", "flag", "note")
 _LOW, _HIGH = "-1e308", "1e308"
 ORDERS = {
     "newest": ("step", "DESC"),
@@ -94,7 +92,7 @@ def _condition(index: Index, params: Params) -> tuple[str, list[Any]]:
                 terms.append(f"{name} {sign} ?")
                 values.append(value)
     if flag := params.get("flag"):
-        terms.append(HAS_NOTE.format("" if flag == "any" else " AND o.flag = ?"))
+        terms.append("(flag != '' OR note != '')" if flag == "any" else "flag = ?")
         values += [] if flag == "any" else [flag]
     if word := params.get("text", "").strip():
         index.find(word)
@@ -132,9 +130,10 @@ def listing(index: Index, params: Params) -> Answer:
     if order not in ORDERS:
         raise BadQuestionError(f"there is no order {order!r}")
     key, direction = ORDERS[order]
+    table = "noted" if params.get("flag") else "completions"  # which has an index that covers the count
     with index.lock:
         sql, values = _condition(index, params)
-        total = index.db.execute(f"SELECT count(*) FROM completions WHERE {sql}", values).fetchone()[0]
+        total = index.db.execute(f"SELECT count(*) FROM {table} WHERE {sql}", values).fetchone()[0]
         if params.get("after"):
             at, _, n = params["after"].partition("~")
             after = {"at": at, "n": n}
@@ -142,8 +141,8 @@ def listing(index: Index, params: Params) -> Answer:
             values = [*values, number(after, "at"), whole(after, "n")]
         rows = index.db.execute(
             # Only what orders them goes through the sorting: a fifth of the time of whole rows.
-            f"SELECT * FROM (SELECT n, {key} AS key FROM completions WHERE {sql} "
-            f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN completions USING (n) "
+            f"SELECT * FROM (SELECT n, {key} AS key FROM {table} WHERE {sql} "
+            f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN noted USING (n) "
             f"ORDER BY key {direction}, n {direction}",
             [*values, PAGE + 1],
         ).fetchall()
@@ -153,22 +152,18 @@ def listing(index: Index, params: Params) -> Answer:
 
 
 def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts, empty if a file was written anew."""
-    places = [(row["run"], row["rank"], row["id"]) for row in rows]
-    texts = dict.fromkeys(places, "")
-    by_file: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for run, rank, number in texts:
-        by_file[run, rank].append(number)
-    for (run, rank), numbers in by_file.items():
-        with closing(open_record(index.source(run, rank).path)) as file:
-            marks = ", ".join("?" * len(numbers))
-            query = f"SELECT id, substr(text, 1, ?) FROM completions WHERE id IN ({marks})"
-            texts |= {(run, rank, number): text for number, text in file.execute(query, (chars, *numbers))}
+    """Completions as lists show them, with the beginning of their texts, at most 600 characters."""
+    query = f"SELECT n, substr(excerpt, 1, ?) FROM texts WHERE n IN ({', '.join('?' * len(rows))})"
+    with index.lock:
+        texts = dict(index.db.execute(query, (chars, *(row["n"] for row in rows))).fetchall())
     return [
-        {"id": "-".join(map(str, place)), "text": texts[place], **{name: row[name] for name in shown},
-         **index.notes.of(*place[:2], row)}
-        for place, row in zip(places, rows, strict=True)
-    ]  # fmt: skip
+        {
+            "id": f"{row['run']}-{row['rank']}-{row['id']}",
+            "text": texts.get(row["n"], ""),  # its file may have been written anew
+            **{name: row[name] for name in (*shown, "flag", "note")},
+        }
+        for row in rows
+    ]
 
 
 def overview(index: Index, params: Params) -> Answer:
@@ -273,7 +268,7 @@ def completion(index: Index, name: str) -> Answer:
         "verdicts": [{"rubric": rubric, **asdict(judged)} for rubric, judged in values["verdicts"].items()],
         "messages": messages("" if prompt is None else prompt),
         "id": name,
-        **index.notes.of(run, rank, row),
+        **_note_of(index, run, rank, number),
         "run": run,
         "rank": rank,
         "group": _group(index, run, row),
@@ -298,7 +293,13 @@ def keep_note(index: Index, asked: object) -> Answer:
             raise KeyError(number)
         index.notes.write(row, str(asked.get("flag") or ""), str(asked.get("note") or ""))
         index.version += 1
-        return index.notes.of(run, rank, row)
+        return _note_of(index, run, rank, number)
+
+
+def _note_of(index: Index, run: int, rank: int, number: int) -> Answer:
+    with index.lock:
+        row = index.db.execute(SQL["note_of"], (run, rank, number)).fetchone()
+    return {name: "" if row is None else row[name] for name in ("flag", "note")}
 
 
 def report(index: Index, params: Params) -> Answer:
@@ -321,7 +322,7 @@ def export(index: Index, params: Params) -> Iterator[str]:
         raise BadQuestionError(f"there is no export {kind!r}")
     with index.lock:
         sql, values = _condition(index, params)
-        found = index.db.execute(f"SELECT * FROM completions WHERE {sql} ORDER BY run, rank, id", values).fetchall()
+        found = index.db.execute(f"SELECT * FROM noted WHERE {sql} ORDER BY run, rank, id", values).fetchall()
     return _preferences(_whole_of(index, found)) if kind == "preference" else map(_line, _whole_of(index, found))
 
 
@@ -334,11 +335,10 @@ def _whole_of(index: Index, rows: list[sqlite3.Row]) -> Iterator[Answer]:
                 if not prompt:
                     continue  # its writer has just dropped it
                 turns = text_of(file, told["turns"]) if told["turns"] else None
-                of_row = {name: row[name] for name in EXPORTED}
                 yield {
                     "prompt": json.loads(prompt), "completion": json.loads(turns) if turns else told["text"],
                     "run": index.runs[run].resolve().name,
-                    **of_row, **index.notes.of(run, rank, row),
+                    **{name: row[name] for name in EXPORTED},
                 }  # fmt: skip
 
 

@@ -22,8 +22,7 @@ from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES
 from salesrl_trl.record.view.run_folder import QuickEval, Run, read_run
 from salesrl_trl.record.view.wording import count, figure, percent, plural, seconds, shown
 
-MAX_BRANCHES = 3  # in the text, for at most 40 lines. The page has all.
-MAX_PHASES = 4  # in the text, for the same reason. The largest are shown.
+MAX_BRANCHES, MAX_PHASES = 3, 4  # in the text, for at most 40 lines. The page has all.
 MAX_ROWS = 30  # of a table. Of more quick evaluations, those on the front, the best and the last are shown.
 MAX_LISTED = 12
 PATH_CHARS = 400
@@ -72,32 +71,21 @@ def sections(run: Run) -> dict[str, list[Part]]:
 def text_page(run: Run) -> str:
     """The same figures for a terminal: aligned, at most 40 lines, without control characters."""
     hidden = run.branches[MAX_BRANCHES:]
-    main = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
+    rows = [(row.name, row.value) for row in main_figures(run) if row.branch not in hidden]
     if hidden:
-        main.append(("More branches", f"{len(hidden)}, on the page"))
-    lines = [f"Training report: {shown(str(run.folder), PATH_CHARS)}", *aligned(main, left=2), ""]
-
+        rows.append(("More branches", f"{len(hidden)}, on the page"))
     phases = sorted(figures.phases(run), key=lambda phase: -phase.share)
-    # The lines of the account and of figures that few runs have take the place of one each.
-    limit = MAX_PHASES - bool(run.account.services) - len(_listed_figures(run))
-    if rest := phases[limit:]:
-        share, part_s = sum(phase.share for phase in rest), sum(phase.seconds for phase in rest)
-        phases[limit:] = [figures.PhaseTime(f"{len(rest)} other", part_s, share)]
-    times = [(f"  {phase.name}", f"{percent(phase.share):>6}", seconds(phase.seconds)) for phase in phases]
-    lines += ["Time by phase, mean per step", *aligned(times, left=3)] if times else ["Time by phase was not logged"]
-
-    stages = [
-        (f"  {stage.name}", f"p50 {seconds(stage.p50)}, p95 {seconds(stage.p95)}, longest {seconds(stage.longest)}")
-        for stage in figures.stages(run)
-    ]
-    lines += ["Stages of a reward", *aligned(stages, left=2)] if stages else ["Stages of a reward were not logged"]
-
+    largest = [f"{phase.name} {percent(phase.share)}" for phase in phases[:MAX_PHASES]]
+    rows.append(("Time by phase", ", ".join(largest) or NOT_LOGGED))
+    stages = [f"{stage.name} {seconds(stage.p95)}" for stage in figures.stages(run)]
+    rows.append(("Stages of a reward, p95", ", ".join(stages) or "were not logged"))
     if evals := figures.shown_evals(run):
-        lines.append(f"Quick evaluations: {len(evals)}; no other beats in every branch: step {_front_steps(evals)}")
+        rows.append(("Quick evaluations", f"{len(evals)}; no other beats in every branch: step {_front_steps(evals)}"))
     if notes := _notes(run):
-        lines.append(f"Note: {'; '.join(notes)}")
+        rows.append(("Note", "; ".join(notes)))
     sentences = advice(run) or (NOTHING_STANDS_OUT if run.steps else NO_FIGURES,)
-    lines += ["", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
+    head = f"Training report: {shown(str(run.folder), PATH_CHARS)}"
+    lines = [head, *aligned(rows, left=2), "", "What to look at", *(f"  - {sentence}" for sentence in sentences)]
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ import torch
 from support.seconds import check_seconds
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks import policies, sharding, view
+from benchmarks import sharding, view
 
 
 @pytest.mark.parametrize(
@@ -105,16 +105,6 @@ def check_real_chains_ran_inside_and_beside_the_engines_process(figures):
         assert block["chains_per_s"] > 0
 
 
-def test_a_policy_is_as_good_as_itself(tiny, capsys, one_thread):
-    policies.main([str(tiny), str(tiny), "--rows", "4", "--examples", "1"])
-    table, example = capsys.readouterr().out.split("\n\n", 1)
-    shares = [line.split()[-3:] for line in table.splitlines()]
-    assert len(shares) == 6
-    assert all(one == other for one, _, other in shares)
-    before, after = example.split("\n  before: ")[1].rstrip("\n").split("\n  after:  ")
-    assert before == after
-
-
 def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thread):
     out = tmp_path / "figures.json"
     importlib.import_module("benchmarks.memory").main(["--shapes", "tiny", "--json", str(out)])
@@ -146,17 +136,6 @@ def test_the_attention_of_other_trainers_arms_keeps_rows_apart(one_thread):
     places = torch.cat([torch.arange(len(row)) for row in rows])[None]
     found = model(input_ids=torch.cat(rows)[None], position_ids=places, use_cache=False).logits[0]
     torch.testing.assert_close(found, expected)
-
-
-def test_the_last_queries_of_a_row_see_all_its_keys(one_thread):
-    from benchmarks.peers.packed_attention import varlen
-
-    torch.manual_seed(0)
-    (q, k, v), ends = torch.randn(3, 12, 2, 8), torch.tensor([0, 7, 12])
-    whole = varlen(q, k, v, ends, ends, 7, 7)
-    last = torch.tensor([4, 5, 6, 9, 10, 11])  # the row's start is shared with others: its keys alone are there
-    found = varlen(q[last], k, v, torch.tensor([0, 3, 6]), ends, 3, 7)
-    torch.testing.assert_close(found, whole[last])
 
 
 @pytest.mark.bench

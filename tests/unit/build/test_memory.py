@@ -1,129 +1,52 @@
-"""The estimate of memory: counted figures, activations as autograd keeps them, and every change in its direction."""
+"""The estimate of memory against measured runs, and what the stage `memory` makes of it."""
 
-import dataclasses
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
-from trl import ModelConfig, get_peft_config
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch import software
+from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.memory import estimate as cards
-from salesrl_trl.launch.memory.estimate import (
+from salesrl_trl.launch.memory_estimate import (
     SCORING,
     Estimate,
     Moment,
+    Sharding,
     advice,
     estimate,
     moment_bytes,
-    saved_activations,
-)
-from salesrl_trl.launch.memory.shape import (
-    Engine,
-    Setup,
-    Sharding,
-    adapters_of,
-    model_shape,
-    parameter_count,
     setup_of,
-    shape_of,
 )
+from salesrl_trl.launch.memory_shape import model_shape, parameter_count
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import memory
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.telemetry.device import GIB
-from salesrl_trl.update.weights import spare_casts
 
 ROOT = Path(__file__).parents[3]
 PASSED, NOTED, FAILED, SKIPPED = StageVerdict
-LORA = ModelConfig(use_peft=True, lora_r=8, lora_dropout=0.0, lora_target_modules=["q_proj", "v_proj"])
-WIDTHS = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-SEVEN = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
-         "num_attention_heads": 28, "num_key_value_heads": 4}  # fmt: skip
+SEVEN = 7_615_616_512  # parameters of Qwen2.5-7B
 
 
-MIXED = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 80, "head_dim": 16}
-DENSE = Qwen2Config(**WIDTHS)
-MIXTURES = (
-    Qwen2MoeConfig(**WIDTHS, **MIXED, shared_expert_intermediate_size=96),
-    Qwen3MoeConfig(**WIDTHS, **MIXED),
-    MixtralConfig(**WIDTHS, num_local_experts=8),
-)
+@pytest.fixture
+def weigh(tmp_path):
+    """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
 
+    def weigh(row, card_gib=80.0, sharding=None, processes=None, make=estimate, **settings):
+        args, model = settings_of(row, torch.device("cpu"), tmp_path)
+        args.bf16 = row.bf16_passes  # a CPU's settings have none
+        for name, value in settings.items():
+            setattr(args, name, value)
+        shape = figures_of(row.shape, model if row.lora else None)
+        setup = setup_of(args, model, shape, 512, dtype=row.dtype, sharding=sharding, processes=processes)
+        return make(setup, card_gib)
 
-def shape_with_adapters(config):
-    with torch.device("meta"):
-        plain, adapted = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    return dataclasses.replace(shape_of(plain), adapters=adapters_of(adapted, LORA))
-
-
-def setup(**given):
-    settings = {
-        "micro_batch": 8, "micro_batches": 8, "rollouts": 64, "prompt_tokens": 512, "completion_tokens": 512,
-        "checkpointing": True, "weight_bytes": 2, "autocast": True, "optim": "adamw_torch_fused", "lora": True,
-        "lora_dropout": False, "has_reference": True,
-    }  # fmt: skip
-    return Setup(**{**settings, **given})
-
-
-FULL = setup(lora=False, weight_bytes=4)
-ENGINE = Engine(share=0.6, sleeps=False, number_bytes=2, processes=1, length=1024)
-
-
-@pytest.fixture(scope="module")
-def seven():
-    return shape_with_adapters(Qwen2Config(**SEVEN))
-
-
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [DENSE, *MIXTURES], ids=lambda config: config.model_type)
-def test_activations_are_what_autograd_keeps(lora, dtype, config):
-    model, shape = AutoModelForCausalLM.from_config(config, dtype=dtype), shape_with_adapters(config)
-    if lora:
-        from peft import get_peft_model
-
-        adapted = get_peft_model(model, get_peft_config(LORA))
-        adapted.enable_input_require_grads()
-        spare_casts(adapted, "cpu")
-    kept, parameters = {}, {each.untyped_storage().data_ptr() for each in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address comes twice
-        return tensor
-
-    ids, mask = torch.arange(192).reshape(4, 48), torch.ones(4, 48, dtype=torch.long)
-    mask[0, :5] = 0
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-        model.train().model(input_ids=ids, attention_mask=mask, use_cache=False)
-    run = setup(
-        micro_batch=4, prompt_tokens=16, completion_tokens=32, weight_bytes=dtype.itemsize, lora=lora,
-        checkpointing=False,
-    )  # fmt: skip
-    copies = 2 * shape.linear if dtype == torch.float32 else 0  # of autocast
-    to_the_loss = run.tokens * shape.hidden * run.weight_bytes  # which is not computed here
-    found = saved_activations(shape, run) + copies - to_the_loss
-    # what an adapter itself computes is not counted: its rank is an eighth of this model's width
-    rel = 0.03 if config is DENSE else 0.07
-    assert sum(size for size, _ in kept.values()) == pytest.approx(found, rel=rel)
+    return weigh
 
 
 def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
@@ -135,124 +58,62 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
     assert parameter_count(str(tiny), None, False) == expected
 
 
+FULL, ROUNDED = Row("7b", lora=False, dtype="float32"), Row("7b", lora=False)
+SHARED = {"processes": 4}
+
+
 @pytest.mark.parametrize(
-    ("run", "part", "each"),
+    ("row", "given", "part", "each"),
     [
-        (FULL, "weights", 4),
-        (FULL, "gradients", 4),
-        (FULL, "optimizer states", 8),
-        (FULL, "reference model", 4),
-        (setup(lora=False, optim="adamw_torch_8bit"), "optimizer states", 2 + 1 / 32),
-        (dataclasses.replace(FULL, processes=2), "gradients", 8),  # DDP's buckets
-        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "master weights", 1),
-        (setup(lora=False, sharding=Sharding.ZERO2, processes=4), "optimizer states", 2),
-        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "weights", 0.5),
-        (setup(lora=False, sharding=Sharding.ZERO3, processes=4), "reference model", 0.5),
-        (dataclasses.replace(FULL, sharding=Sharding.FSDP, processes=4), "weights", 1),
+        (FULL, {}, "weights", 4),
+        (FULL, {}, "gradients", 4),
+        (FULL, {}, "optimizer states", 8),
+        (FULL, {}, "reference model", 4),
+        (ROUNDED, {}, "optimizer states", 2 + 1 / 32),
+        (FULL, {"processes": 2}, "gradients", 8),  # DDP's buckets
+        (FULL, {"sharding": Sharding.ZERO2, **SHARED}, "master weights", 1),
+        (FULL, {"sharding": Sharding.ZERO2, **SHARED}, "optimizer states", 2),
+        (FULL, {"sharding": Sharding.ZERO3, **SHARED}, "weights", 0.5),
+        (FULL, {"sharding": Sharding.ZERO3, **SHARED}, "reference model", 0.5),
+        (FULL, {"sharding": Sharding.FSDP, **SHARED}, "weights", 1),
     ],
 )
-def test_states_are_so_many_bytes_a_parameter(seven, run, part, each):
-    [moment] = [moment for moment in estimate(seven, run, 80.0).moments if moment.name == "optimizer step"]
-    assert moment.parts[part] * GIB == pytest.approx(seven.parameters * each, rel=1e-3)
+def test_states_are_so_many_bytes_a_parameter(weigh, row, given, part, each):
+    [moment] = [moment for moment in weigh(row, **given).moments if moment.name == "optimizer step"]
+    assert moment.parts[part] * GIB == pytest.approx(SEVEN * each, rel=1e-3)
 
 
-def test_vllm_has_its_share_and_gives_it_back_asleep(seven):
-    engine = Engine(share=0.5, sleeps=False, number_bytes=2, processes=1, length=1024)
-    alone, beside = estimate(seven, setup(), 80.0), estimate(seven, setup(engine=engine), 80.0)
-    asleep = estimate(seven, setup(engine=dataclasses.replace(engine, sleeps=True)), 80.0)
+def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
+    row = Row("7b", lora=True)
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
+              "vllm_max_model_length": 1024, "vllm_enable_sleep_mode": False}  # fmt: skip
+    alone, beside = weigh(row), weigh(row, **engine)
+    asleep = weigh(row, **{**engine, "vllm_enable_sleep_mode": True})
     [generation] = [moment.parts for moment in beside.moments if moment.name == "generation"]
     assert sum(gib for part, gib in generation.items() if part.startswith("vLLM")) == pytest.approx(40.0)
-    assert asleep.peak.total_gib == pytest.approx(max(alone.needed_gib, sum(generation.values())))
+    assert asleep.needed_gib == pytest.approx(max(alone.needed_gib, sum(generation.values())))
     # 28 layers x 2 x 512 numbers x 2 bytes = 56 KiB a token
     assert beside.sequences == pytest.approx(generation["vLLM KV cache"] * GIB / (1024 * 56 * 1024), rel=1e-3)
-    tight = estimate(seven, setup(engine=dataclasses.replace(engine, share=0.15)), 80.0)
-    assert not tight.starts_engine
-    assert not tight.fits
+    tight = weigh(row, **{**engine, "vllm_gpu_memory_utilization": 0.15})
+    assert not tight.starts_engine and not tight.fits
 
 
 @pytest.mark.parametrize(
-    ("run", "card_gib", "first"),
+    ("row", "given", "named", "absent"),
     [
-        (dataclasses.replace(FULL, checkpointing=False, engine=ENGINE), 80.0, "`gradient_checkpointing: true`"),
-        (
-            setup(micro_batch=1, engine=dataclasses.replace(ENGINE, sleeps=True)),
-            20.0,
-            "`vllm_gpu_memory_utilization: ",
-        ),
-        # Of 37.25 GiB, 0.35 are 13.0, and the weights in 16 bits are 14.2. Eight completions of 4096 tokens of 56 KiB
-        # are 1.75 more, and vLLM's batch works in 0.7: 16.7 GiB, which 0.45 has.
-        (setup(micro_batch=1, engine=dataclasses.replace(ENGINE, share=0.35, length=4096)), 37.25, "ion: 0.45`"),
-        (setup(micro_batch=1, evaluated=64), 17.0, "`per_device_eval_batch_size: "),
-        (
-            setup(**{"group": 8, "parameters": 10**10}, checkpointing=False, pass_tokens=20_000),
-            80.0,
-            "shared_prompts: 1",
-        ),
-        (dataclasses.replace(FULL, micro_batch=1), 80.0, "`optim: adamw_torch_8bit`"),
-        (dataclasses.replace(FULL, micro_batch=1, weight_bytes=2), 60.0, "`use_peft: true`"),
-        (
-            dataclasses.replace(FULL, micro_batch=1, weight_bytes=2, sharding=Sharding.ZERO2, processes=8),
-            40.0,
-            "use_p",
-        ),
+        (Row("7b", lora=True, checkpointing=False), {}, "`gradient_checkpointing: true`: ", "adamw_torch_8bit"),
+        (Row("7b", lora=True), {"per_device_train_batch_size": 32}, "`per_device_train_batch_size: 1`", "`use_peft"),
+        (Row("7b", lora=True), {"held_out_eval": True, "per_device_eval_batch_size": 512}, "`per_device_eval", "vllm"),
+        (Row("7b", lora=False, dtype="float32"), {}, "`optim: adamw_torch_8bit`", "`gradient_checkpointing"),
+        (Row("7b", lora=False), {}, "`use_peft: true`", "adamw_torch_8bit"),
     ],
-    ids=["activations", "generation", "no start", "evaluation", "long passes", "states", "states in 16 bits", "ZeRO"],
+    ids=["activations", "batch", "evaluation", "states", "states in 16 bits"],
 )
-def test_advice_begins_with_what_helps_at_the_fullest_moment(seven, run, card_gib, first):
-    assert not estimate(seven, run, card_gib).fits
-    steps = advice(seven, run, card_gib)
-    assert first in steps[0]
-    given = " ".join(steps)
-    for is_on, setting in (
-        (run.checkpointing, "gradient_checkpointing"), (run.lora, "use_peft"), (run.lora, "adamw_torch_8bit"),
-        (run.engine is None, "vllm_"), (run.group is None, "shared_prompts"), (run.evaluated < 2, "eval_batch_size"),
-        (run.micro_batch == 1, "per_device_train_batch_size"), (run.sharding.level >= 2, "ZeRO-2"),
-    ):  # fmt: skip
-        assert not (is_on and setting in given)
-
-
-def test_advice_ends_where_it_fits_or_says_that_nothing_is_enough(seven):
-    assert advice(seven, setup(), 10.0)[-1] == "more cards or a larger one, or a smaller model"
-    batch, fits = advice(seven, dataclasses.replace(FULL, lora=True, weight_bytes=2), 18.5)
-    assert batch.startswith("`per_device_train_batch_size: ") and fits.startswith("then about 1")
-
-
-def test_a_7b_with_lora_fits_a_card_of_40_gb_as_its_preset_is(seven):
-    engine = Engine(share=0.5, sleeps=True, number_bytes=2, processes=1, length=2048)
-    run = setup(micro_batch=4, micro_batches=12, rollouts=48, prompt_tokens=1792, completion_tokens=256, engine=engine)
-    assert estimate(seven, run, cards.named_card("40gb").gib).fits
-
-
-SHARED = {"group": 8, "parameters": 10**10, "prompt_tokens": 1024, "completion_tokens": 256}
-
-
-@pytest.mark.parametrize(
-    ("given", "tokens", "scored"),
-    [
-        ({"group": None}, 8 * 1280, 0),
-        ({}, 8 * 1280, 16_384),  # as TRL's own
-        ({"parameters": 10**11}, 1024 + 8 * 256, 16_384),  # two of them are far more than fill a GPU
-        ({"parameters": 10**8, "checkpointing": False}, 8 * 1280, 16_384),  # no more than TRL's own
-        ({"parameters": 10**8}, 16_384, 16_384),  # where a token takes little memory
-        ({"parameters": 10**8, "weight_bytes": 4, "autocast": False}, 8 * 1280, 16_384),
-        ({"pass_tokens": 1}, 1024 + 8 * 256, 1024 + 8 * 256),
-        ({"pass_tokens": 10**6, "sharding": Sharding.ZERO3}, 1024 + 8 * 256, 8 * (1024 + 8 * 256)),
-        ({"has_reference": False}, 8 * 1280, 0),
-    ],
-)
-def test_a_pass_has_as_many_tokens_as_its_settings_say(seven, given, tokens, scored):
-    run = setup(**{**SHARED, **given})
-    assert (run.tokens, run.scored_tokens) == (tokens, scored)
-
-
-def test_the_settings_of_a_run_say_whether_prompts_are_shared(tmp_path):
-    def group(**given):
-        row = Row("tiny", lora=True, shared=True)
-        args, model = settings_of(dataclasses.replace(row, **given), torch.device("cpu"), tmp_path)
-        return setup_of(args, model, figures_of("tiny", model), 100, dtype="float32").group
-
-    assert group() == 8
-    assert [group(shared=False), group(attention="eager"), group(compiled=True)] == [None] * 3
+def test_advice_has_what_saves_memory_and_is_not_set(weigh, row, given, named, absent):
+    steps = weigh(row, 40.0, make=advice, **given)
+    needed = weigh(row, 40.0, **given).needed_gib
+    assert any(step.startswith(named) for step in steps) and absent not in " ".join(steps)
+    assert all(float(step.split()[-2]) < needed for step in steps[:-1])
 
 
 @pytest.fixture
@@ -260,13 +121,13 @@ def stage(tiny, monkeypatch, tmp_path):
     """Runs the stage `memory` for a card of 80 GiB, with an estimate and a driver that say what the test wants."""
 
     def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
-        def weighed(shape, setup, card_gib):
+        def weighed(setup, card_gib):
             moments = (Moment(name="optimizer step", parts={"weights": needed_gib}),)
             return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
 
         rows = {"query-gpu": f"{used_gib * 1024}", "query-compute": f"{used_gib * 1024}, 41, python"}
-        monkeypatch.setattr(f"{cards.__name__}.estimate", weighed)
-        monkeypatch.setattr(f"{cards.__name__}.card_here", lambda device: cards.Card("a card", 80.0, "GPU-1"))
+        monkeypatch.setattr(memory_estimate, "estimate", weighed)
+        monkeypatch.setattr(software, "card_here", lambda device: software.Card("a card", 80.0, "GPU-1"))
 
         def ask(command, **_):
             said = next(rows[name] for name in rows if any(name in word for word in command))
@@ -310,7 +171,7 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
         with torch.device("meta"):
             return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
 
-    monkeypatch.setattr("salesrl_trl.launch.memory.shape.empty_model", other_kind)
+    monkeypatch.setattr("salesrl_trl.launch.memory_shape.empty_model", other_kind)
     model_shape.cache_clear()
     found = stage(60)
     model_shape.cache_clear()
@@ -334,18 +195,20 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
 
     names = names[0] if names else ""
     monkeypatch.setattr(software.subprocess, "run", ask)
-    card = cards.Card("a card", 80.0, "GPU-1")
-    assert cards.used_gib(card) == used
-    assert cards.users(card) == (f"{names} (7) 1.0 GiB" if names else "")
+    card = software.Card("a card", 80.0, "GPU-1")
+    assert card.used_gib() == used
+    assert card.users() == (f"{names} (7) 1.0 GiB" if names else "")
 
 
 def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
     plan = Plan(parse(["--use_vllm", "true", *given], None))
     positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
-    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == positions
+    config = plan.config
+    setup = setup_of(config.training, config.model, memory.policy_shape(plan), 8, dtype=None)
+    assert memory_estimate.engine_length(setup) == positions
     plan.config.training.vllm_max_model_length = 128
-    assert memory.Scales(plan, 80.0, prompt_tokens=8).setup(None).engine.length == 128
+    assert memory_estimate.engine_length(setup) == 128
 
 
 @pytest.mark.parametrize(
@@ -359,11 +222,13 @@ def test_an_optimizer_has_so_many_moments_of_so_many_bits(optim, each):
     assert moment_bytes(optim, 4) == each
 
 
-def test_an_evaluation_has_the_log_probs_of_its_own_batch(seven):
-    run = setup(micro_batch=1, evaluated=64, completion_tokens=512)
-    parts = {moment.name: moment.parts["log-probs of the loss"] * GIB for moment in estimate(seven, run, 80.0).moments
-             if "log-probs of the loss" in moment.parts}  # fmt: skip
-    assert parts[SCORING] == 4096 * 32_768 * 2  # 64 x 512 tokens in tiles of 4096
+def test_an_evaluation_has_its_own_batch(weigh):
+    def scoring(**given):
+        [moment] = [moment for moment in weigh(Row("7b", lora=True), **given).moments if moment.name == SCORING]
+        return moment.parts["activations"]
+
+    small, large = (scoring(held_out_eval=True, per_device_eval_batch_size=size) for size in (64, 128))
+    assert large == pytest.approx(2 * small)
 
 
 @pytest.mark.parametrize(

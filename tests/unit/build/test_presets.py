@@ -8,11 +8,11 @@ import torch
 from check_gpu_memory import main
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.launch.memory.estimate import named_card
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.reward_config import Attempts
 from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.software import named_card
 from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
@@ -108,8 +108,7 @@ def test_the_model_of_a_preset_fits_its_card(weighed, card, size, presets):
     assert found["needed_gib"] > 0.4 * found["card"]["gib"]  # and the card is not far too large
     trained = "all weights" if card == "141gb" else "LoRA"
     assert trained in found["run"]
-    in_float32 = found["setup"]["weight_bytes"] == 4
-    assert in_float32 == (size == "1.5B")
+    assert ("weights in float32" in found["run"]) == (size == "1.5B")
 
 
 @pytest.mark.parametrize(
@@ -127,8 +126,7 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
 ):
     code, found = weighed("7B", card, *given)
     assert (code, found["fits"], found["preset"]["name"]) == (3, False, preset)
-    is_enough = card != "24gb"  # where vLLM's weights alone are 14.2 GiB
-    assert found["remedies"][-1].startswith("then about " if is_enough else "more cards or a larger one")
+    assert found["remedies"][-1].startswith("more cards or a larger one")
     if "true" in given:  # it saves nothing beside adapters
         assert not any("adamw_torch_8bit" in setting for setting in found["remedies"])
     main(["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])

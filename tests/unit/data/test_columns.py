@@ -91,8 +91,7 @@ def test_columns_win_over_a_format(load):
 
 
 @pytest.mark.parametrize(
-    ("name", "guess"),
-    [("massages", "'messages'"), ("meta.owner.tennant", "'meta.owner.tenant'")],
+    ("name", "guess"), [("massages", "'messages'"), ("meta.owner.tennant", "'meta.owner.tenant'")]
 )
 def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, guess):
     with pytest.raises(DataError) as caught:

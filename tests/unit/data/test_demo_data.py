@@ -4,10 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-
-import pytest
 
 from salesrl_trl.demo.services.rubric import protected_terms
 
@@ -23,9 +20,7 @@ def read_lines(name):
     return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
 
 
-DOCUMENTS, TRAIN, HELD_OUT, DRAFTS = map(
-    read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl", "drafts.jsonl")
-)
+DOCUMENTS, TRAIN, HELD_OUT = map(read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl"))
 ROWS = TRAIN + HELD_OUT
 detect = protected_terms().mentioned_in
 
@@ -73,21 +68,6 @@ def test_only_audience_documents_name_protected_attributes():
         assert detect(f"{doc['title']}\n{doc['text']}") == (doc["kind"] == "audience"), doc["id"]
 
 
-def test_splits_are_large_enough_and_have_unique_ids():
-    assert len(TRAIN) >= 960
-    assert len(HELD_OUT) >= 160
-    for key in ("id", "contact_id", "message_id"):
-        assert len({row[key] for row in ROWS}) == len(ROWS), key
-
-
-@pytest.mark.parametrize("chosen", [TRAIN, HELD_OUT], ids=["train", "held_out"])
-def test_splits_are_balanced(chosen):
-    cells = Counter((row["lang"], row["branch"]) for row in chosen)
-    assert set(cells.values()) == {len(chosen) // 4}
-    assert len({(row["lang"], row["branch"], row["topic"]) for row in chosen}) == 4 * 13
-    assert len({(row["lang"], row["course"]) for row in chosen}) == 2 * 12
-
-
 def test_protected_attributes_are_said_and_detected():
     for row in ROWS:
         surfaces = row["protected_attributes"]
@@ -123,26 +103,3 @@ def test_careful_actions_hold_only_what_was_said():
         query = action["rewritten_query"]
         assert len(query.split()) <= 6 if lang == "en" else len(query) <= 14
         assert sum(length(value, lang) for value in action.values()) <= {"zh": 40, "en": 25}[lang]
-
-
-def test_drafts_are_of_mixed_care():
-    careful = Counter()
-    for row, draft in zip(TRAIN, DRAFTS, strict=True):
-        best, known = row["careful_action"], figures(said(row))
-        for action in draft["draft_actions"]:
-            careful["rewritten_query"] += action["rewritten_query"] == best["rewritten_query"]
-            careful["history_summary"] += SEPARATOR[row["lang"]] not in action["history_summary"]
-            if action["user_profile"] == best["user_profile"]:
-                careful["user_profile"] += 1
-            elif row["branch"] == "fairness":
-                assert all(surface in action["user_profile"] for surface in row["protected_attributes"]), row["id"]
-                assert detect(action["user_profile"])
-            else:
-                assert not detect(action["user_profile"])
-                invented = action["user_profile"].split(SEPARATOR[row["lang"]])[-1]
-                assert invented not in said(row)
-            if SEPARATOR[row["lang"]] not in action["history_summary"]:
-                assert figures(action["history_summary"]) <= known
-    total = 4 * len(TRAIN)
-    for field, share in {"user_profile": 0.45, "rewritten_query": 0.40, "history_summary": 0.45}.items():
-        assert careful[field] / total == pytest.approx(share, abs=0.05), field

@@ -33,7 +33,7 @@ def test_a_customer_of_bbq_says_the_context_and_asks_the_question(load):
 def test_an_answer_that_names_a_group_is_left_out_and_counted_unless_a_class_wants_it(tmp_path):
     file = write(tmp_path / "bbq.jsonl", bbq(0), bbq(1, context_condition="disambig", label=2))
     loaded = load_records(file, "", Form(format=BBQ()))
-    assert [record["id"] for record in loaded.records] == ["bbq-Religion-0"]
+    assert [row.record["id"] for row in loaded.rows] == ["bbq-Religion-0"]
     assert loaded.note == f"1 of 2 records of {file} make no row: 1 have a context of the condition 'disambig'"
 
     class Both(BBQ):
@@ -117,13 +117,13 @@ def test_ids_of_halueval_follow_from_the_content_alone(load):
 
 def test_a_repeated_record_is_left_out_and_counted(tmp_path):
     loaded = load_records(write(tmp_path / "qa.jsonl", QA, DIALOGUE, QA), "", Form(format=HaluEval()))
-    assert (len(loaded.records), loaded.left_out) == (2, {"repeat an earlier record": 1})
+    assert (len(loaded.rows), loaded.left_out) == (2, {"repeat an earlier record": 1})
 
 
 def test_a_dialogue_that_waits_for_no_answer_is_left_out(tmp_path):
     ended = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
     loaded = load_records(write(tmp_path / "d.jsonl", DIALOGUE, ended), "", Form(format=HaluEval()))
-    assert (len(loaded.records), loaded.left_out) == (1, {"end with the assistant's words": 1})
+    assert (len(loaded.rows), loaded.left_out) == (1, {"end with the assistant's words": 1})
 
 
 @pytest.mark.parametrize("name", ["qrecc.json", "qrecc.jsonl"])

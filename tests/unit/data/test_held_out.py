@@ -29,8 +29,7 @@ def conversations(rows):
 
 def qrecc_file(path, conversations):
     return write(
-        path,
-        *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5)),
+        path, *(qrecc(number, turn, question=f"{turn}?") for number in range(conversations) for turn in range(1, 5))
     )
 
 

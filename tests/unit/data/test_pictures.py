@@ -15,7 +15,7 @@ from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.lengths import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.launch.data.sources import build_dataset, load_rows
 from salesrl_trl.launch.data.templates import build_prompt
-from salesrl_trl.rollout.launcher import prompts_of
+from salesrl_trl.rollout.rollout_launcher import prompts_of
 
 TURNS = [{"role": "customer", "content": "How much is it?"}]
 

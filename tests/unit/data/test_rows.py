@@ -44,18 +44,54 @@ def test_a_row_may_give_its_prompt_which_is_used_as_it_is(dataset):
     assert build_prompt(row, None) == [{"role": "user", "content": "How much is it?"}]
 
 
+PHONE = "13800000000"
+TURNS = GOOD["conversation"]
+
+
+def with_turns(*turns):
+    return {**GOOD, "conversation": [{"role": role, "content": content} for role, content in turns]}
+
+
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("record", "message"),
     [
-        ("", "`prompt` is str of length 0"),
-        ([{"content": "Hi"}], "turn 0 of `prompt` is dict of length 1"),
-        ([{"role": "user", "content": None}], "turn 0 of `prompt` has content missing"),
-        (7, "`prompt` is int"),
+        ({"branch": "fairness", "prompt": ""}, "`prompt` is str of length 0"),
+        ({"branch": "fairness", "prompt": [{"content": PHONE}]}, "turn 0 of `prompt` is dict of length 1"),
+        ({"branch": "fairness", "prompt": [{"role": "user", "content": None}]}, "turn 0 of `prompt` has content miss"),
+        ({"branch": "fairness", "prompt": 7}, "`prompt` is int"),
+        ({"conversation": TURNS}, "branch None"),
+        ({"branch": "fairness"}, "`conversation` is missing"),
+        ({**GOOD, "branch": "price"}, "branch 'price' is not configured. Expected one of: fairness, hallucination"),
+        ({**GOOD, "conversation": []}, "`conversation` is list of length 0"),
+        ({**GOOD, "conversation": PHONE}, "`conversation` is str"),
+        (with_turns(("system", "hi")), "turn 0 of `conversation` has role 'system'"),
+        (with_turns((["user"], "hi")), "turn 0 of `conversation` has role"),
+        (with_turns(("customer", " ")), "turn 0 of `conversation` has role 'customer' and content str of length 1"),
+        (with_turns(("customer", PHONE), ("seller", PHONE)), "the seller has the last turn"),
+        ({**GOOD, "documents": PHONE}, "`documents` is str"),
+        ({**GOOD, "documents": [1]}, "`documents` is list"),
+        ({**GOOD, "documents": 1}, "`documents` is int"),
+        ({**GOOD, "tenant_id": ["t"]}, "`tenant_id` is list of length 1. Expected a text"),
     ],
 )
-def test_a_prompt_of_another_form_is_refused_with_its_place(dataset, prompt, message):
-    with pytest.raises(DataError, match=rf"row 1 \(counted from 0\): {message}"):
-        load_rows(dataset({"prompt": "a"}, {"prompt": prompt}), "train")
+def test_a_malformed_row_is_refused_with_its_place_and_without_quoting_it(dataset, record, message):
+    with pytest.raises(DataError, match=rf"line 2, row 1 \(counted from 0\): {message}") as caught:
+        load(dataset(GOOD, record))
+    assert PHONE not in str(caught.value)
+    with pytest.raises(DataError, match=r"row 1 \(counted from 0; id 'r-7'\): "):
+        load(dataset(GOOD, {**record, "id": "r-7"}))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversation": TURNS}, r"branch, .* fairness, hallucination\. Got: conversation\. Expected prompt"),
+        ({"branch": "fairness", "question": "How much?"}, r"prompt or conversation\. Got: branch, question"),
+    ],
+)
+def test_a_missing_column_is_named_beside_what_was_got(dataset, record, message):
+    with pytest.raises(DataError, match=f"lacks the column {message}"):
+        load(dataset(record))
 
 
 def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
@@ -71,33 +107,6 @@ def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
 def test_optional_columns_are_carried(dataset):
     (row,) = load(dataset({**GOOD, "id": "r1", "tenant_id": "t1", "message_id": 7, "documents": ["It costs 5 yuan."]}))
     assert (row.row_id, row.tenant_id, row.message_id, row.documents) == ("r1", "t1", "7", ("It costs 5 yuan.",))
-
-
-def test_a_missing_column_is_named_beside_what_was_got(dataset):
-    with pytest.raises(
-        DataError,
-        match=r"lacks the column branch, .* fairness, hallucination\. Got: conversation\. Expected prompt",
-    ):
-        load(dataset({"conversation": GOOD["conversation"]}))
-    with pytest.raises(DataError, match=r"lacks the column prompt or conversation\. Got: branch, question"):
-        load(dataset({"branch": "fairness", "question": "How much?"}))
-
-
-@pytest.mark.parametrize(
-    ("column", "message"), [("branch", "branch None"), ("conversation", "`conversation` is missing")]
-)
-def test_a_column_that_a_later_row_lacks_is_named_with_the_row(dataset, column, message):
-    lacking = {name: value for name, value in GOOD.items() if name != column}
-    with pytest.raises(DataError, match=rf"row 1 \(counted from 0\): {message}"):
-        load(dataset(GOOD, lacking))
-
-
-def test_a_branch_that_is_not_configured_is_named_beside_those_that_are(dataset):
-    message = (
-        r"row 1 \(counted from 0; id 'r-7'\): branch 'price' is not configured. Expected one of: fairness, halluc"
-    )
-    with pytest.raises(DataError, match=message):
-        load(dataset({**GOOD, "id": "r-6"}, {**GOOD, "id": "r-7", "branch": "price"}))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -197,25 +206,6 @@ def test_a_line_of_absurd_length_is_refused_by_number(tmp_path, monkeypatch):
         load(str(path))
 
 
-@pytest.mark.parametrize(
-    "conversation",
-    [
-        None,
-        [],
-        "customer: hi",
-        [{"role": "system", "content": "hi"}],
-        [{"role": ["user"], "content": "hi"}],
-        [{"role": "customer", "content": " "}],
-        [{"role": "customer", "content": "my number is 13800000000"}, {"role": "seller", "content": "13800000000?"}],
-    ],
-    ids=["missing", "empty", "text", "role", "role of no text", "blank", "seller last"],
-)
-def test_a_malformed_conversation_is_refused_without_quoting_it(dataset, conversation):
-    with pytest.raises(DataError, match="row 0") as caught:
-        load(dataset({**GOOD, "conversation": conversation}))
-    assert "13800000000" not in str(caught.value)
-
-
 def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
     turns = [("user", "Hi"), ("assistant", "Hello"), ("seller", "How can I help?"), ("customer", "The price?")]
     conversation = [{"role": role, "content": content} for role, content in turns]
@@ -223,14 +213,7 @@ def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
     assert row.context == "customer: Hi\nseller: Hello\nseller: How can I help?\ncustomer: The price?"
 
 
-@pytest.mark.parametrize("documents", ["a text", [1], 1], ids=["text", "number", "bare"])
-def test_documents_that_are_no_list_of_texts_are_refused(dataset, documents):
-    with pytest.raises(DataError, match="`documents` is"):
-        load(dataset({**GOOD, "documents": documents}))
-
-
 def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
-    from datasets import Dataset
 
     Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
     assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
@@ -282,11 +265,6 @@ def test_an_id_is_what_the_file_writes(dataset, value, text):
     (row,) = load(dataset({**GOOD, "id": value, **dict.fromkeys(names, value)}))
     assert {*row.ids.as_dict().values()} == {text}
     assert row.row_id == (text or "row-0")
-
-
-def test_an_id_that_is_no_text_and_no_number_is_refused(dataset):
-    with pytest.raises(DataError, match=r"line 1, row 0 .*: `tenant_id` is list of length 1. Expected a text"):
-        load(dataset({**GOOD, "tenant_id": ["t"]}))
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,7 @@ def test_a_template_that_can_not_work_is_refused_by_its_line(source, message):
     ("source", "message"),
     [
         ("{% if branch == 'price' %}{{ context }}{% endif %}", "leaves the user message of row 'r7' empty"),
-        (
-            "{{ context }}\n{{ conversation[0].contents }}",
-            "mine.jinja, line 2 does not work for row 'r7'",
-        ),
+        ("{{ context }}\n{{ conversation[0].contents }}", "mine.jinja, line 2 does not work for row 'r7'"),
         ("{% block system %}\n{{ branch / 2 }}{% endblock %}{{ context }}", r"line 2 .* \(TypeError\)"),
         ("{{ context.__class__ }}", r"line 1 .* \(SecurityError\)"),
         ("{{ conversation[0].content.foo(1) }}", "line 1"),

@@ -2,13 +2,14 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.answers import INVALID, answered
 
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.launch.evaluation.greedy import GreedySubject, ScoredBatch
+from salesrl_trl.launch.evaluation.greedy import GreedySubject
 
 END = 9
 ANSWERS = {0: [1, 2, END], 1: [3, 4, 5, 6], 2: [END], 3: []}
@@ -29,10 +30,7 @@ class Batches:
         yield
         self.asides += 10
 
-    def score(self, batches):
-        return map(self.scored, batches)
-
-    def scored(self, rows):
+    def evaluate(self, rows, step):
         self.sizes.append(len(rows))
         ids = [ANSWERS[row["row"]] for row in rows]
         longest = max(map(len, ids))
@@ -44,20 +42,29 @@ class Batches:
             output["ref_per_token_logps"] = masked - 1.0
         if self.logps == "old":
             output["old_per_token_logps"] = masked - 1.0 + LOG_RATIO
-        return ScoredBatch(output=output, completion_ids=ids, rewards=[REWARDS[row["row"]] for row in rows])
+        rewards = [REWARDS[row["row"]] for row in rows]
+        sampled, result = SimpleNamespace(completion_ids=ids), SimpleNamespace(rewards=rewards)
+        return SimpleNamespace(sampled=sampled, result=result), output
 
     def logps_of(self, output):
         self.asked += 1
         return output["ref_per_token_logps"] + LOG_RATIO
 
-    def subject(self, **given):
-        return GreedySubject(**{
-            "set_aside": self.set_aside, "score": self.score, "logps_of": self.logps_of,
-            "decode": lambda ids: [" ".join(map(str, each)) for each in ids],
-            "branch_of": lambda row: ("fairness", "hallucination")[row["row"] % 2],
-            "ends": frozenset({END}), "batch_size": 3, "kl": PenaltySettings(), "betas": dict, "save": None,
-            "log": None, **given,
-        })  # fmt: skip
+    def subject(self, kl=None):
+        """Of a run whose trainer's batches are these."""
+        decoder = SimpleNamespace(
+            pad_token_id=END, batch_decode=lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]
+        )
+        return GreedySubject(SimpleNamespace(
+            args=SimpleNamespace(per_device_eval_batch_size=3, kl_penalty=lambda: kl or PenaltySettings()),
+            trl=SimpleNamespace(
+                eos_token_ids=[END], tokenizer=decoder, logps_of=self.logps_of, set_aside=self.set_aside, step=int
+            ),
+            branches=SimpleNamespace(of=lambda row: ("fairness", "hallucination")[row["row"] % 2]), kl=None,
+            sampler=SimpleNamespace(greedily=contextlib.nullcontext), scoring=self,
+            ledger=SimpleNamespace(aside=contextlib.nullcontext),
+            pipeline=SimpleNamespace(evaluations=lambda batches, _: batches),
+        ))  # fmt: skip
 
 
 ROWS = [{"prompt": "", "row": row} for row in range(4)]

@@ -19,7 +19,12 @@ def evaluate(tmp_path, caplog):
     """Evaluations of two rows with two completions each: a step, the mean reward, the rewards of the completions."""
     caplog.set_level(logging.INFO, logger="salesrl_trl")
     drained = []
-    callback = HeldOut(("fairness",), tmp_path, drained.pop, num_generations=2, examples=1)
+    callback, names = HeldOut(), SimpleNamespace(functions={}, has_actions=True)
+    callback.connect(SimpleNamespace(
+        args=SimpleNamespace(branches=("fairness",), output_dir=tmp_path, held_out_examples=1), parts=(),
+        reward_loop=SimpleNamespace(reward=SimpleNamespace(names=names)), run_control=SimpleNamespace(is_spent=False),
+        ledger=SimpleNamespace(drain_evaluated=drained.pop), trl=SimpleNamespace(num_generations_eval=2),
+    ))  # fmt: skip
 
     def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name="", data=None):
         state = TrainerState(global_step=step, is_world_process_zero=True)

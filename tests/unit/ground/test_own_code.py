@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from salesrl_trl.ground import own_code
+from salesrl_trl.ground import changed_code, own_code
 from salesrl_trl.launch import env
 
 
@@ -49,7 +49,7 @@ def test_a_checkout_holds_its_commit_and_those_before_it_and_no_other(package, c
     assert f"{second} is NOT in the code of" in (out := capsys.readouterr().out) and out.endswith(text)
     assert has("0123456789", "--json") == env.DIFFERENT  # nobody has such a commit here: not this code either
     assert json.loads(capsys.readouterr().out)["has"] is False
-    assert has(second, "--seed", "1") == env.BAD_INPUT
+    assert has(second, "--seed", "1") == 2
 
 
 def test_a_shallow_clone_does_not_deny_what_it_cannot_see(package, tmp_path, monkeypatch, capsys):
@@ -57,7 +57,7 @@ def test_a_shallow_clone_does_not_deny_what_it_cannot_see(package, tmp_path, mon
     first, second = commit(package, "__init__.py"), commit(package, "a.py")
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{package.parent}", "shallow")
     monkeypatch.setattr(own_code, "PACKAGE", tmp_path / "shallow/salesrl_trl")
-    assert (has(second), has(first)) == (0, env.BAD_INPUT)
+    assert (has(second), has(first)) == (0, 2)
     assert "--unshallow" in capsys.readouterr().err
 
 
@@ -69,11 +69,11 @@ def test_an_installed_package_knows_the_commit_that_pip_noted_or_says_that_it_ca
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: salesrl_trl\nVersion: 0.1.0\n")
     monkeypatch.syspath_prepend(str(package.parent))
-    assert (has(noted), "is 0.1.0 (hash " in capsys.readouterr().err) == (env.BAD_INPUT, True)
+    assert (has(noted), "is 0.1.0 (hash " in capsys.readouterr().err) == (2, True)
     (info / "direct_url.json").write_text(json.dumps({"url": "https://x", "vcs_info": {"commit_id": noted}}))
     assert has(noted) == has(noted[:7]) == 0
     assert (own_code.code().commit, own_code.code().changed_files) == (noted[:12], 0)
-    assert has("fedcba9876") == has(noted[:3]) == env.BAD_INPUT  # before it, after it, or another's
+    assert has("fedcba9876") == has(noted[:3]) == 2  # before it, after it, or another's
     assert f"is 0.1.0 (commit {noted[:12]})" in capsys.readouterr().err
 
 
@@ -86,11 +86,11 @@ def test_a_file_newer_than_what_was_imported_is_told_once_and_not_after_a_reload
 
     def told():
         caplog.clear()
-        own_code.warn_of_changes()
+        changed_code.warn_of_changes()
         return caplog.messages
 
-    monkeypatch.setattr(own_code, "_imported", {})
-    monkeypatch.setattr(own_code, "_told", set())
+    monkeypatch.setattr(changed_code, "_imported", {})
+    monkeypatch.setattr(changed_code, "_told", set())
     file.write_text("A = 1")
     load()
     assert told() == told() == []

@@ -9,16 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.memory import figures_of
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.data.lengths import token_counter
-from salesrl_trl.launch.memory.estimate import SCORING, Card, Estimate, Moment
-from salesrl_trl.launch.memory.shape import UnknownShape
+from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment
+from salesrl_trl.launch.memory_shape import UnknownShape
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.memory import Scales
 from salesrl_trl.launch.preflight.rehearsal import rehearse
 from salesrl_trl.launch.preflight.runner import BEFORE_A_RUN, examine
 from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE, judge_update, report_memory
 from salesrl_trl.launch.settings import parse
+from salesrl_trl.launch.software import Card
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
 
@@ -72,9 +73,10 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
         moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
-    monkeypatch.setattr("salesrl_trl.launch.memory.estimate.card_here", lambda _: Card("a", 80.0))
-    monkeypatch.setattr(Scales, "shape", property(weighed))
-    monkeypatch.setattr(Scales, "weigh", weighed)
+    monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda _: Card("a", 80.0))
+    shape = "salesrl_trl.launch.preflight.memory.policy_shape"
+    monkeypatch.setattr(shape, weighed if not known else lambda _: figures_of("tiny", None))
+    monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
     assert memory.verdict is (PASSED if known else SKIPPED)
     assert step.verdict is PASSED

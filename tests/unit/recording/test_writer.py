@@ -41,8 +41,10 @@ def everything(folder):
 def test_a_completion_comes_back_with_its_whole_way(tmp_path):
     [found] = write(tmp_path, [batch(step=3)])
     given = entry()
-    for name in ("row", "branch", "text", "outcome", "reason", "reward", "reference_reward", "parts", "seconds"):
+    for name in ("row", "branch", "text"):
         assert getattr(found, name) == getattr(given, name)
+    assert (found.outcome, found.reason, found.reward, found.reference_reward) == ("ok", "", 0.75, 0.5)
+    assert (found.parts, found.seconds) == (given.reward.components, given.reward.seconds)
     assert (found.step, found.mode, found.advantage) == (3, "train", 0.5)
     assert (found.action, found.answer, found.reference) == (notes().action, ANSWER, ANSWER)
     assert found.verdicts == notes().verdicts
@@ -244,7 +246,7 @@ def test_half_a_surrogate_pair_leaves_no_hole_in_the_record(tmp_path):
     """Whatever a class of a user's own returns: a judge's words, an answer, a reason."""
     half = {"text": "half \ud83d"}
     told = CompletionRecord(action=half, answer=half, verdicts={"\ud83d": Judged(candidate=0.5, reason="half \ud83d")})
-    odd = entry(0, text="\ud83d", reason="\ud83d", row="\ud83d", parts={"\ud83d": 1.0}, record=told)
+    odd = entry(0, "\ud83d", None, reason="\ud83d", row="\ud83d", components={"\ud83d": 1.0}, record=told)
     [found] = write(tmp_path, [batch(1, [odd])], clean=lambda text: f"{text}\ude00"[: len(text)])
     assert (found.text, found.reason, found.row, found.parts) == ("\ufffd", "\ufffd", "\ufffd", {"\ufffd": 1.0})
     assert (found.answer, found.action) == ({"text": "half \ufffd"}, {"text": "half \ufffd"})
@@ -280,14 +282,6 @@ def test_a_damaged_record_is_refused_with_its_path(tmp_path, damage):
     (tmp_path / "packed.sqlite.gz").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"packed\.sqlite\.gz can't be read as a record"):
         list(recorded(tmp_path / "packed.sqlite.gz"))
-
-
-def test_a_new_record_leaves_files_beside_it(tmp_path):
-    write(tmp_path, [batch(step=1)])
-    packed = record_file(tmp_path, 0).with_name("rank-0.sqlite.gz")
-    packed.write_bytes(b"packed by its owner")
-    write(tmp_path, [batch(step=1)])
-    assert packed.read_bytes() == b"packed by its owner"
 
 
 def test_a_completion_is_read_without_its_prompt(tmp_path):

@@ -14,6 +14,9 @@ import pytest
 import torch
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 from support.planned import planned
+from support.recordings import batch as recorded_batch
+from support.recordings import entry
+from support.recordings import write as record
 
 from salesrl_trl.launch.checks.dataset import settle_held_out
 from salesrl_trl.launch.data_config import DataConfig
@@ -24,7 +27,6 @@ from salesrl_trl.record.rejudge.rejudging import of_all_functions, rejudged, wri
 from salesrl_trl.record.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.record.schema import record_file
-from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward
@@ -68,17 +70,11 @@ def run(services, rows, tmp_path):
     result = loop.result(batch, TEXTS * 2)
     loop.close()
     entries = [
-        Entry(
-            row=rows[place // 4].row_id, branch=BRANCHES[place // 4], prompt="p", text=text, tokens=None, place=place,
-            prompt_group=place // 4, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
-            reference_reward=reward.reference_value, parts=reward.components, functions={}, seconds=reward.seconds,
-            record=stages.completion_record,
-        )
+        entry(place, text, reward, row=rows[place // 4].row_id, branch=BRANCHES[place // 4], prompt="p",
+              prompt_group=place // 4, record=stages.completion_record)
         for place, (text, reward, stages) in enumerate(zip(TEXTS * 2, result.rewards, batch.stages, strict=True))
     ]  # fmt: skip
-    recorder = Recorder(record_file(tmp_path / "run", 0))
-    recorder.record(Batch(step=1, mode="train", number=0, entries=entries, advantages=lambda: [0.0] * 8))
-    recorder.close()
+    record(tmp_path / "run", [recorded_batch(1, entries)])
     return tmp_path / "run"
 
 
@@ -228,17 +224,11 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
     rows = planned(data, reward).train_rows
     drawn = [row for row in rows if row.branch == "tone"]
     entries_of_record = [
-        Entry(
-            row=row.row_id, branch=row.branch, prompt=str(row.prompt), text="refund", tokens=None, place=place,
-            prompt_group=place, outcome="ok", reason="", reward=0.5, reference_reward=None, parts={}, functions={},
-            seconds={}, record=CompletionRecord(),
-        )
+        entry(place, "refund", 0.5, row=row.row_id, branch=row.branch, prompt=str(row.prompt), prompt_group=place,
+              record=CompletionRecord())
         for place, row in enumerate(drawn)
     ]  # fmt: skip
-    recorder = Recorder(record_file(tmp_path / "run", 0))
-    batch = Batch(step=1, mode="train", number=0, entries=entries_of_record, advantages=lambda: [0.0] * 10)
-    recorder.record(batch)
-    recorder.close()
+    record(tmp_path / "run", [recorded_batch(1, entries_of_record)])
     asked = []
     services.functions["judge"] = lambda request: asked.append(request.json) or (200, services_verdict(0.6))
     (tmp_path / "rubrics").mkdir()

@@ -18,7 +18,7 @@ from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged import cache as module
-from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
+from salesrl_trl.judged.cache import AnswersFile, AnswerStore, Cache, cache_key
 from salesrl_trl.service.event_loop import deadline, remaining_s
 
 
@@ -190,14 +190,14 @@ def test_a_file_that_cannot_be_made_is_said_once_and_answers_go_on(tmp_path, cap
 
 def test_a_full_disk_is_said_once_and_what_is_in_the_file_is_read_on(path, caplog, monkeypatch):
     put(AnswerStore(path), {"k0": "before"})
-    connect = AnswerStore._connect
+    connect = AnswersFile._connect
 
     def with_little_space(store):
         connection = connect(store)
         connection.execute("PRAGMA max_page_count = 4")  # SQLite's own SQLITE_FULL beyond
         return connection
 
-    monkeypatch.setattr(AnswerStore, "_connect", with_little_space)
+    monkeypatch.setattr(AnswersFile, "_connect", with_little_space)
     store = AnswerStore(path)
     put(store, {f"k{index}": "x" * 100_000 for index in (1, 2, 3)})
     assert [len(value) for value in got(store, "k0", "k1", "k2", "k3")] == [6, 100_000, 100_000, 100_000]
@@ -270,7 +270,7 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(path, monkeypatch):
     monkeypatch.setattr(module, "LOOK_UP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(module, "LAST_WRITE_TIMEOUT_S", 0.1)
     answers = threading.Event()
-    monkeypatch.setattr(AnswerStore, "_connect", lambda store: answers.wait() and sqlite3.connect(":memory:"))
+    monkeypatch.setattr(AnswersFile, "_connect", lambda store: answers.wait() and sqlite3.connect(":memory:"))
     began = time.perf_counter()
     assert ask_through(AnswerStore(path), asker(), *map(str, range(20))) == ["answer"] * 20
     seconds = time.perf_counter() - began

@@ -63,40 +63,26 @@ def test_an_invalid_action_is_a_real_low_reward_and_asks_nobody(score, services)
     assert services.calls.total() == 0
 
 
-def asked(services, endpoint):
-    """The body of its first request, without the id, which the header holds too."""
-    request = services.asked[endpoint][0]
+def asked(services, endpoint, number=0):
+    """The body of a request, without the id, which the header holds too."""
+    request = services.asked[endpoint][number]
     body = request.json
     assert re.fullmatch("salesrl-[0-9a-f]{16}", body["request_id"])
     assert request.headers["X-Request-Id"] == body.pop("request_id")
     return body
 
 
-def test_the_8b_endpoint_gets_the_action_and_the_row(score, services):
+def test_both_endpoints_get_the_row_and_the_8b_endpoint_the_action(score, services):
     score([ACTION], rows=[row(tenant_id="t1", contact_id="c2", account_id="a3", message_id="m4")])
-    assert asked(services, "8b") == {
-        "tenant_id": "t1",
-        "contact_id": "c2",
-        "account_id": "a3",
-        "message_id": "m4",
-        "context": "customer: I'm a nurse. What does Python cost?",
-        "user_profile": "nurse",
-        "rewritten_query": "Python price",
-        "history_summary": "",
-        "score_threshold": 0.03,
-        "top_k": 3,
-    }
+    score([ACTION], rows=[row(tenant_id="t1")])  # the identifiers that there are
+    ids = {"tenant_id": "t1", "contact_id": "c2", "account_id": "a3", "message_id": "m4"}
+    action = {"user_profile": "nurse", "rewritten_query": "Python price", "history_summary": ""}
+    context = {"context": "customer: I'm a nurse. What does Python cost?", "score_threshold": 0.03, "top_k": 3}
+    assert [asked(services, "8b"), asked(services, "32b", 1)] == [
+        ids | context | action,
+        {"tenant_id": "t1"} | context,
+    ]
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
-
-
-def test_the_32b_endpoint_gets_the_conversation_and_the_identifiers_there_are(score, services):
-    score([ACTION], rows=[row(tenant_id="t1")])
-    assert asked(services, "32b") == {
-        "tenant_id": "t1",
-        "context": "customer: I'm a nurse. What does Python cost?",
-        "score_threshold": 0.03,
-        "top_k": 3,
-    }
 
 
 def test_the_judge_sees_the_branchs_rubric_and_all_material_fenced(score, services):
@@ -151,41 +137,24 @@ def test_what_a_backend_raised_for_a_reference_that_nobody_needs_is_not_told(sco
         (200, {**ANSWER, "passages": None}, "rag_8b_bad_response"),
         (200, {**ANSWER, "took_ms": -1}, "rag_8b_bad_response"),
         (200, json.dumps(ANSWER).replace('"answer":', '"answer": "", "answer":'), "rag_8b_bad_response"),
-    ],
-)
-def test_a_failed_8b_call_is_never_a_number(score, services, status, body, reason):
-    headers = {302: {"Location": "http://127.0.0.1:9/"}, 429: {"Retry-After": "3600"}}
-    services.set("8b", body, status=status, headers=headers.get(status))
-    (reward,) = score([ACTION]).rewards
-    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
-    assert services.calls["judge"] == 0
-
-
-@pytest.mark.parametrize("content", ["I can't judge this.", "", json.dumps({**VERDICT, "candidate": 1.5})])
-def test_a_verdict_outside_the_schema_is_never_a_number(score, services, content):
-    services.verdict(content)
-    (reward,) = score([ACTION]).rewards
-    assert (reward.outcome, reward.value) == (Outcome.JUDGE_INVALID, None)
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "reason"),
-    [
+        (200, {**ANSWER, "answer": " "}, "rag_8b_empty_answer"),  # with passages: the service's fault
         (500, {"error": {"message": "key judge-secret"}}, "judge_http_500"),
         (401, {"error": {"message": "key judge-secret"}}, "judge_http_401"),
         (200, "<html>gateway</html>", "judge_bad_response"),
+        (200, chat_completion("I can't judge this."), "judge_not_json"),
+        (200, chat_completion(""), "judge_empty"),
+        (200, chat_completion(json.dumps({**VERDICT, "candidate": 1.5})), "judge_outside_schema"),
     ],
 )
-def test_a_judge_that_fails_is_infra(score, services, status, body, reason):
-    services.set("judge", body, status=status)
+def test_a_failed_call_is_never_a_number(score, services, status, body, reason):
+    service = "8b" if reason.startswith("rag_8b") else "judge"
+    headers = {302: {"Location": "http://127.0.0.1:9/"}, 429: {"Retry-After": "3600"}}
+    services.set(service, body, status=status, headers=headers.get(status))
     (reward,) = score([ACTION]).rewards
-    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, reason)
-
-
-def test_an_empty_answer_with_passages_is_the_services_fault_and_is_asked_for_again(score, services):
-    services.set("8b", {**ANSWER, "answer": " "})
-    (reward,) = score([ACTION]).rewards
-    assert (reward.outcome, reward.value, reward.reason) == (Outcome.INFRA, None, "rag_8b_empty_answer")
+    is_verdict = reason in ("judge_not_json", "judge_empty", "judge_outside_schema")
+    assert reward.outcome is (Outcome.JUDGE_INVALID if is_verdict else Outcome.INFRA)
+    assert (reward.value, reward.reason) == (None, reason)
+    assert service == "judge" or services.calls["judge"] == 0
 
 
 @pytest.mark.parametrize("answer", ["", ":", "Thought process:"])
@@ -205,12 +174,6 @@ def test_what_is_not_scored_by_the_deadline_is_missing_with_its_seconds_and_the_
     assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
     [late] = [reward for reward in rewards if reward.outcome is Outcome.INFRA]
     assert late.seconds == pytest.approx({"parse": 0.0, "rag_8b": 0.0, "rag_32b": 0.0, "judge": 2.5})
-
-
-def test_attempts_are_bounded_and_the_client_adds_none_of_its_own(score, services):
-    services.set("judge", {}, status=500)
-    score([ACTION], attempts=3)
-    assert services.calls["judge"] == 3
 
 
 def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, caplog):

@@ -60,28 +60,21 @@ def test_an_answer_counts_also_where_a_failure_comes_at_the_same_moment(order, g
         assert beside == ([] if order[0] == good else [order[0] + 1])
 
 
-def test_nothing_is_late_before_enough_is_known():
+@pytest.mark.parametrize(
+    ("seconds", "late_after_s"),
+    [
+        ([1.0] * (MIN_SAMPLES - 1), None),
+        ([1.0] * MIN_SAMPLES, MARGIN),
+        (range(100), 94 * MARGIN),  # the last refresh was after 20 + 5 x 16 = 100 answers; rank 0.95 x 99 = 94.05
+        ([20.0 if number % 50 == 49 else 1.0 for number in range(320)], MARGIN),  # 2 % of stragglers do not move it
+    ],
+    ids=["too few", "enough", "spread", "stragglers"],
+)
+def test_late_is_a_margin_above_the_95th_percentile_once_enough_is_known(seconds, late_after_s):
     policy = HedgePolicy(0.05)
-    for _ in range(MIN_SAMPLES - 1):
-        policy.record_answer(1.0)
-    assert policy.late_after_s is None
-    policy.record_answer(1.0)
-    assert policy.late_after_s == pytest.approx(MARGIN)
-
-
-def test_late_is_a_margin_above_the_95th_percentile():
-    policy = HedgePolicy(0.05)
-    for index in range(100):
-        policy.record_answer(float(index))
-    # the last refresh was after 20 + 5 x 16 = 100 answers; rank 0.95 x 99 = 94.05
-    assert policy.late_after_s == pytest.approx(94 * MARGIN)
-
-
-def test_two_percent_of_stragglers_do_not_move_it():
-    policy = HedgePolicy(0.05)
-    for index in range(320):
-        policy.record_answer(20.0 if index % 50 == 49 else 1.0)
-    assert policy.late_after_s == pytest.approx(MARGIN)
+    for took in seconds:
+        policy.record_answer(float(took))
+    assert policy.late_after_s == (late_after_s and pytest.approx(late_after_s))
 
 
 def test_extra_calls_stay_a_share_of_all():

@@ -55,11 +55,10 @@ def test_verdicts_are_shared_by_weight(score_many, services, backup):
     assert usage["first"].verdicts + usage["second"].verdicts == 200
     # three quarters of 200 are 150; the standard deviation of such a draw is sqrt(200 x 3/4 x 1/4) = 6
     assert abs(usage["second"].verdicts - 150) < 25
-
-
-def test_the_same_material_falls_to_the_same_provider(score_many, services, backup):
-    first, again = (score_many(40, providers=two(services, backup)).report.usage for _ in range(2))
-    assert first["second"].verdicts == again["second"].verdicts > 0
+    again = score_many(
+        200, providers=two(services, backup, weight=3.0)
+    ).report.usage  # the same material, the same one
+    assert again["second"].verdicts == usage["second"].verdicts
 
 
 def test_a_provider_without_weight_steps_in_only(score_many, services, backup):
@@ -176,16 +175,6 @@ def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_b
     assert [each.reason for each in result.rewards] == ["judge_not_json", ""]
 
 
-@pytest.mark.parametrize("status", [400, 422])
-def test_a_provider_that_refuses_response_formats_is_asked_by_text(score_many, services, status):
-    services.judge_by(signed)
-    by_text = services.functions["judge"]
-    services.functions["judge"] = lambda request: (
-        (status, {}) if "response_format" in request.json else by_text(request)
-    )
-    assert score_many(1).rewards[0].value == 0.75
-
-
 def test_a_provider_held_to_the_schema_is_not_asked_by_text(score_many, services):
     services.set("judge", chat_completion(""))
     reward = score_many(1, providers=[{"name": "judge", "response_format": "json_schema"}])
@@ -267,12 +256,6 @@ def test_what_decides_a_verdict_is_part_of_its_identity(change):
         for each in ({}, change)
     )
     assert before != after
-
-
-def test_a_key_is_in_no_representation():
-    reward = build_reward("http://127.0.0.1:9", [row()])
-    (provider,) = reward._judge.providers.values()
-    assert "judge-secret" not in repr(provider.settings)
 
 
 @pytest.mark.parametrize(

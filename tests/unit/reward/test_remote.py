@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -33,7 +32,7 @@ from salesrl_trl.reward import remote as remote_module
 from salesrl_trl.reward import worker
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
-from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward, Scored
+from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward, Said
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
@@ -126,7 +125,7 @@ class OnItsLoop:
 
     def of_child(self, call, *arguments):
         """The answer of a call on the loop."""
-        return self.loop._run(call, *arguments)
+        return self.loop._batches.run(call, *arguments)
 
     @property
     def child(self):
@@ -503,7 +502,7 @@ def test_closing_does_not_complain_of_calls_that_were_given_up(services, remote,
     """On a busy machine the child ends before their last word."""
 
     def answer(self, number, said, answer=worker.Worker._answer):
-        if not isinstance(said, Scored):
+        if not isinstance(said, Said):
             answer(self, number, said)
 
     monkeypatch.setattr(worker.Worker, "_answer", answer)
@@ -616,15 +615,6 @@ def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_w
     assert RemoteReward(deadly.everything)._sent(row) == {"row": 3, "prompt": "p"}
     several = MixedReward([deadly.together, deadly.one_by_one], [1.0, 1.0])
     assert RemoteReward(several)._sent(row) == {"prompt": "p"}
-
-
-def test_what_is_sent_keeps_its_parts_together(services):
-    """A transport and its flights share one counter, also in the child."""
-    chain = pickle.loads(pickle.dumps(build_reward(services.url, [row()])))
-    for transport in chain._transports().values():
-        limit, *_, traffic, _ = transport._flights._make.args
-        assert limit is transport._limit
-        assert traffic is transport._traffic
 
 
 # Where a run places it

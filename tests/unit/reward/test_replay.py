@@ -37,9 +37,7 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
     entries = [
         Entry(
             row=names[number], branch="fairness", prompt=PROMPTS[number], text=text, tokens=None, place=place,
-            prompt_group=place, outcome=reward.outcome.value, reason=reward.reason, reward=reward.value,
-            reference_reward=reward.reference_value, parts=dict(reward.components),
-            functions=dict(reward.by_function), seconds=dict(reward.seconds), record=notes,
+            prompt_group=place, reward=reward, record=notes,
         )
         for place, (number, text, reward, notes) in enumerate(scored)
     ]  # fmt: skip

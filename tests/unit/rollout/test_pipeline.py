@@ -1,5 +1,8 @@
-"""Rollouts are launched when the schedule lets them, and each completion's reward starts when it is finished."""
+"""Rollouts are launched when the schedule lets them, each completion's reward starts when it is finished, and no row
+is lost by a step that is undone."""
 
+from collections import Counter
+from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -11,11 +14,12 @@ from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.record.recorder import batch_of
+from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder
+from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder, Refilled
 from salesrl_trl.rollout.in_flight import KeptRollouts
-from salesrl_trl.rollout.launcher import Launcher
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Reward
@@ -23,116 +27,156 @@ from salesrl_trl.types import Reward
 
 def sampled(prompts, logprobs=None):
     texts = [f"answer to {prompt}" for prompt in prompts]
-    return Sampled(
-        generated=([], [[1]] * len(prompts), None, texts, logprobs, {}, None, []), metrics={"m": [1.0]}, tokens=3
-    )
+    size = len(texts)
+    return Sampled(generated=([[0]] * size, [[1]] * size, None, texts, logprobs, {}, None, []), metrics={"m": [1.0]},
+                   tokens=3)  # fmt: skip
+
+
+class Interrupted(BaseException):
+    """As a signal's."""
+
+
+class Rewards:
+    """Each completion is scored as it begins, unless the test holds its row back. Those of a row differ."""
+
+    is_settled, is_equal, __len__ = RewardBatch.is_settled, RewardBatch.is_equal, RewardBatch.__len__
+    lane = 0
+
+    def __init__(self, rows, pending):
+        self.rows, self.waits = rows, [(0.0, 0.0)]
+        values = [None if row["row"] in pending else place % 2 for place, row in enumerate(rows)]
+        self.rewards = [None if value is None else SimpleNamespace(value=value) for value in values]
 
 
 class Loop:
+    stopped, is_interrupted = None, False
+
     def __init__(self):
-        self.started, self.references, self.given_up = [], [], 0
+        self.started, self.references, self.pending, self.open = [], [], set(), []
 
-    def begin(self, rows, group, origin):
-        return tuple(example["row"] for example in rows)
+    def begin(self, rows, group=1, origin=None):
+        self.open.append(Rewards(rows, self.pending))
+        return self.open[-1]
 
-    def start(self, batch, place, text, token_ids, row=None, failed=None):
-        self.started.append((batch, place, text))
+    def start(self, batch, place, text, token_ids=(), row=None, failed=None):
+        self.started.append((batch.rows[place]["row"], text))
 
     def start_all(self, batch, completions, token_ids, rows):
-        self.started += [(batch, place, text) for place, text in enumerate(completions)]
+        for place, text in enumerate(completions):
+            self.start(batch, place, text)
+
+    def wait(self, batches, is_enough):
+        if self.is_interrupted or not is_enough():
+            raise Interrupted
+        for batch in batches:
+            batch.waits.append((0.0, 1.0))
+
+    def take(self, parts, group, waits):
+        return self.begin([batch.rows[place] for batch, places in parts for place in places])
 
     def prepare(self, rows):
         self.references.append([example["row"] for example in rows])
 
-    def give_up(self):
-        self.given_up += 1
+    def give_up(self, batches=None):
+        self.open = [batch for batch in self.open if batches is not None and batch not in batches]
 
 
 class Now:
     """Generates in `start`, and reports the first completion before the others."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, logprobs=None):
+        self.logprobs, self.asked = logprobs, []
 
     def start(self, prompts, finished, *, ahead):
         self.asked.append((list(prompts), ahead))
         finished(0, [7])
-        return Ready(sampled(prompts))
+        return Ready(sampled(prompts, self.logprobs))
 
 
 class Later:
     """Generates when the result is asked for."""
 
-    is_ready = False
-
     def __init__(self, logprobs=((0.0,),)):
-        self.logprobs, self.handles, self.collected = logprobs, [], 0
+        self.logprobs, self.collected, self.given_up = logprobs, 0, 0
 
     def start(self, prompts, finished, *, ahead):
-        self.handles.append(
-            SimpleNamespace(is_ready=False, result=lambda: self.collect(prompts), give_up=self.give_up)
-        )
-        self.given_up = 0
-        return self.handles[-1]
+        return SimpleNamespace(is_ready=False, result=lambda: self.collect(prompts), give_up=self.give_up_one)
 
     def collect(self, prompts):
         self.collected += 1
         return sampled(prompts, self.logprobs)
 
-    def give_up(self):
+    def give_up_one(self):
         self.given_up += 1
 
 
-def examples(batch):
-    return [{"prompt": f"p{batch}", "row": batch}]
+def examples(*rows, each=1):
+    return [{"prompt": f"p{row}", "row": row} for row in rows for _ in range(each)]
 
 
-def pipeline(sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0):
-    launcher = Launcher(
-        sampler=sampler, reward_loop=Loop(), timeline=Timeline(), decode=str, behaviour_logps=behaviour,
-        record_span=pytest.fail,
-    )  # fmt: skip
-    made = Pipeline(launcher, window=1, lookahead=lookahead)
-    made.restart(0, start, False, kept)
-    updates = iter([([examples(batch)], None) for batch in range(start, start + 4)])
-    pull = lambda _: next(updates, ([], None))  # noqa: E731
-    made.next_update(0, iter(()), pull, 4)
-    return made
+class Run:
+    """Steps of a run with a turn of `groups` prompts each, as the trainer makes them."""
+
+    def __init__(
+        self, sampler, lookahead=0, behaviour=lambda sampled: torch.zeros(1, 1), kept=MappingProxyType({}), start=0,
+        policy=None, groups=1, each=1,
+    ):  # fmt: skip
+        self.loop, self.step, self._first, self.rows = Loop(), start, start, []
+        launcher = Launcher(
+            sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decode=str, behaviour_logps=behaviour,
+            record_span=pytest.fail, group=lambda: each,
+        )  # fmt: skip
+        self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
+        self.buffer = self.pipeline.buffer
+        self.buffer.policy = policy or InOrder()
+        self.pipeline.restart(0, start, False, kept)
+        turns = [examples(*range(groups * turn, groups * (turn + 1)), each=each) for turn in range(start, 20)]
+        self.pipeline.updates.dataloader = SimpleNamespace(dataset=[row for turn in turns for row in turn])
+        self._updates = iter([([turn], None) for turn in turns])
+
+    def read(self):
+        return self.pipeline.next_update(0, iter(()), lambda _: next(self._updates, ([], None)), 20 - self.step)[0][0]
+
+    def begin(self):
+        """A step, up to its launches."""
+        inputs = self.read()
+        self.pipeline.launch_due(self.step - self._first, self.step)
+        return inputs
+
+    def make(self, steps=1):
+        for _ in range(steps):
+            rollout = self.buffer.take(self.begin(), self.step - self._first, self.step)
+            self.rows += dict.fromkeys(row["row"] for row in rollout.inputs)
+            self.step += 1
+        return rollout
+
+    def kept(self, step):
+        return self.buffer.in_flight(step - self._first, step)
 
 
 def test_without_lookahead_only_the_batch_in_training_is_generated():
-    sampler = Now()
-    made = pipeline(sampler)
-    made.launch_due(0, 0)
+    run = Run(sampler := Now())
+    run.begin()
     assert sampler.asked == [(["p0"], False)]
-    assert made.buffer.launcher.reward_loop.references == [
-        [0],
-        [1],
-    ]  # the references of the next step are asked for already
+    assert run.loop.references == [[0], [1]]  # those of the next step are asked for already
 
 
 def test_with_lookahead_later_batches_are_generated_too():
-    sampler = Now()
-    pipeline(sampler, lookahead=2).launch_due(0, 0)
+    Run(sampler := Now(), lookahead=2).begin()
     assert sampler.asked == [(["p0"], True), (["p1"], True), (["p2"], True)]
 
 
 def test_a_completion_is_scored_from_the_moment_it_is_finished():
-    made = pipeline(Now())
-    made.launch_due(0, 0)
-    assert made.buffer.launcher.reward_loop.started == [
-        ((0,), 0, "[7]"),
-        ((0,), 0, "answer to p0"),
-    ]  # reported, then with the whole batch
+    run = Run(Now())
+    run.begin()
+    assert run.loop.started == [(0, "[7]"), (0, "answer to p0")]  # reported, then with the whole batch
 
 
 def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
-    sampler = Later()
-    made = pipeline(sampler, lookahead=1)
-    made.launch_due(0, 0)
+    run = Run(sampler := Later(), lookahead=1)
+    inputs = run.begin()
     assert sampler.collected == 0
-    inputs = made._turns._windows[0].inputs
-    rollout = made.buffer.take(inputs, 0, 0)
+    rollout = run.buffer.take(inputs, 0, 0)
     assert sampler.collected == 1
     assert rollout.sampled.completions == ["answer to p0"]
     assert rollout.drain_metrics() == ({"m": [1.0]}, 3)
@@ -140,13 +184,10 @@ def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
 
 
 def test_completions_of_earlier_weights_need_log_probs():
-    made = pipeline(Later(logprobs=None), lookahead=1)
-    made.launch_due(0, 0)
     with pytest.raises(ConfigError, match="gives no log-probs"):
-        made.buffer.take(made._turns._windows[0].inputs, 0, 0)
+        Run(Later(logprobs=None), lookahead=1).make()
     seen = []
-    made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
-    made.launch_due(0, 0)
+    Run(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1)).begin()
     assert len(seen) == 2  # of a sampler that generates at once they are computed at once
 
 
@@ -159,70 +200,87 @@ def keeper(folder, sizes, in_flight):
 
 
 def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
-    first = pipeline(Now(), lookahead=2)
-    first.launch_due(0, 0)
-    taken = first._turns._windows[0].inputs
-    first.buffer.take(taken, 0, 0)
-    assert list(first.buffer.in_flight(1, 1)) == [0, 1]  # the first batch was trained on
-    first.next_update(0, iter(()), lambda _: ([examples(3)], None), 3)
-    first.launch_due(1, 1)
+    first = Run(Now(), lookahead=2)
+    first.make()
+    assert list(first.kept(1)) == [0, 1]  # the first batch was trained on
+    first.make()
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
-    first.buffer.take(first._turns._windows[0].inputs, 1, 1)
-    assert list(first.buffer.in_flight(1, 1)) == [0, 1]
+    assert list(first.kept(1)) == [0, 1]
     saves, loads, differs = (keeper(tmp_path, sizes, first.buffer.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
     saves.add_parts(tmp_path, 1, 1, [])
     assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
-    kept = loads.drain_rollouts()
     assert differs.drain_rollouts() == {}  # other batch sizes
 
-    sampler = Now()
-    second = pipeline(sampler, lookahead=2, kept=kept, start=1)
-    second.launch_due(0, 1)
+    second = Run(sampler := Now(), lookahead=2, kept=loads.drain_rollouts(), start=1)
+    rollout = second.make()
     assert sampler.asked == [(["p3"], True)]  # the others go on, and their rewards are asked for
-    assert second.buffer.launcher.reward_loop.started[:2] == [((1,), 0, "answer to p1"), ((2,), 0, "answer to p2")]
-    rollout = second.buffer.take(second._turns._windows[0].inputs, 0, 1)
+    assert second.loop.started[:2] == [(1, "answer to p1"), (2, "answer to p2")]
     assert (rollout.steps, rollout.drain_metrics()) == ([0], ({"m": [1.0]}, 3))
     assert torch.equal(rollout.behaviour_logps, torch.zeros(1, 1))
 
 
 def test_a_kept_rollout_of_other_rows_is_not_used():
-    sampler, kept = Now(), KeptRollouts(rows=[7], steps=[0], sampled=sampled(["p7"]), behaviour_logps=None)
-    pipeline(sampler, kept={0: kept}).launch_due(0, 0)
+    kept = KeptRollouts(rows=[7], steps=[0], sampled=sampled(["p7"]), behaviour_logps=None)
+    Run(sampler := Now(), kept={0: kept}).begin()
     assert sampler.asked == [(["p0"], False)]
 
 
 def test_groups_that_later_steps_train_on_have_log_probs_whatever_the_lookahead_is_now():
     """Of a run that moves it, and of one that goes on with another one."""
     seen = []
-    made = pipeline(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1))
-    made.buffer.policy = ByArrival(4)
-    made.move_lookahead(0)
-    assert made.buffer.launch(examples(1), 0).behaviour_logps is not None
-    made.buffer.policy = InOrder()
-    assert made.buffer.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
+    run = Run(Now(), 1, lambda each: seen.append(each) or torch.ones(1, 1), policy=ByArrival(4))
+    run.pipeline.move_lookahead(0)
+    assert run.buffer.launch(examples(1), 0).behaviour_logps is not None
+    run.buffer.policy = InOrder()
+    assert run.buffer.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
     for logps, again in ((None, True), (torch.zeros(1, 1), False)):
-        sampler, kept = Now(), KeptRollouts(rows=[0], steps=[0], sampled=sampled(["p0"]), behaviour_logps=logps)
-        made = pipeline(sampler, lookahead=1, kept={0: kept})
-        made.buffer.policy = ByArrival(4)
-        made.launch_due(0, 0)
+        kept = KeptRollouts(rows=[0], steps=[0], sampled=sampled(["p0"]), behaviour_logps=logps)
+        Run(sampler := Now(), lookahead=1, kept={0: kept}, policy=ByArrival(4)).begin()
         assert ((["p0"], True) in sampler.asked) is again
 
 
 def test_an_evaluation_waits_for_its_completions_whatever_the_lookahead():
-    sampler = Later()
-    rollout = pipeline(sampler, lookahead=2).evaluate(examples(9), 5)
+    rollout = Run(sampler := Later(), lookahead=2).pipeline.evaluate(examples(9), 5)
     assert sampler.collected == 1
     assert (rollout.mode, rollout.steps) == ("eval", [5])
 
 
-def test_what_nobody_will_train_on_is_given_up():
-    sampler = Later()
-    made = pipeline(sampler, lookahead=1)
-    made.launch_due(0, 0)
-    before = made.buffer.launcher.reward_loop.given_up
-    made.forget()
+def test_what_nobody_will_train_on_is_given_up_wherever_its_turn_is():
+    def interrupted(prompts):
+        raise Interrupted
+
+    run = Run(sampler := Later(), lookahead=1)
+    sampler.collect = interrupted
+    with pytest.raises(Interrupted):
+        run.make()
+    run.pipeline.forget()
     assert sampler.given_up == 2
-    assert made.buffer.launcher.reward_loop.given_up == before + 1
+    assert run.loop.open == []
+
+
+POLICIES = {"in order": InOrder, "by arrival": lambda: ByArrival(4), "refilled": lambda: Refilled(4, 1, reserve=True)}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("undone", [None, "while it waits", "with its groups taken"])
+def test_a_resumed_run_trains_on_each_row_once_though_its_last_step_was_undone(policy, lookahead, undone):
+    sizes = {"groups": 2, "each": 2}
+    first = Run(Now(), lookahead, policy=policy(), **sizes)
+    first.loop.pending = {3} if lookahead else set()  # goes on to wait
+    first.make(2 if first.buffer.chooses else 1)
+    done, step = [*first.rows], first.step
+    if undone is not None:
+        first.loop.is_interrupted = undone == "while it waits"
+        with pytest.raises(Interrupted) if first.loop.is_interrupted and first.buffer.chooses else nullcontext():
+            first.make()
+    second = Run(Now(), lookahead, policy=policy(), kept=first.kept(step), start=step, **sizes)
+    second.make(8)
+    times = Counter(done + second.rows)
+    assert all(times[row] for row in range(2 * 7))
+    assert isinstance(second.buffer.policy, Refilled) or max(times.values()) == 1
+    first.pipeline.forget()
+    assert first.loop.open == []
 
 
 GROUP, EACH = 4, 6

@@ -1,10 +1,14 @@
 """Which generation batches come and when: a trainer's loop is played through without a model."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from salesrl_trl.rollout.groups import parts
 from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
@@ -94,20 +98,29 @@ class Source:
         return [(number, index) for number, length in enumerate(self.lengths) for index in range(length)]
 
 
+@dataclass
+class Following:
+    """A dataloader, whose epochs `begin` begins."""
+
+    begin: Callable
+
+    def __iter__(self):
+        return self.begin()
+
+
 def play(lengths, size, depth, max_updates=10**6):
     """Go through epochs as transformers does. Returns the optimizer steps' micro-batches, those seen, and per step how
     many optimizer steps had been pulled when it came."""
-    source, updates = Source(lengths), UpdatesAhead(depth)
-    total = min(sum(-(-length // size) for length in lengths), max_updates)
     trained, seen, ahead, epochs = [], [], [], []
+    source, updates = Source(lengths), UpdatesAhead(depth, seen.append)
+    updates.dataloader = Following(lambda: source.epoch(updates.epoch))
+    total = min(sum(-(-length // size) for length in lengths), max_updates)
     for epoch, length in enumerate(lengths):
         iterator = source.epoch(epoch)
         for _ in range(-(-length // size)):
             if len(trained) == total:
                 return trained, seen, ahead, epochs
-            batches, counted = updates.next(
-                epoch, iterator, lambda: source.epoch(updates.epoch), take(size), total - len(trained), seen.append
-            )
+            batches, counted = updates.next(epoch, iterator, take(size), total - len(trained))
             assert counted == len(batches)
             trained.append(batches)
             ahead.append(len(seen) - len(trained))
@@ -116,11 +129,11 @@ def play(lengths, size, depth, max_updates=10**6):
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
-    updates, pull = UpdatesAhead(1), take(1)
-    following = iter([["c"], ["d"]])
+    updates, pull = UpdatesAhead(1, lambda batches: None), take(1)
+    updates.dataloader = [["c"], ["d"]]
 
     def ask(epoch, iterator, left):
-        return updates.next(epoch, iterator, lambda: following, pull, left, lambda batches: None)[0]
+        return updates.next(epoch, iterator, pull, left)[0]
 
     first = iter([["a"], ["b"]])
     assert [ask(0, first, 4), ask(0, first, 3)] == [[["a"]], [["b"]]]
@@ -130,17 +143,17 @@ def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
 
 
 def test_after_a_restart_nothing_is_left_of_what_was_pulled():
-    updates, seen = UpdatesAhead(2), []
+    updates = UpdatesAhead(2, (seen := []).append)
     old, new = iter([["a"], ["b"], ["c"], ["d"]]), iter([["b"], ["c"], ["d"]])
-    assert updates.next(0, old, lambda: iter([]), take(1), 4, seen.append)[0] == [["a"]]
+    assert updates.next(0, old, take(1), 4)[0] == [["a"]]
     updates.restart()
-    assert updates.next(0, new, lambda: iter([]), take(1), 3, seen.append)[0] == [["b"]]
+    assert updates.next(0, new, take(1), 3)[0] == [["b"]]
     assert seen == [[["a"]], [["b"]], [["c"]], [["b"]], [["c"]], [["d"]]]
 
 
 def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_given():
-    updates = UpdatesAhead(1)
-    assert updates.next(3, iter([["a"], ["b"]]), lambda: iter([]), take(1), 2, lambda batches: None)[0] == [["a"]]
+    updates = UpdatesAhead(1, lambda batches: None)
+    assert updates.next(3, iter([["a"], ["b"]]), take(1), 2)[0] == [["a"]]
     assert updates.epoch == 3
 
 
@@ -173,21 +186,20 @@ def train(lengths, size, window, lookahead, references_ahead, max_updates, start
     """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
     batch begins."""
     game, source = Game(), Source(lengths)
-    schedule, updates = RolloutSchedule(lookahead, window), UpdatesAhead(lookahead + references_ahead)
+    schedule = RolloutSchedule(lookahead, window)
+    updates = UpdatesAhead(lookahead + references_ahead, schedule.add)
+    updates.dataloader = Following(lambda: ([batch] for batch in source.epoch(updates.epoch)))
     micro_step, update = start
     schedule.restart(micro_step, update, has_batch)
     last = update + min(sum(-(-length // size) for length in lengths), max_updates)
     buffered = has_batch
-
-    def following():
-        return ([batch] for batch in source.epoch(updates.epoch))
 
     for epoch, length in enumerate(lengths):
         iterator = ([batch] for batch in source.epoch(epoch))
         for _ in range(-(-length // size)):
             if update == last:
                 return game
-            batches, _ = updates.next(epoch, iterator, following, take(size), last - update, schedule.add)
+            batches, _ = updates.next(epoch, iterator, take(size), last - update)
             for inputs in batches:
                 for due in schedule.due(micro_step, update):
                     game.launched.append((micro_step, update))
@@ -259,12 +271,16 @@ def test_parts_hold_every_place_once_in_order(size, micro_batch, group):
         assert all(len(part) % micro_batch == 0 == len(part) % group for part in divided)
 
 
-def test_an_epoch_that_was_begun_ahead_is_told_of_when_its_first_step_is_handed_out_and_no_other():
-    updates, begun = UpdatesAhead(2), []
-    first, second = iter([["a"], ["b"]]), iter([["c"], ["d"]])
-    handed_out = []
-    for epoch, iterator in ((0, first), (0, first), (1, iter([])), (1, iter([]))):
-        left, told = 4 - len(handed_out), lambda: begun.append("epoch")
-        batches, _ = updates.next(epoch, iterator, lambda: second, take(1), left, lambda _: None, told)
-        handed_out.append((batches, len(begun)))
-    assert handed_out == [([["a"]], 0), ([["b"]], 0), ([["c"]], 1), ([["d"]], 1)]
+def test_torch_draws_for_an_epoch_that_was_begun_ahead_when_its_first_step_is_handed_out_and_not_before():
+    """As a dataloader draws that begins then. What it draws ahead leaves the generator as it was."""
+    updates, states = UpdatesAhead(2, lambda batches: None), [torch.get_rng_state()]
+    updates.dataloader = DataLoader([["c"], ["d"]], batch_size=None)
+    first = iter([["a"], ["b"]])
+    for epoch, left in ((0, 4), (0, 3), (1, 2), (1, 1)):
+        updates.next(epoch, first if epoch == 0 else iter([]), take(1), left)
+        states.append(torch.get_rng_state())
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(states)]
+    assert moved == [False, False, True, False]
+    torch.set_rng_state(states[0])
+    iter(updates.dataloader)
+    assert torch.equal(torch.get_rng_state(), states[-1])

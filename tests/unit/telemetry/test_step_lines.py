@@ -41,39 +41,41 @@ def connected(part, failures=None, log=None, providers=()):
     return part
 
 
-def test_a_step_line_says_rewards_valid_actions_failures_and_seconds():
-    line = step_line(3, 60, LOGS, BRANCHES, Counter(not_json=8, judge_timeout=1), 1.25)
-    assert line == (
+def outcomes(**shares):
+    return {f"outcome/{name}": share for name, share in shares.items()}
+
+
+HALF = outcomes(ok=0.5, invalid_action=0.25, judge_invalid=0.125, infra=0.125)
+EQUAL = "| failures none | the rewards of each group are equal: nothing to learn from"
+LINES = {
+    "whole": (
+        LOGS, {"not_json": 8, "judge_timeout": 1},
         "[Step 3/60] reward fairness=0.50 hallucination=n/a | valid actions 88% | "
-        "failures judge_timeout=1 not_json=8 | 1.2 s, waited 0.26 s for rewards"
-    )
+        "failures judge_timeout=1 not_json=8 | 1.2 s, waited 0.26 s for rewards",
+    ),
+    "loss and KL": ({**LOGS, "loss": -0.01234, "kl": 0.0301}, {}, "hallucination=n/a | loss -0.012, KL 0.03 | valid"),
+    "no loss": ({**LOGS, "loss": 0.0}, {}, "| loss 0 |"),
+    "actions": (HALF, {}, "| valid actions 75% |"),
+    "answers": (HALF, {"hollow_answer": 2}, "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |"),
+    "nothing known": ({}, {}, "| scored n/a |"),
+    # one of many is not rounded to all is well
+    "one failed": (outcomes(invalid_action=0, judge_invalid=0, infra=1 / 512), {"a": 1}, "| scored >99% | failures"),
+    "none failed": (outcomes(invalid_action=0, judge_invalid=0, infra=0), {}, "| scored 100% | failures none |"),
+    "equal": ({**LOGS, "frac_reward_zero_std": 1.0}, {}, EQUAL),
+}  # fmt: skip
+"""Figures, failures, and what the line says of them. Those of answers come without actions."""
 
 
-def test_a_step_line_says_loss_and_kl_where_they_are_logged():
-    line = step_line(3, 60, {**LOGS, "loss": -0.01234, "kl": 0.0301}, BRANCHES, {}, 1.25)
-    assert "hallucination=n/a | loss -0.012, KL 0.03 | valid" in line
-    assert "| loss 0 |" in step_line(3, 60, {**LOGS, "loss": 0.0}, BRANCHES, {}, 1.25)
+@pytest.mark.parametrize("name", LINES)
+def test_a_step_line_says(name):
+    logs, failures, said = LINES[name]
+    are_actions = "scored" not in said
+    assert said in step_line(3, 60, logs, BRANCHES, Counter(failures), 1.25, are_actions=are_actions)
 
 
-def test_what_the_policy_does_wrong_is_scored_and_what_services_do_is_not():
-    logs = {f"outcome/{name}": share for name, share in
-            {"ok": 0.5, "invalid_action": 0.25, "judge_invalid": 0.125, "infra": 0.125}.items()}  # fmt: skip
-    of_answers = step_line(3, 60, logs, BRANCHES, {"hollow_answer": 2}, 1.0, are_actions=False)
-    assert "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |" in of_answers
-    assert "| valid actions 75% |" in step_line(3, 60, logs, BRANCHES, {}, 1.0)
-    assert "| scored n/a |" in step_line(3, 60, {}, BRANCHES, {}, 1.0, are_actions=False)
-
-
-def test_one_failure_of_many_is_not_rounded_to_all_is_well():
-    logs = {"outcome/invalid_action": 0.0, "outcome/judge_invalid": 0.0, "outcome/infra": 1 / 512}
-    line = step_line(3, 60, logs, BRANCHES, {"judge_timeout": 1}, 1.0, are_actions=False)
-    assert "| scored >99% | failures judge_timeout=1 |" in line
-    logs["outcome/infra"] = 0.0
-    assert "| scored 100% | failures none |" in step_line(3, 60, logs, BRANCHES, {}, 1.0, are_actions=False)
-
-
-def test_the_only_branch_is_not_named():
-    assert step_line(3, 60, {"reward/all": 0.5}, ("all",), {}, 1.25).startswith("[Step 3/60] reward 0.50 | valid")
+def test_the_only_branch_is_not_named_and_some_difference_teaches():
+    line = step_line(3, 60, {"reward/all": 0.5, "frac_reward_zero_std": 0.9}, ("all",), {}, 1.25)
+    assert line.startswith("[Step 3/60] reward 0.50 | valid") and "nothing to learn" not in line
 
 
 def test_a_line_names_the_rank_where_there_are_several(caplog, monkeypatch):
@@ -115,23 +117,22 @@ def test_a_run_that_logs_seldom_says_every_ten_steps_that_it_goes_on(caplog, mon
     ]
 
 
-def test_the_judges_line_says_seconds_and_verdicts_by_provider():
-    logs = {"time/judge_s": 3.21, "judge/openai/verdicts": 8.0, "judge/backup/verdicts": 0.5}
-    assert judge_line(5, logs, ("openai",), 1) == "[Judge@step5] time=3.2s providers={'openai': 8}"
-    # the log has means over six batches: 48 and 3 verdicts
-    assert judge_line(5, logs, ("openai", "backup", "idle"), 6) == (
-        "[Judge@step5] time=3.2s providers={'openai': 48, 'backup': 3, 'idle': 0}"
-    )
+NO_VERDICT = "[Judge@step5] time=0.0s providers={'a': 0} (no new verdict since the last line"
+JUDGE_LINES = [  # figures are means over the batches since the last line
+    ({"time/judge_s": 3.21, "judge/a/verdicts": 8.0}, ("a",), 1, "[Judge@step5] time=3.2s providers={'a': 8}"),
+    ({"judge/a/verdicts": 8.0, "judge/b/verdicts": 0.5}, ("a", "b", "idle"), 6,
+     "[Judge@step5] time=0.0s providers={'a': 48, 'b': 3, 'idle': 0}"),
+    ({}, ("a",), 1, f"{NO_VERDICT})"),
+    ({"cache/answers_saved": 32.0}, ("a",), 1, f"{NO_VERDICT}; kept answers and verdicts saved 32 calls)"),
+    ({"cache/answers_saved": 32.0, "judge/a/verdicts": 1.0}, ("a",), 1, "[Judge@step5] time=0.0s providers={'a': 1}"),
+    ({"judge/a/verdicts": 1.5, "judge/judged_singly": 4.0}, ("a",), 2,
+     "[Judge@step5] time=0.0s providers={'a': 3} (8 completions judged one by one: the call for their group failed)"),
+]  # fmt: skip
 
 
-def test_the_judges_line_says_what_kept_answers_saved_where_no_verdict_is_new():
-    none = "[Judge@step1] time=0.0s providers={'judge': 0} (no new verdict since the last line"
-    assert judge_line(1, {}, ("judge",), 1) == f"{none})"
-    saved = {"cache/answers_saved": 32.0}
-    assert judge_line(1, saved, ("judge",), 1) == f"{none}; kept answers and verdicts saved 32 calls)"
-    singly = judge_line(1, {"judge/judge/verdicts": 1.5, "judge/judged_singly": 4.0}, ("judge",), 2)
-    assert singly.endswith("={'judge': 3} (8 completions judged one by one: the call for their group failed)")
-    assert "saved" not in judge_line(1, {**saved, "judge/judge/verdicts": 1.0}, ("judge",), 1)
+@pytest.mark.parametrize(("logs", "providers", "batches", "line"), JUDGE_LINES)
+def test_the_judges_line_says_seconds_verdicts_by_provider_and_what_was_saved(logs, providers, batches, line):
+    assert judge_line(5, logs, providers, batches) == line
 
 
 def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
@@ -169,12 +170,6 @@ def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(
         callback.on_log(None, state, TrainerControl(), logs=LOGS)
         callback.on_log(None, state, TrainerControl(), logs={"train_runtime": 3.0})
     assert [record.message.split()[0] for record in caplog.records] == ["[Step", "[Judge@step1]"] * is_main
-
-
-def test_a_step_without_a_difference_says_that_it_teaches_nothing():
-    line = step_line(1, 2, {**LOGS, "frac_reward_zero_std": 1.0}, BRANCHES, {"not_json": 64}, 1.0)
-    assert "failures not_json=64 | the rewards of each group are equal: nothing to learn from" in line
-    assert "nothing to learn" not in step_line(1, 2, {**LOGS, "frac_reward_zero_std": 0.9}, BRANCHES, {}, 1.0)
 
 
 @pytest.mark.parametrize("is_main", [True, False])

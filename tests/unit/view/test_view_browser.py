@@ -6,7 +6,7 @@ Where there is no Chromium they are skipped, and fail in CI.
 import itertools
 import json
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from support.browser import browser, why_skipped
@@ -60,6 +60,34 @@ def opened(tab, viewer):
     tab.problems.clear()
     yield go
     assert tab.problems == []
+
+
+@pytest.fixture
+def new_rank(tmp_path):
+    """Makes files that a test writes to."""
+    with ExitStack() as stack:
+
+        def make(run=tmp_path, **meta):
+            rank = Rank(run, 0, **meta)
+            stack.enter_context(closing(rank.file))
+            return rank
+
+        yield make
+
+
+@pytest.fixture
+def show(tab, tmp_path):
+    """Opens a page on the record of some runs, that of `tmp_path` by default, in a server of its own."""
+    with ExitStack() as stack:
+
+        def go(address, condition=SETTLED, *, runs=(tmp_path,), lang="en"):
+            viewer = stack.enter_context(served(*runs))
+            tab.open(f"{viewer.url}#{address}{'&' if '?' in address else '?'}lang={lang}")
+            tab.wait(condition)
+            return tab
+
+        yield go
+        tab.open("about:blank")  # so that it asks no server that has ended
 
 
 def count(tab):
@@ -256,99 +284,75 @@ def test_dark_is_chosen_and_kept(opened):
     tab.click("header button.theme")  # back to the system's
 
 
-def test_two_completions_differ_by_words_and_chinese_by_characters(opened, tmp_path, tab):
-    texts = "the cheap course, 三个月的课程", "the good course, 四个月的课程"
-    rank = Rank(tmp_path, 0)
+def test_two_completions_differ_by_words_and_chinese_by_characters(show, new_rank):
+    texts, rank = ("the cheap course, 三个月的课程", "the good course, 四个月的课程"), new_rank()
     for text in texts:
         rank.add(text=text)
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#diff?row=row-1&lang=zh")
-        tab.wait("document.querySelectorAll('.sides del').length")
-        marked = "[...document.querySelectorAll('.sides {}')].map(e => e.innerText)"
-        assert tab.value(marked.format("del")) == ["cheap", "三"]
-        assert tab.value(marked.format("ins")) == ["good", "四"]
-        assert tuple(tab.value("[...document.querySelectorAll('.sides pre')].map(e => e.innerText)")) == texts
-        tab.open("about:blank")
-    rank.file.close()
+    tab = show("diff?row=row-1", "document.querySelectorAll('.sides del').length")
+    marked = "[...document.querySelectorAll('.sides {}')].map(e => e.innerText)"
+    assert tab.value(marked.format("del")) == ["cheap", "三"]
+    assert tab.value(marked.format("ins")) == ["good", "四"]
+    assert tuple(tab.value(marked.format("pre"))) == texts
 
 
-def test_a_note_is_there_after_a_restart_and_filters(tab, tmp_path):
-    rank = Rank(tmp_path, 0)
+def test_a_note_is_there_after_a_restart_and_filters(show, new_rank, tmp_path):
+    rank = new_rank()
     for text in ("first", "second"):
         rank.add(text=text)
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
-        tab.click("textarea")
-        tab.type("ask <b>Ann</b>")
-        tab.click(".mark.bad")
-        tab.wait("document.querySelector('.mark.bad[aria-pressed=true]')")
-        tab.open("about:blank")
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#list?flag=bad&lang=en")
-        tab.wait(f"{FIRST}?.innerText === 'first'")
-        assert count(tab) == 1
-        tab.click(".items a.open")
-        tab.wait("document.querySelector('textarea')?.value === 'ask <b>Ann</b>'")
-        tab.open("about:blank")
+    tab = show("completion?id=0-0-1", "document.querySelector('textarea')")
+    tab.click("textarea")
+    tab.type("ask <b>Ann</b>")
+    tab.click(".mark.bad")
+    tab.wait("document.querySelector('.mark.bad[aria-pressed=true]')")
+    show("list?flag=bad", f"{FIRST}?.innerText === 'first'")
+    assert count(tab) == 1
+    tab.click(".items a.open")
+    tab.wait("document.querySelector('textarea')?.value === 'ask <b>Ann</b>'")
     assert (tmp_path / "record/notes.jsonl").stat().st_mode & 0o777 == 0o600
-    rank.file.close()
 
 
-def test_calls_are_bars_that_tell_retries_from_hedges(tab, tmp_path):
-    rank = Rank(tmp_path, 0)
-    body = rank.text("{}")
-    times = ((0.0, 1.0, "judge_timeout"), (2.0, 2.0, "cancelled"), (3.0, 0.5, ""))
-    rank.add(
-        seconds='{"queue": 0.5}',
-        calls=[("judge", "/v1", 100 + at, took, failure, body, None) for at, took, failure in times],
-    )
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
-        tab.wait("document.querySelectorAll('.calls li').length === 4")
-        kinds = tab.value("[...document.querySelectorAll('.calls rect')].map(e => e.getAttribute('class'))")
-        assert kinds == ["waited", "failed attempt", "cancelled retry", "answered hedge"]
-        # 4.5 s in all, from half a second before the first call: the hedge begins at 3.5 of them.
-        assert (
-            abs(float(tab.value("document.querySelectorAll('.calls rect')[3].getAttribute('x')")) - 1000 * 3.5 / 4.5)
-            < 1
-        )
-        tab.open("about:blank")
-    rank.file.close()
+def test_calls_are_bars_that_tell_retries_from_hedges(show, new_rank):
+    rank = new_rank()
+    body, times = rank.text("{}"), ((0.0, 1.0, "judge_timeout"), (2.0, 2.0, "cancelled"), (3.0, 0.5, ""))
+    calls = [("judge", "/v1", 100 + at, took, failure, body, None) for at, took, failure in times]
+    rank.add(seconds='{"queue": 0.5}', calls=calls)
+    tab = show("completion?id=0-0-1", "document.querySelectorAll('.calls li').length === 4")
+    kinds = tab.value("[...document.querySelectorAll('.calls rect')].map(e => e.getAttribute('class'))")
+    assert kinds == ["waited", "failed attempt", "cancelled retry", "answered hedge"]
+    # 4.5 s in all, from half a second before the first call: the hedge begins at 3.5 of them.
+    left = tab.value("document.querySelectorAll('.calls rect')[3].getAttribute('x')")
+    assert float(left) == pytest.approx(1000 * 3.5 / 4.5, abs=1)
 
 
-def test_own_functions_stand_with_number_weight_words_and_calls(tab, tmp_path):
-    said = [
+def test_own_functions_stand_with_number_weight_words_and_calls(show, new_rank):
+    verdicts = [
         ("right", 0.5, None, "nearly", ""),
         ("polite", None, None, "polite returned None", ""),
         ("len", 7.0, None, "", ""),
     ]
-    rank = Rank(tmp_path, 0, weights='{"right": 2.0, "polite": 1.0}')
-    rank.add(
-        functions='{"right": 0.5, "polite": null}', parts='{"right/style": 0.25}', verdicts=said,
+    new_rank(weights='{"right": 2.0, "polite": 1.0}').add(
+        functions='{"right": 0.5, "polite": null}', parts='{"right/style": 0.25}', verdicts=verdicts,
         calls=[("grader", "group", at, 1.0, code, None, None) for at, code in ((0, "grader_busy"), (3, "given_up"))],
     )  # fmt: skip
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
-        tab.wait("document.querySelectorAll('.calls li').length === 2")
-        rows = tab.value(
-            "[...document.querySelectorAll('section[aria-label=\"What was said of it\"] tr')].map(e => e.innerText)"
-        )
-        assert rows == [
-            "By\t\tNumber\tWeight\tWords", "right\tfunction\t0.500\t× 2\tnearly",
-            "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t", "right/style\tpart\t0.250\t\t",
-        ]  # fmt: skip
-        first, second = tab.value("[...document.querySelectorAll('.calls li')].map(e => e.innerText)")
-        assert "grader_busy" in first
-        assert "attempt 2: sent again" in second
-        assert "given up: its time was over" in second
-        tab.click(".calls summary")
-        assert "grader for its whole group" in tab.text(".calls")
-        tab.open("about:blank")
-    rank.file.close()
+    tab = show("completion?id=0-0-1", "document.querySelectorAll('.calls li').length === 2")
+    rows = "[...document.querySelectorAll('section[aria-label=\"What was said of it\"] tr')].map(e => e.innerText)"
+    assert tab.value(rows) == [
+        "By\t\tNumber\tWeight\tWords", "right\tfunction\t0.500\t× 2\tnearly",
+        "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t", "right/style\tpart\t0.250\t\t",
+    ]  # fmt: skip
+    first, second = tab.value("[...document.querySelectorAll('.calls li')].map(e => e.innerText)")
+    assert "grader_busy" in first
+    assert "attempt 2: sent again" in second
+    assert "given up: its time was over" in second
+    tab.click(".calls summary")
+    assert "grader for its whole group" in tab.text(".calls")
 
 
-def test_what_a_tool_was_asked_and_said_is_folded(tab, tmp_path):
-    rank = Rank(tmp_path, 0)
+HEADS = "[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)"
+FOLDED = "document.querySelectorAll('details.folded').length === 4"
+
+
+def test_what_a_tool_was_asked_and_said_is_folded(show, new_rank):
     asked = {"function": {"name": "look_up", "arguments": {"course": "Python"}}}
     prompt = [
         {"role": "user", "content": "The price?"},
@@ -356,20 +360,16 @@ def test_what_a_tool_was_asked_and_said_is_folded(tab, tmp_path):
         {"role": "tool", "name": "look_up", "content": "5980"},
     ]
     text = 'Well.<think>cheap</think><tool_call>{"name": "book", "arguments": {}}</tool_call>Booked.'
+    rank = new_rank()
     rank.add(prompt=rank.text(json.dumps(prompt)), text=text)
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
-        tab.wait("document.querySelectorAll('details.folded').length === 4")
-        heads = tab.value("[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)")
-        assert heads == ["Call of a tool: look_up", "Answer of a tool", "Thought", "Call of a tool: book"]
-        assert not tab.value("[...document.querySelectorAll('details.folded')].some(e => e.open)")
-        assert tab.value("[...document.querySelectorAll('pre.text')].map(e => e.innerText)") == ["Well.", "Booked."]
-        tab.open("about:blank")
-    rank.file.close()
+    tab = show("completion?id=0-0-1", FOLDED)
+    assert tab.value(HEADS) == ["Call of a tool: look_up", "Answer of a tool", "Thought", "Call of a tool: book"]
+    assert not tab.value("[...document.querySelectorAll('details.folded')].some(e => e.open)")
+    assert tab.value("[...document.querySelectorAll('pre.text')].map(e => e.innerText)") == ["Well.", "Booked."]
 
 
-def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_call(tab, tmp_path):
-    rank, start = Rank(tmp_path, 0), 1_750_000_000.0
+def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_call(show, new_rank, tmp_path):
+    rank, start = new_rank(), 1_750_000_000.0
     asked = [{"function": {"name": "search", "arguments": {"query": query}}} for query in ("price", "hours")]
     turns = [
         {"role": "assistant", "content": "", "tool_calls": asked},
@@ -382,97 +382,77 @@ def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_
         ("tool_search", "turn 1", start + 0.01, 1.5, "tool_search_http_503", rank.text('{"query":"hours"}'), None),
     ]
     rank.add(turns=rank.text(json.dumps(turns)), text="It is 5980.", calls=calls, reward=1.0)
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#completion?id=0-0-1&lang=en")
-        tab.wait("document.querySelectorAll('details.folded').length === 4")
-        heads = tab.value("[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)")
-        assert heads == [
-            "Call of a tool: search", "Call of a tool: search", "Answer of a tool · 0.25 s",
-            "Answer of a tool · 1.50 s · tool_search_http_503",
-        ]  # fmt: skip
-        assert tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)") == [
-            "turn 1", "answered", "turn 1", "tool_search_http_503",
-        ]  # fmt: skip
-        assert "It is 5980." in tab.text()
-        tab.open("about:blank")
-    rank.file.close()
+    tab = show("completion?id=0-0-1", FOLDED)
+    answers = ["Answer of a tool · 0.25 s", "Answer of a tool · 1.50 s · tool_search_http_503"]
+    assert tab.value(HEADS) == [*["Call of a tool: search"] * 2, *answers]
+    details = tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)")
+    assert details == ["turn 1", "answered", "turn 1", "tool_search_http_503"]
+    assert "It is 5980." in tab.text()
     with closing(Index([tmp_path])) as index:
         index.refresh()
         [line] = queries.export(index, {})
     assert json.loads(line)["completion"] == turns
 
 
+WORDS_OF_JUDGES = [
+    "default",
+    "judge",
+    "reference",
+    "8b",
+    "action",
+    "verdict",
+    "branch",
+    "评审",
+    "参考",
+    "动作",
+    "分支",
+]
+
+
 @pytest.mark.parametrize("lang", ["en", "zh"])
-def test_a_task_without_judge_and_reference_has_no_words_for_them(tab, tmp_path, lang):
-    rank = Rank(tmp_path / "run", 0)
+def test_a_task_without_judge_and_reference_has_no_words_for_them(show, new_rank, tmp_path, lang):
     for reward in (0.0, 1.0):
-        rank.add(reward=reward, text="42", branch="default", functions='{"right": 1.0}', tokens=2)
-    with served(tmp_path / "run") as viewer:
-        for address in ("overview", "list", "completion?id=0-0-1&"):
-            tab.open("about:blank")
-            tab.open(f"{viewer.url}#{address}{'' if '?' in address else '?'}lang={lang}")
-            tab.wait(f"{SETTLED} && document.querySelectorAll('table').length")
-            shown = tab.text("body").lower().replace("preferences", "")
-            for word in (
-                "default",
-                "judge",
-                "reference",
-                "8b",
-                "action",
-                "verdict",
-                "branch",
-                "评审",
-                "参考",
-                "动作",
-                "分支",
-            ):
-                assert word not in shown, (address, word)
-        tab.open("about:blank")
-    rank.file.close()
+        run = tmp_path / "run"
+        new_rank(run).add(reward=reward, text="42", branch="default", functions='{"right": 1.0}', tokens=2)
+    for address in ("overview", "list", "completion?id=0-0-1"):
+        tab = show(address, f"{SETTLED} && document.querySelectorAll('table').length", runs=[run], lang=lang)
+        shown = tab.text("body").lower().replace("preferences", "")
+        assert [word for word in ("default", *WORDS_OF_JUDGES) if word in shown] == [], address
 
 
-def test_of_two_runs_only_the_one_with_a_judge_is_judged_and_no_figure_is_made_of_no_row(tab, tmp_path):
-    ranks = [Rank(tmp_path / name, 0) for name in ("judged", "own")]
+def test_of_two_runs_only_the_one_with_a_judge_is_judged(show, new_rank, tab, tmp_path):
+    runs = [tmp_path / "judged", tmp_path / "own"]
     long = "benchmark:questions-about-people-Disability_status-" + "0" * 30
-    ranks[0].add(reward=0.5, reference_reward=0.25, provider="judge", judge_s=0.5, row=long, branch="fairness")
-    ranks[1].add(reward=0.5, row="1+1", branch="all")
-    with served(tmp_path / "judged", tmp_path / "own") as viewer:
-        tab.size(1280, 800)
-        tab.open(f"{viewer.url}#list?lang=en")
-        tab.wait(f"{SETTLED} && document.querySelectorAll('.items tbody tr').length === 2")
-        outcomes = tab.value("[...document.querySelectorAll('.items .outcome')].map(e => e.innerText)")
-        assert sorted(outcomes) == ["judged", "scored"]
-        assert tab.value("document.documentElement.scrollWidth") <= 1280
-        tab.value("location.hash = '#compare?lang=en'")
-        tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
-        assert tab.text("section:last-of-type") == "Rows in both runs\n\nNo row was scored in both runs."
-        tab.open("about:blank")
-    for rank in ranks:
-        rank.file.close()
+    judged = {"reference_reward": 0.25, "provider": "judge", "judge_s": 0.5, "row": long, "branch": "fairness"}
+    new_rank(runs[0]).add(reward=0.5, **judged)
+    new_rank(runs[1]).add(reward=0.5, row="1+1", branch="all")
+    tab.size(1280, 800)
+    show("list", f"{SETTLED} && document.querySelectorAll('.items tbody tr').length === 2", runs=runs)
+    outcomes = tab.value("[...document.querySelectorAll('.items .outcome')].map(e => e.innerText)")
+    assert sorted(outcomes) == ["judged", "scored"]
+    assert tab.value("document.documentElement.scrollWidth") <= 1280
+    tab.value("location.hash = '#compare?lang=en'")
+    tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
+    assert tab.text("section:last-of-type") == "Rows in both runs\n\nNo row was scored in both runs."
 
 
-def test_the_report_is_a_tab(tab, tmp_path, two_branches):
-    rank = Rank(two_branches.path, 0)
-    rank.add(reward=0.5)
-    with served(two_branches.path) as viewer:
-        tab.problems.clear()
-        tab.open(f"{viewer.url}#report?lang=en")
-        tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
-        assert "KL in band, fairness" in tab.text()
-        assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
-        tab.click("header button.language")
-        tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
-        assert "奖励，fairness" in tab.text()
-        tab.size(375, 800)
-        tab.wait("innerWidth === 375")
-        words = "[...document.querySelectorAll('.report figure text')].map(e => e.getBoundingClientRect())"
-        words = f"{words}.filter(box => box.width)"
-        assert tab.value(f"Math.min(...{words}.map(box => box.height))") > 10
-        assert tab.value(f"{words}.every(box => box.left >= 0 && box.right <= 375)")
-        tab.size(1200, 700)
-        assert tab.problems == []
-        tab.open("about:blank")
-    rank.file.close()
+def test_the_report_is_a_tab(show, new_rank, two_branches):
+    new_rank(two_branches.path).add(reward=0.5)
+    first = "document.querySelector('.report h2')?.innerText"
+    tab = show("report", f"{first} === 'Main figures'", runs=[two_branches.path])
+    tab.problems.clear()
+    assert "KL in band, fairness" in tab.text()
+    assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
+    tab.click("header button.language")
+    tab.wait(f"{first} === '主要数字'")
+    assert "奖励，fairness" in tab.text()
+    tab.size(375, 800)
+    tab.wait("innerWidth === 375")
+    words = "[...document.querySelectorAll('.report figure text')].map(e => e.getBoundingClientRect())"
+    assert tab.value(f"Math.min(...{words}.map(box => box.height))") > 10
+    assert tab.value(f"{words}.every(box => box.left >= 0 && box.right <= 375)")
+    tab.size(1200, 700)
+    assert tab.problems == []
 
 
 def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder, tmp_path):
@@ -493,29 +473,25 @@ def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder, tmp_path):
     tab.open("about:blank")
 
 
-def test_a_run_that_goes_on_is_followed(tab, tmp_path):
-    rank = Rank(tmp_path, 0)
+def test_a_run_that_goes_on_is_followed(show, new_rank):
+    rank = new_rank()
     rank.add(text="first")
-    with served(tmp_path) as viewer:
-        tab.open(f"{viewer.url}#list?lang=en")
-        tab.wait(f"{FIRST}?.innerText === 'first'")
-        rank.add(text="second", step=2)
-        tab.click("input[name=text]")
-        typed = ""
-        while "2 completions" not in tab.text(".runs"):  # it comes while somebody types
-            tab.type("x")
-            typed += "x"
-            assert len(typed) < 200
-            time.sleep(0.12)
-        assert tab.value("document.querySelector('input[name=text]').value") == typed
-        tab.open(f"{viewer.url}#list?lang=en")
-        tab.wait(f"{FIRST}?.innerText === 'second'")
-        tab.click(".follow input")
-        rank.add(text="third", step=3)
-        tab.wait("document.querySelector('.runs').innerText.includes('3 completions')")
-        assert tab.value(f"{FIRST}.innerText") == "second"
-        tab.open("about:blank")  # so that it asks no server that has ended
-    rank.file.close()
+    tab = show("list", f"{FIRST}?.innerText === 'first'")
+    rank.add(text="second", step=2)
+    tab.click("input[name=text]")
+    typed = ""
+    while "2 completions" not in tab.text(".runs"):  # it comes while somebody types
+        tab.type("x")
+        typed += "x"
+        assert len(typed) < 200
+        time.sleep(0.12)
+    assert tab.value("document.querySelector('input[name=text]').value") == typed
+    tab.value("location.hash = '#list?lang=en'")
+    tab.wait(f"{FIRST}?.innerText === 'second'")
+    tab.click(".follow input")
+    rank.add(text="third", step=3)
+    tab.wait("document.querySelector('.runs').innerText.includes('3 completions')")
+    assert tab.value(f"{FIRST}.innerText") == "second"
 
 
 def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path):
@@ -550,8 +526,8 @@ def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dataset", "preference"])
-def test_a_page_alone_exports_what_its_server_would(tab, tmp_path, kind):
-    rank = Rank(tmp_path, 0)
+def test_a_page_alone_exports_what_its_server_would(tab, new_rank, tmp_path, kind):
+    rank = new_rank()
     for place, reward in enumerate((0.25, None, 1.0)):
         rank.add(text=f"text {place}", place=place, reward=reward, outcome="infra" if reward is None else "ok")
     file = tmp_path / "page.html"
@@ -566,4 +542,3 @@ def test_a_page_alone_exports_what_its_server_would(tab, tmp_path, kind):
     tab.wait("window.saved")
     assert [json.loads(line) for line in tab.value("window.saved").splitlines()] in (wanted, wanted[::-1])
     tab.open("about:blank")
-    rank.file.close()

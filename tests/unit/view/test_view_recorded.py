@@ -30,7 +30,7 @@ def test_what_a_run_recorded_is_shown_whole(tmp_path):
         action={"rewritten_query": "price"}, answer=ANSWER, reference=REFERENCE, verdicts=judged, calls=calls
     )
     failed = CompletionRecord(action={"rewritten_query": "?"}, calls=[timed_out])
-    scored = entry(record=good, parts={"judge": 0.75, "odd": float("nan")})
+    scored = entry(record=good, seconds={"judge": 0.1, "odd": float("nan")})
     unscored = entry(1, "another", None, reason="rag_8b_timeout", record=failed)
     write(tmp_path, [batch(1, [scored, unscored]), batch(1, mode="eval")])
     with closing(Index([tmp_path])) as index:
@@ -41,7 +41,7 @@ def test_what_a_run_recorded_is_shown_whole(tmp_path):
         found = completion(index, item["id"])
         assert (found["messages"], found["action"]) == (PROMPT, {"rewritten_query": "price"})
         assert (found["answer"], found["reference"]) == (ANSWER, REFERENCE)
-        assert found["parts"] == {"judge": 0.75, "odd": "NaN"}  # a browser reads no JSON with NaN as a number
+        assert found["seconds"] == {"judge": 0.1, "odd": "NaN"}  # a browser reads no JSON with NaN as a number
         assert [(each["service"], each["failure"], each["answer"]) for each in found["calls"]] == [
             (each.service, each.failure, each.answer and each.answer.decode()) for each in calls
         ]

@@ -11,10 +11,13 @@ CREATE TABLE completions (
 CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
 CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
-CREATE TABLE texts (n INTEGER PRIMARY KEY, text);
+CREATE TABLE texts (n INTEGER PRIMARY KEY, text, excerpt);
 CREATE TABLE matches (n INTEGER PRIMARY KEY);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
-CREATE TABLE notes (run, rank, id, time, flag, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+CREATE TABLE notes (run, rank, id, time, flag, note, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
+CREATE VIEW noted AS
+SELECT c.*, ifnull(o.flag, '') AS flag, ifnull(o.note, '') AS note
+FROM completions c LEFT JOIN notes o ON o.run = c.run AND o.rank = c.rank AND o.id = c.id AND o.time = c.time;
 
 -- name: copy
 -- Of a run's file, those behind the last one that was read. The names are those of `completions` above.
@@ -33,7 +36,7 @@ FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 -- name: copy_texts
 INSERT INTO texts
 SELECT n, lower_case(c.text || char(10) || coalesce(
-    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), ''))
+    (SELECT group_concat(reason, char(10)) FROM source.verdicts WHERE completion = c.id), '')), substr(c.text, 1, 600)
 FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 
 -- name: find
@@ -68,11 +71,11 @@ SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, to
 
 -- name: row
 -- All completions of a row of the dataset. Of very many, the latest.
-SELECT * FROM (SELECT * FROM completions WHERE row = :row ORDER BY step DESC, n DESC LIMIT :most)
+SELECT * FROM (SELECT * FROM noted WHERE row = :row ORDER BY step DESC, n DESC LIMIT :most)
 ORDER BY run, step, mode, n
 
 -- name: group
-SELECT * FROM completions
+SELECT * FROM noted
 WHERE row = :row AND step = :step AND run = :run AND mode = :mode AND batch = :batch AND prompt_group = :prompt_group
 ORDER BY rank, place, id
 
@@ -85,10 +88,10 @@ FROM completions WHERE run = ?
 SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL
 
 -- name: spread
-SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM completions) WHERE at % ? = 0
+SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM noted) WHERE at % ? = 0
 
 -- name: last_steps
 SELECT DISTINCT step FROM completions WHERE run = ? AND mode = ? ORDER BY step DESC LIMIT ?
 
 -- name: note_of
-SELECT * FROM completions WHERE run = ? AND rank = ? AND id = ?
+SELECT * FROM noted WHERE run = ? AND rank = ? AND id = ?

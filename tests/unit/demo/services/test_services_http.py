@@ -93,16 +93,6 @@ def test_32b_answers_from_the_conversation(addresses, http):
     assert (chinese["answer"], chinese["passages"]) == (NOTHING_FOUND["zh"], [])
 
 
-def test_threshold_and_top_k_bound_the_passages(addresses, http):
-    url = f"{addresses.rag_base_url}/v1/rag/32b"
-    query = "customer: Python数据分析课程"
-    both = http.post(url, json=context_body(context=query)).json()["passages"]
-    assert {passage["id"] for passage in both} == {"zh-price", "zh-hours"}
-    assert len(http.post(url, json=context_body(context=query, top_k=1)).json()["passages"]) == 1
-    above = (both[0]["score"] + 1) / 2
-    assert http.post(url, json=context_body(context=query, score_threshold=above)).json()["passages"] == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
