@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -13,11 +13,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import CallbackHandler
 
 from salesrl_trl.generation.sampler import Finished, Generate, Handle, Start
-from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.types import Example
 from salesrl_trl.update.step_snapshot import StepSnapshot
+
+if TYPE_CHECKING:
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +33,7 @@ class Hooks:
     accelerator: Accelerator
     is_deepspeed: bool
     updates: bool  # whether steps change the policy
-    engine: SalesVLLMGeneration | GenerationConfig
+    engine: "SalesVLLMGeneration | GenerationConfig"
     """The engine, or the settings with which the policy itself generates."""
     has_rollout_func: bool
     tools: str | None
