@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState
 
@@ -28,7 +28,9 @@ from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
 from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.wiring.hooks import Hooks
+
+if TYPE_CHECKING:  # it imports vLLM, which takes seconds
+    from salesrl_trl.wiring.hooks import Hooks
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class PartContext:
     """What a part may use of a trainer. TRL's own is behind `trl`."""
 
     args: SalesGRPOConfig
-    trl: Hooks
+    trl: "Hooks"
     branches: Branches
     reward_loop: RewardLoop
     figures: RewardFigures
