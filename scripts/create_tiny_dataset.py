@@ -45,7 +45,7 @@ ENDINGS = (".jsonl", ".parquet")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
-        config = DataConfig(dataset_format=options.dataset_format, columns=options.columns)
+        config = DataConfig(dataset={"format": options.dataset_format, "columns": options.columns}).sources[0]
         loaded = load_records(options.source, options.split, config.form())
         records, name = loaded.records, loaded.name
         check_columns(records[0].keys() if records else (), name)

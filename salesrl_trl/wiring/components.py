@@ -98,8 +98,8 @@ class Components:
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
-        targets, law = args.kl_targets(), args.kl_control_law(kl_law)
-        self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
+        targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
+        self.kl = BranchedKL(targets, law, args.kl_settings.windows, args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self._banded = [branch for branch, target in targets.items() if target.has_band]
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)

@@ -56,7 +56,7 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_r
         ({"judge": "salesrl_trl.judged.judge_interface.Judge"}, "abstract"),
         (
             {"judge": "seams.own_reward.ByLength", "judge_base_url": "http://127.0.0.1:9/v1"},
-            "`judge` is given beside `judge_base_url`",
+            "is given beside `judge_providers`",
         ),
     ],
 )

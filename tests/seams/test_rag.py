@@ -65,7 +65,7 @@ def test_its_requests_count_in_the_budget(foreign, services, tmp_path, result_of
     config, asked = foreign
     config.max_calls = 1
     parts = prepare_reward(config, ["fairness"])
-    reward = build_reward(config, parts, [row()], NOWHERE, config.judge_base_url, output_dir=tmp_path)
+    reward = build_reward(config, parts, [row()], NOWHERE, NOWHERE, output_dir=tmp_path)
     result_of(reward, [action("a"), action("b")])
     assert len(asked) == 1
 
@@ -75,7 +75,7 @@ def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_p
     try:
         config, _ = foreign
         parts = prepare_reward(config, ["fairness"])
-        reward = build_reward(config, parts, [row()], NOWHERE, config.judge_base_url, output_dir=tmp_path)
+        reward = build_reward(config, parts, [row()], NOWHERE, NOWHERE, output_dir=tmp_path)
         assert [scored.reason for scored in result_of(reward, [action()]).rewards] == ["rag_bad_response"]
     finally:
         CONTEXTS.pop()
@@ -86,8 +86,11 @@ def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_p
     [
         ({"rag": "seams.own_reward.Brevity"}, r"no salesrl_trl\.judged\.rag_client\.RagBackend"),
         ({"rag": "seams.test_rag.Silent"}, r"transports` are \[\]\. Expected a `Transport` for each of rag_8b"),
-        ({"rag": "seams.test_rag.Silent", "rag_base_url": "http://127.0.0.1:9"}, "beside `rag_base_url`"),
-        ({"rag": "seams.test_rag.Silent", "knowledge_file": "k.jsonl"}, "beside `rag`.* only the embedded"),
+        (
+            {"rag": "seams.test_rag.Silent", "rag_base_url": "http://127.0.0.1:9"},
+            "`rag.client` is given beside `base_url`",
+        ),
+        ({"rag": "seams.test_rag.Silent", "knowledge_file": "k.jsonl"}, "beside `client`.* only the embedded"),
     ],
 )
 def test_a_class_that_can_not_be_is_refused_before_anything_is_asked(settings, given, said):

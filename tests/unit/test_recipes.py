@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from support import house
 from support.forked import COLD_PYTHON
 from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
-from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
 from salesrl_trl.config.checks import load_object
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
@@ -21,11 +20,9 @@ from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.launch.building import build_instruments
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
-from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.memory.estimate import Card, Estimate, Moment
 from salesrl_trl.launch.preflight.runner import prepare
-from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.launch.settings import SALES_CHAIN, parse
+from salesrl_trl.launch.settings import names_of_settings, parse
 from salesrl_trl.launch.train import main
 from salesrl_trl.record.reader import recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
@@ -65,18 +62,12 @@ def test_a_recipe_has_its_script_its_launch_command_and_its_accelerate_configura
     assert f"accelerate launch {with_it}recipes/{recipe.stem}.py" in head.replace(" \\\n#", "")
 
 
-def test_every_setting_of_the_package_stands_in_a_recipe_or_a_preset():
-    own = {
-        name
-        for config in (DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig)
-        for owner in config.__mro__
-        if owner.__module__.startswith("salesrl_trl.")
-        for name in owner.__annotations__
-    }
-    files = [*RECIPES, *(ROOT / "recipes/presets").glob("*.yaml")]
-    recipes = [yaml.safe_load(file.read_text()) for file in files]
-    assert own - {key for recipe in recipes for key in (*recipe, *recipe.get(SALES_CHAIN, ()))} == set()
-    assert len(own) <= 94
+def test_settings_are_few_and_recipes_and_presets_turn_them():
+    """A setting that nobody turns should not exist: it is a constant, or an entry of another one."""
+    own, turned = house.settings(house.modules()), house.turned()
+    assert own.keys() <= names_of_settings()
+    assert len(own) <= 60
+    assert len(turned) >= 0.85 * len(own), sorted(own.keys() - turned)
 
 
 def test_the_small_policy_wants_the_prompts_it_was_taught_with():
@@ -148,9 +139,9 @@ def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
     asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
-    with pytest.raises(DataError, match=r"`held_out_share` is 0\.1, and of the 1 groups"):
+    with pytest.raises(DataError, match=r"the held-out share is 0\.1, and of the 1 groups"):
         prepared(*asked)
-    with pytest.raises(ConfigError, match="`held_out_share` is 0 and `eval_dataset` is not given"):
+    with pytest.raises(ConfigError, match="`eval_dataset` has a share of 0 and names no rows"):
         prepared(*asked, "--held_out_share", "0")
     with pytest.raises(ConfigError, match="there are 1 training rows, and a step takes 6 prompts: no step would be"):
         prepared(*asked, "--eval_dataset", str(rows))
@@ -298,14 +289,10 @@ def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
-    given = {"timing": "false", "perf_logging_steps": 3, "trace_steps": "4:6",
-             "peak_tflops": 400, "output_dir": tmp_path}  # fmt: skip
+    given = {"trace_steps": "4:6", "peak_tflops": 400, "output_dir": tmp_path}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     instruments = build_instruments(parse([*arguments], DEBUG))
-    assert not instruments.timeline.enabled
-    assert instruments._settings == InstrumentSettings(
-        enabled=False, perf_steps=3, trace_steps=range(4, 7), peak_flops=4e14
-    )
+    assert instruments._settings == InstrumentSettings(trace_steps=range(4, 7), peak_flops=4e14)
 
 
 def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
