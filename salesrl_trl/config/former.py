@@ -6,6 +6,7 @@ by `with_entries`.
 
 import functools
 import logging
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -57,7 +58,7 @@ def with_entries(given: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _place(name: str) -> str:
     """Where a name belongs. A former one is logged, once."""
-    if name in FORMER:
+    if name in FORMER and os.environ.get("RANK", "0") == "0":
         logger.warning(f"`{name}` is `{FORMER[name]}` now. The old name goes with the next release")
     return FORMER.get(name, name)
 

@@ -150,7 +150,7 @@ class SettingsParser(TrlParser):
     @property
     def keys(self) -> set[str]:
         """Names of all settings, and the keys of a recipe that are no settings."""
-        keys = {action.dest for action in self._actions} | FORMER.keys()
+        keys = {action.dest for action in self._actions}
         return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
@@ -210,7 +210,7 @@ class SettingsParser(TrlParser):
     def _without_entries(self, argv: Sequence[str]) -> list[str]:
         """The command line without entries of settings, such as `--branch_kl.settings.law fixed`, and without settings
         by former names: these are kept for later."""
-        settings = "|".join(self.keys - FORMER.keys())
+        settings = "|".join(self.keys)
         dotted = {word.split("=")[0][2:] for word in argv if re.match(rf"--({settings})\.", word)}
         words = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
         for name in {*FORMER, *dotted}:
@@ -264,7 +264,8 @@ class SettingsParser(TrlParser):
         named, of `small_policy`'s."""
         parts = (config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None))
         small_policy, chain = (with_entries(part) if isinstance(part, dict) else part for part in parts)
-        config = with_entries({name: value for name, value in config.items() if name in self.keys})
+        known = self.keys | FORMER.keys()
+        config = with_entries({name: value for name, value in config.items() if name in known})
         if isinstance(chain, dict):
             chain = {name: value for name, value in chain.items() if name not in config}
             self._of_chain = {name: self.get_default(name) for name in chain if name not in self._unread}
@@ -323,7 +324,7 @@ class SettingsParser(TrlParser):
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
             raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-        known, given = self.keys, dict(recipe)
+        known, given = self.keys | FORMER.keys(), dict(recipe)
         for key in (SMALL_POLICY, SALES_CHAIN):
             part = recipe.get(key) or {}
             if not isinstance(part, dict):
