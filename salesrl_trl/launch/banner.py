@@ -24,7 +24,7 @@ from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.templates import PROMPT_STYLES
-from salesrl_trl.launch.data_config import DataConfig, Source
+from salesrl_trl.launch.data_config import DataConfig, DatasetSource
 from salesrl_trl.launch.memory.shape import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
@@ -97,7 +97,7 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
-def _rows(source: Source, rows: Sequence[Sequence[SalesRow]]) -> str:
+def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
     """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
     name, of_format = source.name, "" if source.entry.format == ROWS else f" ({source.entry.format})"
     train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)

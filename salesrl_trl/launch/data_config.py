@@ -91,7 +91,7 @@ class DatasetEntry:
 
 
 @dataclass
-class Source:
+class DatasetSource:
     """One dataset of a run: where its rows are, and those to evaluate on."""
 
     entry: DatasetEntry
@@ -163,17 +163,14 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        self.sources = list[Source]()
+        self.sources = list[DatasetSource]()
         refused = Refusals()
         refused.each(lambda: check_settings(self))
-        evaluated = EvalSource()
-        with refused.of(self, "eval_dataset"):
-            evaluated = _eval_source("eval_dataset", self.eval_dataset)
-        with refused.of(self, "dataset"):
-            self.sources = self._read_sources(evaluated)
+        with refused.of(self, "sources"):
+            self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
         refused.tell(self)
 
-    def _read_sources(self, evaluated: EvalSource) -> list[Source]:
+    def _read_sources(self, evaluated: EvalSource) -> list[DatasetSource]:
         """The datasets. Raises `ConfigError` if they do not work, alone or together."""
         if not (isinstance(self.dataset, list) or str(self.dataset).startswith("[")):
             given = self.dataset
@@ -185,7 +182,7 @@ class DataConfig:
             evaluated == EvalSource(share=evaluated.share),
             "`eval_dataset` stands beside a list in `dataset`. Expected it in its entries, as `eval`.",
         )
-        sources = list[Source]()
+        sources = list[DatasetSource]()
         for number, value in enumerate(structure("dataset", self.dataset, list)):
             source = _source(f"dataset[{number}]", value, evaluated)
             name = Path(source.train_source[0]).stem.replace(":", "-")
@@ -212,7 +209,7 @@ def _eval_source(setting: str, given: object) -> EvalSource:
     return entry_of(setting, EvalSource, given, text="path")
 
 
-def _source(setting: str, value: object, evaluated: EvalSource) -> Source:
+def _source(setting: str, value: object, evaluated: EvalSource) -> DatasetSource:
     """A dataset from its mapping. `evaluated`: what to evaluate on, unless its entry says so."""
     entry = entry_of(setting, DatasetEntry, value)
     share = entry.held_out_share
@@ -224,7 +221,7 @@ def _source(setting: str, value: object, evaluated: EvalSource) -> Source:
         f"a share of `{setting}` is to be held out, and held-out rows are there already: in `eval_dataset`, or in the "
         "demo. Expected it with a dataset of your own, without others. Leave one of them out.",
     )
-    return Source(entry, evaluated, held_out_share=share)
+    return DatasetSource(entry, evaluated, held_out_share=share)
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:

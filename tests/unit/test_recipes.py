@@ -89,10 +89,13 @@ def test_a_template_of_ones_own_is_read_before_a_model_and_wants_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "`action_fields` is given, but the small demo policy"),
+        ("", "`rag.action_fields` is given, but the small demo policy"),
         ("--prompt_template instruct", "the packaged prompt asks for user_profile, rewritten_query, history_summary"),
         ("--model_name_or_path DIR", "The embedded RAG service takes the action's fields user_profile"),
-        ("--model_name_or_path DIR --rag_base_url http://127.0.0.1:9", "The embedded judge does not read `action_fie"),
+        (
+            "--model_name_or_path DIR --rag_base_url http://127.0.0.1:9",
+            "The embedded judge does not read action fields",
+        ),
     ],
 )
 def test_action_fields_want_what_knows_them(arguments, message):
@@ -177,7 +180,7 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     training = plan.config.training
     assert (training.branches, training.kl_targets(), plan.config.reward.branch_reward_weights) == (["all"], {}, None)
     (note,) = [note for note in plan.config.notes if "`sales_chain` are left out" in note]
-    assert "prompt_template, branch_reward_weights, branch_kl" in note
+    assert "prompt_template, branches, branch_kl" in note
     kept = parse([*asked, *named, "--prompt_template", "compact"], FULL)
     assert kept.data.prompt_template == "compact"
 
@@ -232,7 +235,9 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
     asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
     asked += ["--per_device_train_batch_size", "8"]
-    with pytest.raises(ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_base_url`.*rows\.jsonl from the"):
+    with pytest.raises(
+        ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_providers`.*rows\.jsonl from the"
+    ):
         prepared(*asked)
     with pytest.raises(ConfigError, match="can't follow yours") as caught:
         prepared(*asked, "--knowledge_file", str(knowledge))

@@ -19,7 +19,7 @@ from salesrl_trl.launch.data.form import Records, drawn, mixed
 from salesrl_trl.launch.data.lengths import LengthLimit
 from salesrl_trl.launch.data.sources import check_rows, is_file, load_records
 from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, read_template
-from salesrl_trl.launch.data_config import DataConfig, DatasetEntry, Source
+from salesrl_trl.launch.data_config import DataConfig, DatasetEntry, DatasetSource
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
@@ -65,7 +65,7 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
     return template
 
 
-def settle_held_out(source: Source) -> str | None:
+def settle_held_out(source: DatasetSource) -> str | None:
     """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
     the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
     if source.eval.path is not None or source.held_out_share or not is_file(source.train_source[0]):

@@ -78,10 +78,12 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
-        with refused.of(config.data, name):
-            for each in config.data.sources:
-                check_source(getattr(each, source)[0])
+    with refused:
+        sources = config.data.sources
+        for paths in ([each.train_source[0] for each in sources], [each.eval_source[0] for each in sources]):
+            with refused.of(config.data, "sources"):
+                for path in paths:
+                    check_source(path)
     with refused.of(training, "branches"):
         findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
         if not training.branches:  # of a task of one's own: those of the rows
