@@ -32,8 +32,8 @@ from salesrl_trl.names import HELD_OUT_FILE, beta_of, kl_of
 
 ARMS = {
     "free": ["--branch_kl", '{"fairness": {"beta": 0.0001}, "hallucination": {"beta": 0.0001}}'],
-    "none": ["--kl_law", "fixed"],
-    "former": ["--kl_law", "benchmarks.kl_laws.FactorLaw"],
+    "none": ["--branch_kl.settings.law", "fixed"],
+    "former": ["--branch_kl.settings.law", "benchmarks.kl_laws.FactorLaw"],
     "packaged": [],
 }
 """Settings by arm: coefficients that do nothing, fixed ones, the packaged law of before, the packaged law. The first
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="a run of each arm for each seed")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["none", "former", "packaged"])
     parser.add_argument("--recipe", default="debug", choices=["debug", "dual"])
-    parser.add_argument("--window", type=int, help="kl_update_steps: the laws' own windows. 3, or dual's own")
+    parser.add_argument("--window", type=int, help="update_steps: the laws' own windows. 3, or dual's own")
     parser.add_argument("--branch_kl", help="bands: those above, or dual's own")
     parser.add_argument("--at_once", type=int, default=1, help="runs beside each other on one GPU")
     parser.add_argument("--plot", type=Path, help="SVG file to write")
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     own = yaml.safe_load(Path(f"recipes/{args.recipe}.yaml").read_text())
     asked = args.branch_kl or (json.dumps(own["branch_kl"]) if args.recipe == "dual" else BANDS)
     bands = {branch: (band["low"], band["high"]) for branch, band in json.loads(asked).items()}
-    window = args.window or (own["kl_update_steps"] if args.recipe == "dual" else 3)
-    settings = ["--branch_kl", asked, "--kl_update_steps", str(window)]
+    window = args.window or (5 if args.recipe == "dual" else 3)
+    settings = ["--branch_kl", asked, "--branch_kl.settings.update_steps", str(window)]
     settings += ["--quick_eval_steps", "0", *(word for word in more if word != "--")]
     with ThreadPoolExecutor(args.at_once) as pool:
         started = [

@@ -1,6 +1,6 @@
 """Laws to compare the packaged one with, and for tests that need a law whose steps are known by heart.
 
-`kl_law: benchmarks.kl_laws.FactorLaw` brings the first one into a run.
+`--branch_kl.settings.law benchmarks.kl_laws.FactorLaw` brings the first one into a run.
 """
 
 import math

@@ -10,8 +10,12 @@ MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
 OUTPUT = "runs/packaged_judge"
 
 judge = judge_reward(
-    judge_base_url=os.environ.get("JUDGE_BASE_URL", "https://api.openai.com/v1"), judge_model="gpt-4.1-mini",
-    judge_api_key_env="JUDGE_API_KEY", max_calls=10_000, output_dir=OUTPUT,
+    judge_providers={
+        "base_url": os.environ.get("JUDGE_BASE_URL", "https://api.openai.com/v1"),
+        "model": "gpt-4.1-mini",
+        "api_key_env": "JUDGE_API_KEY",
+    },
+    max_calls=10_000, output_dir=OUTPUT,
 )  # fmt: skip
 
 

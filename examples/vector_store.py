@@ -1,4 +1,4 @@
-"""A RAG service over embeddings, for `rag_base_url: http://127.0.0.1:8801`. It answers with the nearest document.
+"""A RAG service over embeddings, for `rag.base_url: http://127.0.0.1:8801`. It answers with the nearest document.
 
 `OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the embedding model is. All documents are embedded at the start.
 """

@@ -20,6 +20,7 @@ MOVED = {
     "config.data": "launch.data_config",
     "config.judge": "launch.judge_config",
     "config.reward": "launch.reward_config",
+    "config.telemetry": "launch.telemetry_config",
     "data.columns": "launch.data.columns",
     "data.demo": "demo.rows",
     "data.form": "launch.data.form",

@@ -44,7 +44,7 @@ ENDINGS = (".jsonl", ".parquet")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     try:
-        config = DataConfig(dataset_format=options.dataset_format, columns=options.columns)
+        config = DataConfig(dataset={"format": options.dataset_format, "columns": options.columns}).sources[0]
         loaded = load_records(options.source, options.split, config.form())
         records, name = [row.record for row in loaded.rows], loaded.name
         check_columns(records[0].keys() if records else (), name)

@@ -26,7 +26,7 @@ LOGGED_SETTINGS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_steps", "num_train_epochs",
     "num_generations",
     "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
-    "beta", "branch_kl", "kl_law", "kl_estimator", "hybrid_reference_weight", "rollout_lookahead", "max_staleness",
+    "beta", "branch_kl", "hybrid_reference_weight", "rollout_lookahead", "max_staleness",
     "refill_groups", "partial_rollouts",
 )  # fmt: skip
 """Settings that may differ when a run resumes. The differences are logged."""

@@ -121,10 +121,13 @@ def from_fields(kind: type[Settings], source: object, **others: object) -> Setti
     return kind(**taken, **others)
 
 
-def entry_of(path: str, kind: type[Settings], value: object) -> Settings:
-    """The dataclass of a nested setting, from a mapping or its JSON. `path`: the setting, with dots. The `ConfigError`
-    of a wrong entry names its whole path."""
-    entry: dict[str, Any] = structure(path, value, dict)
+def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> Settings:
+    """The dataclass of a nested setting, from a mapping or its JSON; from `None` that of no entries. `path`: the
+    setting, with dots. `text`: the entry that another text stands for. The `ConfigError` of a wrong entry names its
+    whole path."""
+    if text and isinstance(value, str) and not value.startswith("{"):
+        value = {text: value}
+    entry: dict[str, Any] = structure(path, {} if value is None else value, dict)
     known, refused = {field.name: field for field in fields(kind)}, Refusals()
     with refused:
         check_names(path, entry, known)
@@ -180,6 +183,8 @@ def check_value(name: str, value: object, hint: object) -> None:
     kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
     if kind is str and len(kinds) == 1 + (NoneType in kinds):
         check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
+    if get_origin(kind) is dict and len(kinds) == 1:
+        check(isinstance(value, dict), f"`{name}` is a {type(value).__name__}. Expected a mapping.")
     if kind in TYPES:
         number, expected = TYPES[kind]
         is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)

@@ -67,7 +67,7 @@ def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | N
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
     """What makes up for failed completions. Says once what it can't do."""
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
-    if args.leaves_out_failed and not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
+    if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
         why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
         logger.info(
             f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
@@ -111,9 +111,9 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
         f"`multi_objective_aggregation` is {args.multi_objective_aggregation}, which needs all rewards":
             args.multi_objective_aggregation != "sum_then_normalize",
         "a completion that fails later would be in the normaliser: DeepSpeed's gradients can't be rescaled":
-            args.leaves_out_failed and args.deepspeed_plugin is not None,
+            args.deepspeed_plugin is not None,
         f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
-            args.leaves_out_failed and several,
+            several,
     }  # fmt: skip
     return _first(reasons)
 

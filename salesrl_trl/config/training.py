@@ -8,7 +8,9 @@ from typing import Annotated, Any, cast
 from trl import GRPOConfig
 
 from salesrl_trl.config import ranges, trl_settings
-from salesrl_trl.config.checks import check, check_path, check_url, load_object, structure
+from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.entries import KL_SETTINGS, KLSettings, RecordSettings
+from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.keys import without_keys
 from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
 from salesrl_trl.config.ranges import (
@@ -16,32 +18,27 @@ from salesrl_trl.config.ranges import (
     LessThan1,
     Limit,
     NumberOrNone,
-    Range,
     Share,
     check_settings,
     entry_of,
 )
-from salesrl_trl.config.telemetry import RecordSettings
 from salesrl_trl.config.trl_settings import RUN_MODES
-from salesrl_trl.errors import ConfigError, Refusals, hide
+from salesrl_trl.errors import Refusals, hide
 from salesrl_trl.generation import compiled
-from salesrl_trl.kl.controller import WindowSettings
-from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
-from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
+from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.types import ALL
 
-LEAVE_OUT = "leave_out"
-"""`failed_completions` by default."""
-FIXED = "fixed"
-"""A value of `kl_law`: the coefficients stay."""
-COOLDOWN = "cooldown_steps"
-"""An entry of `kl_law_settings` that is no argument of the law: it holds for every law."""
-_CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
+_SWITCH: dict[str, Any] = {"true": True, "false": False}
+"""Texts of a command line that are a switch, for a setting that may be a mapping too."""
 
 
 def _check_branches(setting: str, names: list[str]) -> None:
     check(len(set(names)) == len(names), f"`{setting}` is {names}. Expected each name once.")
+
+
+def _by_branch(branch_kl: object) -> dict[str, object]:
+    return {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
 
 
 def _check_passes(setting: str, value: str) -> None:
@@ -52,6 +49,7 @@ def _check_passes(setting: str, value: str) -> None:
     )
 
 
+@takes_former_names
 @dataclass
 class SalesGRPOConfig(GRPOConfig):
     """TRL's `GRPOConfig`, with the settings that `SalesGRPOTrainer` adds."""
@@ -63,23 +61,8 @@ class SalesGRPOConfig(GRPOConfig):
     """Branch to KL coefficient and target band in nats per token, for example `{"fairness": {"beta": 0.1, "low": 0.02,
     "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient; they default to a hundredth and a hundred times
     `beta`. Without `low` and `high` a coefficient is fixed. A branch that is not named has the fixed coefficient
-    `beta`. If all coefficients are 0, there is no KL and no reference model."""
-    kl_estimator: Annotated[str, ESTIMATORS] = "k3"
-    """`k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`, k1
-    and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient, and k1 has
-    none."""
-    kl_log_ratio_clamp: Annotated[float, _CLAMP] = 10.0
-    """Log-ratio in nats, up to 40: beyond, the penalty is linear. 0 is TRL's own formula, which overflows at 88."""
-    kl_update_steps: int = 5
-    """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
-    kl_law: str | None = None
-    """Dotted path of a class that moves the coefficients instead of the packaged law, for example
-    `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `fixed` moves nothing: each branch's KL is still
-    compared with its band in the logs."""
-    kl_law_settings: dict[str, object] | str | None = None
-    """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
-    raised or lowered at the end of a window, 2 by default. `cooldown_steps` holds for every law: optimizer steps after
-    a change that no window includes, 0 by default."""
+    `beta`. If all coefficients are 0, there is no KL and no reference model. `settings` beside the branches holds for
+    all of them, and for `beta`: `{"settings": {"estimator": "k2", "law": "fixed"}}`."""
     hybrid_reference_weight: Share = 0.0
     """w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B endpoint's
     answer. 0 is GRPO. A group without a reference has w = 0, and is counted."""
@@ -106,10 +89,6 @@ class SalesGRPOConfig(GRPOConfig):
     max_skipped_generations: Count = 3
     """Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step two
     are enough, and so is an hour since the first of them."""
-    failed_completions: Annotated[str, (LEAVE_OUT, "as_trl")] = "leave_out"
-    """What becomes of completions without a reward. `leave_out` takes them out of the loss: of its policy term, its KL
-    and its normaliser. The gradient is that of the same batch without them. `as_trl` is TRL's rule: an advantage of 0,
-    in the KL and in the normaliser."""
     rollout_lookahead: NumberOrNone = 0
     """Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and scored
     meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the rollouts' weights
@@ -147,13 +126,11 @@ class SalesGRPOConfig(GRPOConfig):
     allow_changed_resume: bool = False
     """Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts may
     then come twice or not at all."""
-    record: bool = False
+    record: dict[str, object] | str | None = None
     """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
-    calls, reward. It holds customers' texts."""
-    record_settings: dict[str, object] | str | None = None
-    """`{gib: 4, filter: my_package.privacy.mask}`. `gib` is the largest size of each process's file, 4 by default;
-    beyond it the oldest steps go. `filter` is the dotted path of a function from text to text: every text goes through
-    it before it is written."""
+    calls, reward. It holds customers' texts. `true`, or `{gib: 4, filter: my_package.privacy.mask}`. `gib` is the
+    largest size of each process's file, 4 by default; beyond it the oldest steps go. `filter` is the dotted path of a
+    function from text to text: every text goes through it before it is written."""
     held_out_examples: int = 0
     """Held-out conversations that are shown at the end, with what the policy wrote before and after training. They
     quote customers."""
@@ -170,6 +147,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         self.shared_prompts = str(self.shared_prompts)
+        self.record = _SWITCH.get(str(self.record).lower(), self.record)
         refused = Refusals()
         refused.each(
             lambda: check_settings(self),
@@ -189,11 +167,11 @@ class SalesGRPOConfig(GRPOConfig):
             "has no group baseline. Expected `sum_then_normalize`.",
         )
         refused.check(
-            lambda: self.kl_estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
-            "`kl_estimator: k1` with `use_bias_correction_kl: false` has no effect: its gradient is zero on average. "
-            "Expected the correction, or k2 or k3.",
+            lambda: self.kl_settings.estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+            "the estimator k1 of `branch_kl` has no effect with `use_bias_correction_kl: false`: its gradient is zero "
+            "on average. Expected the correction, or k2 or k3.",
         )
-        refused.each(self.kl_control_law, self.kl_windows, self.kl_targets)
+        refused.each(lambda: self.kl_settings.law_of(), lambda: self.kl_settings.windows, self.kl_targets)
         refused.check(
             lambda: self.sampler is None or not self.use_vllm,
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
@@ -216,7 +194,7 @@ class SalesGRPOConfig(GRPOConfig):
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
         self.beside = dict[str, object]()
-        """Settings of the run that are not the trainer's, by names such as `reward.rag_top_k`, for trackers."""
+        """Settings of the run that are not the trainer's, by names such as `reward.max_calls`, for trackers."""
         refused.tell(self)
 
     def _settle(self) -> None:
@@ -250,9 +228,7 @@ class SalesGRPOConfig(GRPOConfig):
             "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
             "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
             "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
-            "`record` is false": "record_settings" * (not self.record),
             "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness|partial_rollouts",
-            "neither `beta` nor `branch_kl` has a coefficient": "" if self.beta or self.branch_kl else "kl_.*",
         }
         self.machine_notes += ranges.without_effect(self, reasons) * (self.mode == "train")
 
@@ -264,11 +240,6 @@ class SalesGRPOConfig(GRPOConfig):
     def pass_tokens(self) -> int | None:
         """The number of `shared_prompts`. `None` with `auto` and `off`."""
         return int(self.shared_prompts) if self.shared_prompts not in ("auto", "off") else None
-
-    @property
-    def leaves_out_failed(self) -> bool:
-        """Whether failed completions are out of the loss."""
-        return self.failed_completions == LEAVE_OUT
 
     @property
     def window(self) -> int:
@@ -300,7 +271,7 @@ class SalesGRPOConfig(GRPOConfig):
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises
         `ConfigError` for targets that can't work."""
-        by_branch = {} if self.branch_kl is None else structure("branch_kl", self.branch_kl, dict)
+        by_branch = {name: entry for name, entry in _by_branch(self.branch_kl).items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
         unknown, refused = sorted(set(by_branch) - set(branches)), Refusals()
         refused.check(
@@ -322,49 +293,16 @@ class SalesGRPOConfig(GRPOConfig):
         refused.tell()
         return targets if any(target.beta for target in targets.values()) else {}
 
-    def _law_settings(self) -> dict[str, Any]:
-        settings = self.kl_law_settings
-        return {} if settings is None else dict(structure("kl_law_settings", settings, dict))
-
-    def kl_control_law(self, law_object: KLLaw | None = None) -> KLLaw | None:
-        """The law that moves the coefficients; `None` if they stay. `law_object` takes the place of the settings' law.
-        Raises `ConfigError` for a law that can't work, and for settings that the law does not have."""
-        path, arguments = self.kl_law, self._law_settings()
-        arguments.pop(COOLDOWN, None)
-        if path == FIXED or law_object is not None:
-            what = "a KL law is given as an object" if law_object is not None else f"`kl_law` is `{FIXED}`"
-            check(
-                (law_object is None or path is None) and not arguments,
-                f"{what}, and by `kl_law` or `kl_law_settings` too. Expected one.",
-            )
-            law = law_object
-        else:
-            make: Callable[..., KLLaw] = AdaptiveLaw
-            if path is not None:
-                make = cast(Callable[..., KLLaw], load_object(path, "kl_law"))
-            else:
-                ranges.check_names("kl_law_settings", arguments, ("max_step", COOLDOWN))
-            try:
-                law = make(**arguments)
-            except TypeError as error:
-                raise ConfigError(
-                    f"`kl_law: {path}` can't be made with `kl_law_settings: {arguments}`: {error}. Expected a class, "
-                    "and its keyword arguments."
-                ) from error
-        if law is not None:
-            check_law(law)
-        return law
-
-    def kl_windows(self) -> WindowSettings:
-        """The windows in which a branch's KL is measured."""
-        cooldown = self._law_settings().get(COOLDOWN, 0)
-        return WindowSettings(update_steps=self.kl_update_steps, cooldown_steps=cooldown)
+    @property
+    def kl_settings(self) -> KLSettings:
+        """What holds for the KL of every branch."""
+        return entry_of("branch_kl.settings", KLSettings, _by_branch(self.branch_kl).get(KL_SETTINGS))
 
     def kl_penalty(self) -> PenaltySettings:
         """The estimator of a token's KL, and its weight in the loss."""
         return PenaltySettings(
-            estimator=self.kl_estimator,
-            clamp=self.kl_log_ratio_clamp,
+            estimator=self.kl_settings.estimator,
+            clamp=self.kl_settings.clamp,
             bias_correction=self.use_bias_correction_kl,
             level=self.importance_sampling_level,
             off_policy=self.most_lookahead > 0,
@@ -377,7 +315,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
         """The largest size of a process's record in GiB, and the filter of recorded texts."""
-        settings = entry_of("record_settings", RecordSettings, self.record_settings or {})
+        settings = entry_of("record", RecordSettings, {} if self.record in (None, *_SWITCH.values()) else self.record)
         return settings.gib, settings.clean
 
     def parsed_engine_kwargs(self) -> dict[str, object]:

@@ -37,8 +37,8 @@ class WindowSettings:
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("kl_update_steps", self.update_steps, 1),
-            ("kl_law_settings.cooldown_steps", self.cooldown_steps, 0),
+            ("branch_kl.settings.update_steps", self.update_steps, 1),
+            ("law_settings.cooldown_steps", self.cooldown_steps, 0),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")

@@ -189,7 +189,7 @@ class AdaptiveLaw:
 
     def __post_init__(self) -> None:
         if not is_number(self.max_step) or self.max_step <= 1:
-            raise ConfigError(f"`max_step` of `kl_law_settings` is {self.max_step!r}. Expected a number above 1.")
+            raise ConfigError(f"`max_step` of `law_settings` is {self.max_step!r}. Expected a number above 1.")
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
         """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""

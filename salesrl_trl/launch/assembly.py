@@ -40,7 +40,7 @@ from salesrl_trl.judged.rag_answers import RagAnswers
 from salesrl_trl.judged.rag_client import RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
 from salesrl_trl.launch.embedded import NOWHERE, addresses
-from salesrl_trl.launch.judge_config import JudgeProviderConfig
+from salesrl_trl.launch.judge_config import EMBEDDED_MODEL, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.replay import ReplayReward
@@ -131,13 +131,14 @@ def _connected(
     the budget to show where rewards have none."""
     budget = None
     if parts.search is not None:
-        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        service = config.rag_service
+        rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
         budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-        is_kept = config.rag_base_url is not None or config.rag is not None
+        is_kept = not service.is_embedded
         backend, asked = (
             clients.rag(rag_base_url, name_8b="tool_search"),
-            (config.rag_score_threshold, config.rag_top_k),
+            (service.score_threshold, service.top_k),
         )
         answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
         references = _kept_references(config, is_kept)
@@ -177,14 +178,14 @@ def build_reward(
     budget = None if output_dir is None else budget_of(config, output_dir, processes)
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
     # an embedded service has a new address in every run, so its answers are not kept
-    is_kept = not (config.embeds_judge if direct else config.rag_base_url is None and config.rag is None)
+    is_kept = not (config.embeds_judge if direct else config.rag_service.is_embedded)
     common: dict[str, Any] = {
         "deadline_s": config.reward_deadline_s,
         "stages": parts.stages,
         "lines": SampleLines(config.verbose),
         "records": records,
         "answers": _kept_answers(config, output_dir, process_index, is_kept),
-        "second": clients.second_judge(None if direct else config.action_format()),
+        "second": clients.second_judge(None if direct else config.rag_service.action_format),
     }
     judge = clients.judge(judge_base_url, for_rewards=True)
     if direct:
@@ -196,9 +197,9 @@ def build_reward(
             clients.rag(rag_base_url),
             judge,
             parts.scoring,
-            score_threshold=config.rag_score_threshold,
-            top_k=config.rag_top_k,
-            action_format=config.action_format(),
+            score_threshold=config.rag_service.score_threshold,
+            top_k=config.rag_service.top_k,
+            action_format=config.rag_service.action_format,
             announces=process_index == 0,
             references=_kept_references(config, is_kept and keeps_references),
             **common,
@@ -222,8 +223,8 @@ def judge_reward(
 ) -> JudgeReward:
     """The packaged judge as a reward function, for a trainer's `reward_funcs`.
 
-        judge = judge_reward(judge_base_url="https://api.openai.com/v1", judge_model="gpt-4.1-mini",
-                             judge_api_key_env="OPENAI_API_KEY")
+        judge = judge_reward(judge_providers={"base_url": "https://api.openai.com/v1", "model": "gpt-4.1-mini",
+                                              "api_key_env": "OPENAI_API_KEY"})
         trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
 
     It reads a row's `prompt`, and, where the dataset has them, `reference`, `documents`, `criteria` and `branch`.
@@ -243,8 +244,8 @@ def judge_reward(
     config = RewardConfig(reward_funcs=[JUDGE], **settings)
     if config.embeds_judge:
         raise ConfigError(
-            "`judge_reward` names no judge. Expected `judge_base_url` and `judge_model`, `judge_providers`, or the "
-            "path of a class in `judge`."
+            "`judge_reward` names no judge. Expected `judge_providers`: an address and a model, several of them, or "
+            "the path of a class."
         )
     if not output_dir and (config.max_calls is not None or config.max_usd is not None):
         raise ConfigError("`judge_reward` has a limit and no `output_dir`, which keeps the count. Expected both.")
@@ -252,16 +253,16 @@ def judge_reward(
     parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
     processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
     return build_reward(
-        config, parts, (), NOWHERE, config.judge_base_url or NOWHERE, processes=processes, process_index=index,
+        config, parts, (), NOWHERE, NOWHERE, processes=processes, process_index=index,
         output_dir=Path(output_dir) if output_dir else None,
     )  # fmt: skip
 
 
 def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
     """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
-    providers = config.parsed_judge_providers()
+    providers = config.judges.providers
     places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, config)]
-    places += [(f"judge_providers[{judge.name}].", f"{JUDGE}_{judge.name}", judge) for judge in providers]
+    places += [(f"{config.judges.place_of(judge)}.", config.judges.service_of(judge), judge) for judge in providers]
     limits = [
         Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
         for prefix, service, settings in places
@@ -290,11 +291,11 @@ def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
     ]
     of_all = {limit.kind for limit in reached if limit.service is None}
     of_one = {limit.service for limit in reached}
-    providers = config.parsed_judge_providers()
+    providers = config.judges.providers
     left = [
         provider
         for provider in providers
-        if f"{JUDGE}_{provider.name}" not in of_one and not (provider.has_price and USD in of_all)
+        if config.judges.service_of(provider) not in of_one and not (provider.has_price and USD in of_all)
     ]
     if CALLS in of_all or (providers and not left):
         raise ConfigError(
@@ -319,7 +320,7 @@ class ServiceClients:
         if parts.rag is not None:
             self._count(parts.rag.transports)
             return parts.rag
-        limits = (config.rag_max_concurrency, config.rag_timeout_s, config.parsed_attempts().rag)
+        limits = (config.rag_service.max_concurrency, config.rag_service.timeout_s, config.parsed_attempts().rag)
         # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if it counts.
         patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
         return RagClient(
@@ -330,15 +331,15 @@ class ServiceClients:
         )
 
     def judge(self, base_url: str, *, for_rewards: bool = False) -> Judge:
-        """The client of the judges, or that of a user's own. `base_url` is not used with `judge_providers`.
+        """The client of the judges, or that of a user's own. `base_url` is that of the embedded judge.
         `for_rewards`: without the provider that is only the second judge of `judge_meter`."""
         config, own = self.config, self.parts.judge
         if own is not None:
             self._count(own.transports)
             return own
         meter = config.parsed_judge_meter() if for_rewards else None
-        providers = [one for one in config.parsed_judge_providers() if meter is None or one.name != meter.second]
-        providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=config.judge_model)]
+        providers = [one for one in config.judges.providers if meter is None or one.name != meter.second]
+        providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=EMBEDDED_MODEL)]
         return self._judges(providers, self.parts.rubrics)
 
     def second_judge(self, action_format: ActionFormat | None) -> SecondJudge | None:
@@ -350,7 +351,7 @@ class ServiceClients:
         rubrics = {name: text for name, text in self.parts.rubrics.items() if name in scoring.weights}
         if meter.rubric_dir is not None:
             rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
-        providers = [provider for provider in config.parsed_judge_providers() if provider.name == meter.second]
+        providers = [provider for provider in config.judges.providers if provider.name == meter.second]
         fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
         shows_text = "completions" in config.verbose
         settings = from_fields(MeterSettings, meter, anchors=len(fixed), shows_text=shows_text)
@@ -364,7 +365,7 @@ class ServiceClients:
                 JudgeProvider,
                 provider,
                 transport=self._transport(
-                    f"{JUDGE}_{provider.name}" if config.judge_providers else JUDGE,
+                    config.judges.service_of(provider),
                     provider.max_concurrency or config.judge_max_concurrency,
                     provider.timeout_s or config.judge_timeout_s,
                     config.parsed_attempts().judge,
@@ -376,13 +377,13 @@ class ServiceClients:
                     tokens_per_minute=provider.tokens_per_minute,
                     requests_per_minute=provider.requests_per_minute,
                 ),
-                api_key=self.parts.judge_keys[provider.name],
+                api_key=self.parts.judge_keys.get(provider.name),
             )
             for provider in providers
         ]
-        orders = config.judge_orders if config.judge_mode == "group" else 0
-        times = {"repeats": config.judge_repeats, "orders": orders}
-        return JudgeClient(clients, rubrics, aggregation=config.judge_aggregation, **times)
+        judging = config.judging
+        times = {"repeats": judging.repeats, "orders": judging.orders_of_groups}
+        return JudgeClient(clients, rubrics, aggregation=judging.aggregation, **times)
 
     def _transport(
         self, service: str, max_concurrency: int, timeout_s: float, max_attempts: int, price: Price = FREE,

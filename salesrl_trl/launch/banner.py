@@ -24,7 +24,7 @@ from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.templates import PROMPT_STYLES
-from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.data_config import DataConfig, DatasetSource
 from salesrl_trl.launch.memory_shape import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
@@ -97,12 +97,12 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
-def _rows(source: DataConfig, rows: Sequence[Sequence[SalesRow]]) -> str:
+def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
     """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
-    name, of_format = source.name, "" if source.dataset_format == ROWS else f" ({source.dataset_format})"
+    name, of_format = source.name, "" if source.entry.format == ROWS else f" ({source.entry.format})"
     train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)
     share = f" ({train / len(rows[0]):.0%})" if name else ""
-    return f"{train} of {source.dataset}{of_format} to train on{share}, {held_out} held out"
+    return f"{train} of {source.entry.path}{of_format} to train on{share}, {held_out} held out"
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
@@ -117,24 +117,25 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
 
 
 def _rag(reward: RewardConfig) -> str:
-    over = reward.knowledge_file or "the demo's course catalogue (your own: --rag_base_url http://HOST:PORT)"
-    return reward.rag or reward.rag_base_url or f"embedded, over {over}"
+    rag = reward.rag_service
+    over = rag.knowledge_file or "the demo's course catalogue (your own: --rag.base_url http://HOST:PORT)"
+    return rag.client or rag.base_url or f"embedded, over {over}"
 
 
 def _judge(reward: RewardConfig) -> str:
-    orders = f"; {TOGETHER}, in {reward.judge_orders} orders" if reward.judge_mode == "group" else ""
+    together = reward.judging.orders_of_groups
+    orders = f"; {TOGETHER}, in {together} orders" if together else ""
     return f"{_judge_at(reward)}{orders}"
 
 
 def _judge_at(reward: RewardConfig) -> str:
-    providers = reward.parsed_judge_providers()
+    providers = reward.judges.providers
     if providers:
-        return ", ".join(f"{provider.name}: {provider.model} at {provider.base_url}" for provider in providers)
-    if reward.judge is not None:
-        return reward.judge
-    if reward.judge_base_url is not None:
-        return f"{reward.judge_model} at {reward.judge_base_url}"
-    return "embedded, made for the demo (your own: --judge_base_url http://HOST:PORT/v1 --judge_model NAME)"
+        names = [f"{provider.name}: " * reward.judges.are_several for provider in providers]
+        places = [f"{provider.model} at {provider.base_url}" for provider in providers]
+        return ", ".join(map("".join, zip(names, places, strict=True)))
+    yours = "--judge_providers.base_url http://HOST:PORT/v1 --judge_providers.model NAME"
+    return reward.judges.own or f"embedded, made for the demo (your own: {yours})"
 
 
 def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
@@ -144,7 +145,7 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
         return []
     own = [
         path
-        for path in (*reward.reward_funcs, *reward.tools, reward.rag, reward.judge)
+        for path in (*reward.reward_funcs, *reward.tools, reward.rag_service.client, reward.judges.own)
         if path not in (None, SALES, SEARCH)
     ]
     uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"

@@ -37,8 +37,6 @@ def build_instruments(config: RunConfig) -> Instruments:
     """The instruments that the settings ask for."""
     telemetry = config.telemetry
     settings = InstrumentSettings(
-        enabled=telemetry.timing,
-        perf_steps=telemetry.perf_logging_steps,
         trace_steps=telemetry.traced_steps(),
         peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
     )
@@ -93,7 +91,7 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
 
 
 def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
-    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.rag_top_k`."""
+    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.max_calls`."""
     owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
     return {
         f"{owner}.{field.name}": config.recipe[field.name]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
+from salesrl_trl.config.former import FORMER, with_entries
 from salesrl_trl.data.files import read_yaml
 
 GONE = "gone"  # the part of the table with the settings of earlier versions
@@ -50,7 +51,7 @@ def beside() -> dict[str, object]:
 @functools.cache
 def names() -> dict[str, Name]:
     """The table."""
-    return {
+    return {name: Name(GONE, here=place) for name, place in FORMER.items()} | {
         key: Name(system, **({"here": line} if isinstance(line, str) else line))
         for system, lines in _content().items()
         if system != "beside"
@@ -97,7 +98,7 @@ def answer(name: str, value: object, given: Given) -> str:
         return ""
     line = names()[key]
     if line.system == GONE:
-        return f"gone: {line.note}"
+        return f"here {line.here}" if line.here else f"gone: {line.note}"
     settings = None if value is None else converted(key, value, given)
     here = flow(settings) if settings else line.here or line.see
     text = ": ".join(filter(None, (f"here {here}" if here else "not here", "" if settings else line.note)))
@@ -123,11 +124,7 @@ def value_of(text: str) -> Any:
 
 def flow(settings: Mapping[str, object]) -> str:
     """`{"a": 1, "b.c": 2}` as YAML on a line: `"a: 1, b: {c: 2}"`."""
-    nested = dict[str, Any]()
-    for name, value in settings.items():
-        first, dot, rest = name.partition(".")
-        nested[first] = {**nested.get(first, {}), rest: value} if dot else value
-    return yaml.safe_dump(nested, default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]
+    return yaml.safe_dump(with_entries(settings), default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]
 
 
 def updates(given: Given) -> int:
@@ -197,7 +194,7 @@ CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
     "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
     "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
     "files": _files,
-    "lengths": lambda here, value, given: _named(here, value, value + given["data.max_response_length"]),
+    "lengths": lambda here, value, given: {here: value + given["data.max_response_length"]},
     "sizes": _sizes,
     "steps": _steps,
     "function": _function,

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, cast
+from typing import Annotated
 
 from salesrl_trl.config.checks import build_object, check, check_path, structure
+from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.ranges import (
     MORE_THAN_0,
     Count,
@@ -14,7 +15,7 @@ from salesrl_trl.config.ranges import (
     entry_of,
 )
 from salesrl_trl.data.files import DEMO, ENDINGS
-from salesrl_trl.errors import ConfigError, Refusals
+from salesrl_trl.errors import Refusals
 from salesrl_trl.launch.data.columns import Column, read_columns
 from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.formats import FORMATS, ROWS, DatasetFormat
@@ -54,45 +55,100 @@ class EvalSource:
     """`eval_dataset`, checked."""
 
     path: Annotated[str, _check_source] | None = None
+    """Where the rows are. Defaults to the split `heldout` of the dataset."""
     format: Annotated[str, _check_format] | None = None
+    """Defaults to that of the dataset."""
     columns: _Columns | None = None
+    """Default to those of the dataset."""
+    share: LessThan1 | None = None
+    """Share of the prompts or conversations of the dataset to evaluate on and not to train on, in place of the others.
+    Defaults to a tenth of a local file, if there is nothing else to evaluate on and something is evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
-    """An entry of `dataset`, where it is a list."""
+    """`dataset`, or an entry of it where it is a list."""
 
-    path: str  # a source, as `dataset` names it
-    format: str = ROWS  # as `dataset_format`
-    columns: dict[str, object] | None = None  # as `columns`
-    branch: str | None = None  # of all its rows. Defaults to that of the format or of the rows
-    rows: Count | None = None  # most training rows, drawn from all over the source
-    share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
-    """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
-    allows, and none comes twice."""
-    held_out_share: LessThan1 | None = None  # defaults to the setting of this name, without `eval`
-    eval: dict[str, object] | str | None = None  # as `eval_dataset`
-
-
-@dataclass
-class DataConfig:
-    """The rows to train and evaluate on."""
-
-    dataset: Annotated[list[object] | str, _check_source] | None = DEMO
+    path: Annotated[str, _check_source]
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
-    `NAME:SPLIT` is another split than `train`. Several datasets are a list of mappings with the fields of
-    `DatasetEntry`, as JSON on the command line."""
-    eval_dataset: dict[str, object] | str | None = None
-    """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
-    `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`."""
-    dataset_format: Annotated[str, _check_format] = ROWS
+    `NAME:SPLIT` is another split than `train`."""
+    format: Annotated[str, _check_format] = ROWS
     """`rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in their
     own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
     columns: _Columns | None = None
     """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
+    branch: str | None = None
+    """Branch of all its rows. Defaults to that of the format or of the rows."""
+    rows: Count | None = None
+    """Most training rows, drawn from all over the source."""
+    share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
+    """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
+    allows, and none comes twice."""
     held_out_share: LessThan1 | None = None
-    """Share of the prompts or conversations of `dataset` to evaluate on and not to train on, in place of
-    `eval_dataset`. Defaults to a tenth of a local file, if there is no `eval_dataset` and something is evaluated."""
+    """As `share` of `eval_dataset`, which is the default."""
+    eval: dict[str, object] | str | None = None
+    """As `eval_dataset`."""
+
+
+@dataclass
+class DatasetSource:
+    """One dataset of a run: where its rows are, and those to evaluate on."""
+
+    entry: DatasetEntry
+    eval: EvalSource
+    name: str = ""  # where it is one of several
+    held_out_share: float | None = None
+
+    @property
+    def train_source(self) -> tuple[str, str]:
+        """The source of the training rows, and its split."""
+        return _source_and_split(self.entry.path, "train")
+
+    @property
+    def eval_source(self) -> tuple[str, str]:
+        """The source of the held-out rows, and its split."""
+        path = self.eval.path
+        return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
+
+    def form(self, answers_directly: bool = False) -> Form:
+        """The form of the rows, for a policy that answers directly or for the packaged chain. Raises `ConfigError` if
+        the class of a format can't be made."""
+        return Form(
+            format=_format("dataset.format", self.entry.format, answers_directly),
+            columns={**(_columns("dataset.columns", self.entry.columns) or {}), **self._branch},
+            held_out_share=self.held_out_share or 0.0,
+            name=self.name,
+        )
+
+    def eval_form(self, answers_directly: bool = False) -> Form:
+        """The form of the held-out rows. Arguments and errors are those of `form`."""
+        form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self.eval.columns)
+        other = self.eval.format
+        return Form(
+            format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
+            columns=form.columns if columns is None else {**columns, **self._branch},
+            name=self.name,
+        )
+
+    @property
+    def _branch(self) -> dict[str, Column]:
+        branch = self.entry.branch
+        return {} if branch is None else read_columns("dataset.branch", {"branch": {"value": branch}})
+
+
+@takes_former_names
+@dataclass
+class DataConfig:
+    """The rows to train and evaluate on."""
+
+    dataset: dict[str, object] | str | list[object] | None = DEMO
+    """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
+    `NAME:SPLIT` is another split than `train`. A mapping with the fields of `DatasetEntry` has another format or other
+    columns; several datasets are a list of such mappings."""
+    eval_dataset: dict[str, object] | str | None = None
+    """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
+    `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`. `{share:
+    0.1}` holds out a share of `dataset`, which for a local file is the default."""
     max_train_rows: Count | None = None
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
@@ -101,56 +157,36 @@ class DataConfig:
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
     there are two: `instruct` explains its task to a general chat model. `compact` is the conversation alone."""
-    max_prompt_tokens: Count | None = None
-    """Most tokens of a prompt, the chat template's included. Defaults to `vllm_max_model_length`, or without it the
-    model's positions, less `max_completion_length`."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"
-    """Rule for rows with longer prompts. `error` ends the run before a model is loaded. `drop` leaves these rows out.
+    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or without it
+    in the model's positions. `error` ends the run before a model is loaded. `drop` leaves these rows out.
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        self.name, self.entry, self.sources = "", DatasetEntry(path=""), [self]
-        """Of one dataset among several: its name and its entry. Each dataset by itself."""
+        self.sources = list[DatasetSource]()
         refused = Refusals()
-        given_dataset = self.dataset
         refused.each(lambda: check_settings(self))
-        if isinstance(given_dataset, list) or str(given_dataset).startswith("["):
-            with refused.of(self, "dataset"):
-                self.sources = self._several()
-            refused.tell(self)
-            return
-        with refused.of(self, "eval_dataset"):
-            given = {} if self.eval_dataset is None else self.eval_dataset
-            if isinstance(given, str) and not given.startswith("{"):
-                _check_source("eval_dataset", given)
-                given = {"path": given}
-            self._eval = entry_of("eval_dataset", EvalSource, given)
-            self.eval_dataset = self._eval.path
-        refused.check(
-            lambda: not self.held_out_share or (self._eval == EvalSource() and self.dataset != DataConfig.dataset),
-            "`held_out_share` is given, and the held-out rows are there already: in `eval_dataset`, or in the "
-            "demo. Expected it with a `dataset` of your own, without `eval_dataset`. Leave one of them out.",
-        )
+        with refused.of(self, "sources"):
+            self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
         refused.tell(self)
 
-    def _several(self) -> list["DataConfig"]:
-        """The settings of each entry alone. Raises `ConfigError` if they do not work, alone or together."""
-        given = [name for name in ("eval_dataset", "columns") if getattr(self, name) is not None]
-        given += [] if self.dataset_format == ROWS else ["dataset_format"]
-        check(not given, f"{', '.join(given)} stand beside a list in `dataset`. Expected them in its entries.")
-        sources = list[DataConfig]()
+    def _read_sources(self, evaluated: EvalSource) -> list[DatasetSource]:
+        """The datasets. Raises `ConfigError` if they do not work, alone or together."""
+        if not (isinstance(self.dataset, list) or str(self.dataset).startswith("[")):
+            given = self.dataset
+            if given is None or not str(given).startswith("{"):
+                _check_source("dataset", given)
+                given = {"path": str(given)}
+            return [_source("dataset", {"path": DEMO} | structure("dataset", given, dict), evaluated)]
+        check(
+            evaluated == EvalSource(share=evaluated.share),
+            "`eval_dataset` stands beside a list in `dataset`. Expected it in its entries, as `eval`.",
+        )
+        sources = list[DatasetSource]()
         for number, value in enumerate(structure("dataset", self.dataset, list)):
-            entry = entry_of(f"dataset[{number}]", DatasetEntry, value)
-            branch = {} if entry.branch is None else {"branch": {"value": entry.branch}}
-            share = self.held_out_share if (entry.held_out_share, entry.eval) == (None, None) else entry.held_out_share
-            try:
-                columns = {**(entry.columns or {}), **branch}
-                source = DataConfig(entry.path, entry.eval, entry.format, columns, share)
-            except ConfigError as error:
-                raise ConfigError(f"`dataset[{number}]`: {error}") from error
+            source = _source(f"dataset[{number}]", value, evaluated)
             name = Path(source.train_source[0]).stem.replace(":", "-")
-            taken = [other.name for other in sources]
-            source.name, source.entry = name if name not in taken else f"{name}-{number + 1}", entry
+            source.name = f"{name}-{number + 1}" if name in [other.name for other in sources] else name
             sources.append(source)
         shares = [source.entry.share for source in sources if source.entry.share is not None]
         check(
@@ -161,42 +197,31 @@ class DataConfig:
         return sources
 
     @property
-    def train_source(self) -> tuple[str, str]:
-        """`dataset`, and its split to train on."""
-        return _source_and_split(str(self.dataset), "train")
-
-    @property
-    def eval_source(self) -> tuple[str, str]:
-        """The source of the held-out rows, and its split."""
-        path = cast(str | None, self.eval_dataset)
-        return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
-
-    def form(self, answers_directly: bool = False) -> Form:
-        """The form of `dataset`, for a policy that answers directly or for the packaged chain. Raises `ConfigError`
-        if the class of a format can't be made."""
-        return Form(
-            format=_format("dataset_format", self.dataset_format, answers_directly),
-            columns=_columns("columns", self.columns) or {},
-            held_out_share=self.held_out_share or 0.0,
-            name=self.name,
-        )
-
-    def eval_form(self, answers_directly: bool = False) -> Form:
-        """The form of the held-out rows. Arguments and errors are those of `form`."""
-        form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self._eval.columns)
-        branch = {} if self.entry.branch is None else {"branch": form.columns["branch"]}
-        other = self._eval.format
-        return Form(
-            format=form.format if other is None else _format("eval_dataset.format", other, answers_directly),
-            columns=form.columns if columns is None else {**columns, **branch},
-            name=self.name,
-        )
-
-    @property
     def own_sources(self) -> list[str]:
         """The datasets of the run that are not packaged."""
         sources = dict.fromkeys(name for each in self.sources for name, _ in (each.train_source, each.eval_source))
         return [source for source in sources if source not in PACKAGED]
+
+
+def _eval_source(setting: str, given: object) -> EvalSource:
+    if isinstance(given, str) and not given.startswith("{"):
+        _check_source(setting, given)
+    return entry_of(setting, EvalSource, given, text="path")
+
+
+def _source(setting: str, value: object, evaluated: EvalSource) -> DatasetSource:
+    """A dataset from its mapping. `evaluated`: what to evaluate on, unless its entry says so."""
+    entry = entry_of(setting, DatasetEntry, value)
+    share = entry.held_out_share
+    if entry.eval is not None:
+        evaluated = _eval_source(f"{setting}.eval", entry.eval)
+    share = evaluated.share if share is None else share
+    check(
+        not share or (evaluated == EvalSource(share=evaluated.share) and entry.path != DEMO),
+        f"a share of `{setting}` is to be held out, and held-out rows are there already: in `eval_dataset`, or in the "
+        "demo. Expected it with a dataset of your own, without others. Leave one of them out.",
+    )
+    return DatasetSource(entry, evaluated, held_out_share=share)
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:

@@ -34,7 +34,8 @@ def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
 
 
 def _documents(config: RewardConfig) -> Path | None:
-    return None if config.knowledge_file is None else Path(config.knowledge_file).expanduser()
+    path = config.rag_service.knowledge_file
+    return None if path is None else Path(path).expanduser()
 
 
 def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
@@ -46,8 +47,9 @@ def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
 def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
     """The addresses of the RAG service and the judge. Embedded ones are started where none is configured; all ranks
     learn those of their own node. `services`: from `launched_services`, which is called without them."""
+    rag = config.rag_service.base_url
     if not (config.embeds_rag or config.embeds_judge):
-        yield config.rag_base_url or NOWHERE, config.judge_base_url or NOWHERE
+        yield rag or NOWHERE, NOWHERE
         return
     with contextlib.ExitStack() as stack:
         if services is None and "WORLD_SIZE" not in os.environ:
@@ -55,7 +57,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
             _log_embedded(config, here)
         else:
             here = _of_this_node(config, services or stack.enter_context(launched_services(config)))
-        yield config.rag_base_url or here.rag_base_url, config.judge_base_url or here.judge_base_url
+        yield rag or here.rag_base_url, here.judge_base_url
 
 
 def _of_this_node(config: RewardConfig, services: EmbeddedServices) -> ServiceAddresses:

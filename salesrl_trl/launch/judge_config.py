@@ -1,16 +1,21 @@
-"""Settings of one judge among several, and of the meter over them. `config.reward` reads them."""
+"""Settings of the judges, of how they judge, and of the meter over them. A part of `launch.reward_config`."""
 
 import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_path, check_url
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings
+from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings, entry_of
 from salesrl_trl.errors import Refusals
+from salesrl_trl.judged.judge_client import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS
+from salesrl_trl.types import JUDGE
 
 NAME = "[A-Za-z0-9_-]+"
+JUDGE_MODES = ("single", "group")
+EMBEDDED_MODEL = "salesrl-judge"
+"""Name of the embedded judge's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,25 @@ class JudgeMeterSettings:
     anchor_steps: Count = 50
     on_alarm: Annotated[str, (WARN, STOP, SECOND_JUDGE)] = WARN
     rubric_dir: Annotated[str, check_path] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeModeSettings:
+    """`judge_mode`, checked."""
+
+    mode: Annotated[str, JUDGE_MODES] = "single"
+    repeats: Count = 1
+    """Verdicts for each answer, with the mode `single`."""
+    orders: Count = 2
+    """Calls for each group, with the mode `group`: each shows the answers in another order, every second one the
+    order before it turned round."""
+    aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
+    """The one score of several verdicts: their `mean`, `median` or `min`."""
+
+    @property
+    def orders_of_groups(self) -> int:
+        """`orders`, or 0 where each completion is judged by itself."""
+        return self.orders if self.mode == "group" else 0
 
 
 @dataclass(kw_only=True)
@@ -77,12 +101,50 @@ class JudgeProviderConfig:
         refused = Refusals()
         refused.each(lambda: check_settings(self, f"{where}."))
         refused.check(
-            lambda: isinstance(self.extra_body, dict),
-            f"`{where}.extra_body` is no mapping. Expected fields of a request.",
-        )
-        refused.check(
             lambda: self.max_usd is None or self.has_price,
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "
             "or `usd_per_million_completion_tokens`: without one nothing is ever spent.",
         )
         refused.tell(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judges:
+    """`judge_providers`, checked."""
+
+    providers: tuple[JudgeProviderConfig, ...] = ()  # none without an address
+    own: str | None = None  # the dotted path of a class of the user's own
+    are_several: bool = False  # whether they are a list, and have names
+
+    def place_of(self, provider: JudgeProviderConfig) -> str:
+        """Where a provider is in the settings, for messages."""
+        return f"judge_providers[{provider.name}]" if self.are_several else "judge_providers"
+
+    def service_of(self, provider: JudgeProviderConfig) -> str:
+        """The name of a provider's service, in metrics and reason codes."""
+        return f"{JUDGE}_{provider.name}" if self.are_several else JUDGE
+
+
+def judges_of(given: object) -> Judges:
+    """The judges of the setting `judge_providers`. Raises `ConfigError` for an entry that lacks a field, has an
+    unknown one, or does not fit the others."""
+    if isinstance(given, str) and not given.startswith(("{", "[")):
+        return Judges(own=given)
+    if not isinstance(given, list) and not str(given).startswith("["):
+        entry = structure("judge_providers", given or {}, dict)
+        of_embedded = {"name": JUDGE, "model": EMBEDDED_MODEL, "base_url": "http://embedded/v1"}
+        judge = entry_of("judge_providers", JudgeProviderConfig, of_embedded | entry)
+        return Judges(providers=(judge,) * ("base_url" in entry))
+    providers, refused = [], Refusals()
+    for index, entry in enumerate(structure("judge_providers", given, list)):
+        with refused:
+            name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+            path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
+            providers.append(entry_of(path, JudgeProviderConfig, entry))
+    refused.tell()
+    names = [provider.name for provider in providers]
+    check(
+        bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
+        f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
+    )
+    return Judges(providers=tuple(providers), are_several=True)

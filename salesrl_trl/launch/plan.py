@@ -132,7 +132,7 @@ class Plan(ServicesPlan):
             )
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
-        return prompt_limit(self.config.data, training, positions, server_room)
+        return prompt_limit(training, positions, server_room)
 
     def _shorten(self, name: str, most: int, length: int) -> None:
         config, was = self.config, getattr(self.config.training, name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.ranges import (
     Count,
     NotNegative,
@@ -23,26 +24,15 @@ from salesrl_trl.config.ranges import (
 )
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError, Refusals
-from salesrl_trl.judged.judge_client import AGGREGATIONS
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
-from salesrl_trl.launch.judge_config import NAME, JudgeMeterSettings, JudgeProviderConfig
+from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
 from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.sample_lines import KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
-JUDGE_MODES = ("single", "group")
 ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
-
-_EITHER = (
-    ("judge_providers", ("judge_base_url", "judge_model", "judge_api_key_env"), "each provider has its own"),
-    ("rag", ("rag_base_url", "rag_api_key_env"), "a class of your own needs no address and no key"),
-    ("judge", ("judge_base_url", "judge_providers", "judge_api_key_env"), "a class of your own needs no service"),
-    ("judge_meter", ("replay",), "nobody can ask a record for a second judge's score"),
-    ("knowledge_file", ("rag_base_url", "rag"), "only the embedded RAG service reads it"),
-)
-"""A setting, those that it replaces, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +49,17 @@ class ReplaySettings:
         return FILE if self.run == CASSETTE else Path(self.run).expanduser()
 
 
+def _check_replay(replay: ReplaySettings | None) -> None:
+    if replay is None or record_files(replay.record):
+        return
+    folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
+    runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
+    raise ConfigError(
+        f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or the "
+        "output folder of another run with `record: true`."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
     """`max_attempts`, checked: the attempts of a call, by service."""
@@ -67,6 +68,70 @@ class Attempts:
     judge: Count = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class RagSettings:
+    """`rag`, checked."""
+
+    base_url: Annotated[str, check_url] | None = None
+    """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the service's key."""
+    client: str | None = None
+    """Dotted path of a client of your own for a service of another form, a class that derives from
+    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
+    top_k: Annotated[int, Range(1, 50)] = 3
+    """Most passages of an answer."""
+    score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
+    """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
+    good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
+    timeout_s: Positive = 30.0
+    """Seconds that one attempt at an endpoint may take."""
+    max_concurrency: Count = 64
+    """Most calls in flight to each endpoint, of all processes together."""
+    knowledge_file: Annotated[str, check_path] | None = None
+    """Documents for the embedded service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
+    action_fields: list[str] | str = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
+    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
+    and services of your own that accept them."""
+
+    def __post_init__(self) -> None:
+        names, refused = self.action_format.fields, Refusals()
+        with refused:
+            check(
+                len(names) > 0 and len(set(names)) == len(names),
+                f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
+            )
+        bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
+        refused.check(
+            lambda: not bad,
+            f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
+            f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
+        )
+        for name, others, why in (
+            ("client", ("base_url", "api_key_env"), "a class of your own needs no address and no key"),
+            ("knowledge_file", ("base_url", "client"), "only the embedded RAG service reads it"),
+        ):
+            given = [other for other in others if getattr(self, other) is not None]
+            both = f"`rag.{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
+            with refused:
+                check(getattr(self, name) is None or not given, both)
+        refused.tell()
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether neither an address nor a client is given."""
+        return self.base_url is None and self.client is None
+
+    @property
+    def action_format(self) -> ActionFormat:
+        """The names of an action's fields, and the one that is searched with."""
+        names = (self.action_fields,) if isinstance(self.action_fields, str) else tuple(self.action_fields)
+        usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else next(iter(names), "")
+        return ActionFormat(fields=names, query=usual)
+
+
+@takes_former_names
 @dataclass
 class RewardConfig:
     """The services that score, the limits of calls to them, and the formula of the reward."""
@@ -74,35 +139,19 @@ class RewardConfig:
     allow_stand_ins: bool = False
     """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They know only the
     demo, so the scores mean nothing: for trying things. Without it such a run is refused."""
-    knowledge_file: Annotated[str, check_path] | None = None
-    """Documents for the embedded RAG service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
-    rag_base_url: Annotated[str, check_url] | None = None
-    """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
-    rag: str | None = None
-    """Dotted path of a client of your own for a RAG service of another form, a class that derives from
-    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
-    rag_api_key_env: str | None = None
-    """Name of the environment variable that holds the RAG service's key."""
-    judge_base_url: Annotated[str, check_url] | None = None
-    """OpenAI-style address of the judge, `/v1` included. Without one the recipe starts the embedded judge."""
-    judge_model: str = "salesrl-judge"
-    """Name of the judge's model."""
-    judge_api_key_env: str | None = None
-    """Name of the environment variable that holds the judge's key."""
-    judge_providers: list[object] | str | None = None
-    """Several judges instead of the one above, in fallback order: a list of mappings with the fields of
-    `JudgeProviderConfig`, as JSON on the command line."""
-    judge_repeats: Count = 1
-    """Verdicts for each answer."""
-    judge_aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
-    """The one score of several verdicts: their `mean`, `median` or `min`."""
-    judge_mode: Annotated[str, JUDGE_MODES] = "single"
+    rag: dict[str, object] | str | None = None
+    """The RAG service: a mapping with the fields of `RagSettings`, such as `{base_url: http://rag.internal:8801}`, or
+    the dotted path of a client of your own. Without an address the recipe starts the embedded service."""
+    judge_providers: dict[str, object] | str | list[object] | None = None
+    """The judge: a mapping with the fields of `JudgeProviderConfig`, such as `{base_url: http://HOST:PORT/v1, model:
+    NAME}`. Several judges are a list of such mappings, each with a `name`, in fallback order. The dotted path of a
+    class that derives from `salesrl_trl.Judge` is a judge of your own. Without an address the recipe starts the
+    embedded judge."""
+    judge_mode: dict[str, object] | str | None = "single"
     """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, which is a quarter
     of the calls for groups of 8 in two orders. Where such a call fails, its completions are judged one by one. So are
-    those of an evaluation with one completion of a prompt."""
-    judge_orders: Count = 2
-    """Calls for each group with `judge_mode: group`: each shows the answers in another order, every second one the
-    order before it turned round. `judge_aggregation` makes one score of them."""
+    those of an evaluation with one completion of a prompt. A mapping with the fields of `JudgeModeSettings` says more:
+    `{mode: group, orders: 4, aggregation: min}`."""
     judge_meter: dict[str, object] | str | None = None
     """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
     on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
@@ -116,10 +165,7 @@ class RewardConfig:
     answers, without a RAG service. `reward_weights` weighs them."""
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
-    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service, by the `rag_*` settings."""
-    judge: str | None = None
-    """Dotted path of a judge of your own, a class that derives from `salesrl_trl.Judge`. It replaces the judges
-    above, which need no address then."""
+    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service of `rag`."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
     `salesrl_trl.judged.stage.RewardStage`."""
@@ -131,24 +177,11 @@ class RewardConfig:
     named has the weight of `judge` alone."""
     missing_component: Annotated[str, MISSING_RULES] = "none"
     """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
-    action_fields: list[str] = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
-    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
-    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
-    and services of your own that accept them."""
-    rag_score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
-    """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
-    good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
-    rag_top_k: Annotated[int, Range(1, 50)] = 3
-    """Most passages of an answer."""
-    rag_timeout_s: Positive = 30.0
-    """Seconds that one attempt at a RAG endpoint may take."""
     judge_timeout_s: Positive = 60.0
     """Seconds that one attempt at the judge may take."""
     max_attempts: dict[str, object] | str | int | None = 3
     """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
     1}` gives judges another number. 1 is for no retries: a completion whose verdict failed is then missing at once."""
-    rag_max_concurrency: Count = 64
-    """Most calls in flight to each RAG endpoint, of all processes together."""
     judge_max_concurrency: Count = 64
     """Most calls in flight to a judge, of all processes together."""
     initial_concurrency: Count = 8
@@ -190,44 +223,28 @@ class RewardConfig:
     invalid_action_reward: Annotated[float, _LOW_REWARD] = 0.0
     """Reward of a completion that is no valid action. The judge's scores are in [0, 1]."""
 
-    def action_format(self) -> ActionFormat:
-        """The names of an action's fields, and the one that is searched with."""
-        names = tuple(self.action_fields)
-        usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else names[0]
-        return ActionFormat(fields=names, query=usual)
+    @property
+    def rag_service(self) -> RagSettings:
+        """`rag`, checked."""
+        return entry_of("rag", RagSettings, self.rag, text="client")
 
-    def _check_action(self) -> None:
-        names = self.action_fields
-        check(
-            len(names) > 0 and len(set(names)) == len(names),
-            f"`action_fields` is {names}. Expected at least one name, and each name once.",
-        )
-        bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
-        check(
-            not bad,
-            f"`action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
-            f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
-        )
+    @property
+    def judges(self) -> Judges:
+        """`judge_providers`, checked."""
+        return judges_of(self.judge_providers)
+
+    @property
+    def judging(self) -> JudgeModeSettings:
+        """`judge_mode`, checked."""
+        return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
     def parsed_replay(self) -> ReplaySettings | None:
         """`replay`, checked. `None` without one."""
         if self.replay is None:
             return None
-        is_name = isinstance(self.replay, str) and not self.replay.startswith("{")
-        replay = entry_of("replay", ReplaySettings, {"run": self.replay} if is_name else self.replay)
+        replay = entry_of("replay", ReplaySettings, self.replay, text="run")
         # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
         return replace(replay, on_miss=replay.on_miss or ("nearest" if replay.run == CASSETTE else "fail"))
-
-    def _check_replay(self) -> None:
-        replay = self.parsed_replay()
-        if replay is None or record_files(replay.record):
-            return
-        folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
-        runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
-        raise ConfigError(
-            f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or "
-            "the output folder of another run with `record: true`."
-        )
 
     @property
     def asks_nobody(self) -> bool:
@@ -258,33 +275,33 @@ class RewardConfig:
     @property
     def embeds_rag(self) -> bool:
         """Whether the embedded RAG service answers."""
-        return self.uses_rag and self.rag_base_url is None and self.rag is None
+        return self.uses_rag and self.rag_service.is_embedded
 
     @property
     def embeds_judge(self) -> bool:
         """Whether the embedded judge scores."""
-        own = (self.judge, self.judge_base_url, self.judge_providers)
-        return self.uses_services and own == (None,) * 3
+        return self.uses_services and self.judges.own is None and not self.judges.providers
 
     def __post_init__(self) -> None:
         refused = Refusals()
-        refused.each(lambda: check_settings(self), self._check_replay, self._check_action, self.parsed_attempts)
-        with refused.of(self, "judge_providers"):
-            self.parsed_judge_providers()
+        refused.each(lambda: check_settings(self), lambda: _check_replay(self.parsed_replay()), self.parsed_attempts)
+        for name, member in (("rag", "rag_service"), ("judge_mode", "judging"), ("judge_providers", "judges")):
+            with refused.of(self, name):
+                getattr(self, member)
         refused.each(self.parsed_judge_meter)
-        for name, others, why in _EITHER:
-            with refused:
-                given = [other for other in others if getattr(self, other) != getattr(RewardConfig, other)]
-                both = f"`{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
-                check(getattr(self, name) is None or not given, both)
+        refused.check(
+            lambda: self.judge_meter is None or self.replay is None,
+            "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
+            "judge's score.",
+        )
         refused.check(
             lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
             f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
         )
         refused.check(
-            lambda: self.judge_mode == "single" or (self.judge is None and self.judge_repeats == 1),
-            "`judge_mode: group` is given beside `judge` or `judge_repeats`. Expected it alone: `judge_orders` says "
+            lambda: self.judging.mode == "single" or (self.judges.own is None and self.judging.repeats == 1),
+            "`judge_mode: group` is given beside `repeats`, or a judge of your own. Expected it alone: `orders` says "
             "how often a group is judged, and a judge of your own says so in its `orders`.",
         )
         with refused:
@@ -299,7 +316,7 @@ class RewardConfig:
                     "counted.",
                 )
         refused.check(
-            lambda: self.max_usd is None or any(judge.has_price for judge in self.parsed_judge_providers()),
+            lambda: self.max_usd is None or any(judge.has_price for judge in self.judges.providers),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
@@ -315,31 +332,12 @@ class RewardConfig:
             value = {"rag": value, "judge": value}
         return entry_of("max_attempts", Attempts, value)
 
-    def parsed_judge_providers(self) -> list[JudgeProviderConfig]:
-        """`judge_providers`, checked; empty without any. Raises `ConfigError` for an entry that lacks a field, has an
-        unknown one, or does not fit the others."""
-        if self.judge_providers is None:
-            return []
-        providers, refused = [], Refusals()
-        for index, entry in enumerate(structure("judge_providers", self.judge_providers, list)):
-            with refused:
-                name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
-                path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
-                providers.append(entry_of(path, JudgeProviderConfig, entry))
-        refused.tell()
-        names = [provider.name for provider in providers]
-        check(
-            bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
-            f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
-        )
-        return providers
-
     def parsed_judge_meter(self) -> JudgeMeterSettings | None:
         """`judge_meter`, checked. `None` without one."""
         if self.judge_meter is None:
             return None
         meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)
-        providers = {provider.name: provider for provider in self.parsed_judge_providers()}
+        providers = {provider.name: provider for provider in self.judges.providers}
         others = [one for one in providers.values() if one.name != meter.second and one.weight]
         check(
             meter.second in providers and len(others) > 0,

@@ -7,6 +7,7 @@ import copy
 import difflib
 import itertools
 import json
+import re
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import yaml
 from trl import TrlParser
 
 from salesrl_trl.config.checks import check_path, check_text, find_modules_in
+from salesrl_trl.config.former import FORMER, with_entries
 from salesrl_trl.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, Refusals, SalesRLError, without
@@ -32,9 +34,10 @@ from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-    from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
+    from salesrl_trl.config import SalesGRPOConfig
     from salesrl_trl.launch.data_config import DataConfig
     from salesrl_trl.launch.reward_config import RewardConfig
+    from salesrl_trl.launch.telemetry_config import TelemetryConfig
 
 SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own when no model is named
 SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
@@ -49,9 +52,10 @@ def all_kinds() -> tuple[type, ...]:
     """All settings of a run. Their import takes seconds, because it brings torch."""
     from trl import ModelConfig
 
-    from salesrl_trl.config import SalesGRPOConfig, TelemetryConfig
+    from salesrl_trl.config import SalesGRPOConfig
     from salesrl_trl.launch.data_config import DataConfig
     from salesrl_trl.launch.reward_config import RewardConfig
+    from salesrl_trl.launch.telemetry_config import TelemetryConfig
 
     return DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
 
@@ -141,6 +145,7 @@ class SettingsParser(TrlParser):
         self._presets: dict[str, dict[str, object]] = {}
         self.options_beside = set[str]()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
+        self._entries: dict[str, object] = {}  # what the command line gives by dotted and by former names
 
     @property
     def keys(self) -> set[str]:
@@ -159,6 +164,7 @@ class SettingsParser(TrlParser):
         words.add_argument("--config", nargs="?", action="append", default=[])
         words.add_argument(f"--{PRESET}", nargs="*", action="append", default=[])
         given, argv = words.parse_known_args(argv)
+        argv = self._without_entries(argv)
         if len(given.config) > 1:
             raise ConfigError("`--config` is given more than once. Expected one recipe. Leave out the others.")
         if given.config == [None]:
@@ -189,7 +195,8 @@ class SettingsParser(TrlParser):
                 find_modules_in(folder)
         self._given = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         is_packaged = file and Path(file).resolve() in RECIPES.values()
-        self.given = self._given | (set() if is_packaged else recipe.keys())
+        self.given = self._given | {FORMER.get(name, name).split(".")[0] for name in self._entries}
+        self.given |= set() if is_packaged else recipe.keys()
         self.notes, self.values = [], {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         if "--config" not in argv:
             self.set_defaults_with_config()
@@ -199,6 +206,19 @@ class SettingsParser(TrlParser):
         if not self._keeps:
             self._refused.tell()
         return tuple(read[:-1])
+
+    def _without_entries(self, argv: Sequence[str]) -> list[str]:
+        """The command line without entries of settings, such as `--branch_kl.settings.law fixed`, and without settings
+        by former names: these are kept for later."""
+        settings = "|".join(self.keys)
+        dotted = {word.split("=")[0][2:] for word in argv if re.match(rf"--({settings})\.", word)}
+        words = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+        for name in {*FORMER, *dotted}:
+            words.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, dest=name, nargs="*")
+        given, others = words.parse_known_args(argv)
+        values = {name: [*map(coming_from.value_of, texts)] for name, texts in vars(given).items()}
+        self._entries = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
+        return others
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
         """Checks paths. Keeps the values: the classes change them while they check them."""
@@ -215,7 +235,9 @@ class SettingsParser(TrlParser):
                     "functions of your own score rows of your own, so the recipe's settings of "
                     f"`{SALES_CHAIN}` are left out: {', '.join(left)}"
                 )
-        elif getattr(namespace, "branches", None) == []:
+        entries = with_entries({**vars(namespace), **self._entries})
+        vars(namespace).update({name: entries[name] for name in vars(namespace)})
+        if not _is_own_task(namespace) and getattr(namespace, "branches", None) == []:
             namespace.branches = list(DEFAULT_BRANCHES)
         if getattr(namespace, "held_out_eval", False) is None:
             namespace.held_out_eval = True
@@ -240,15 +262,20 @@ class SettingsParser(TrlParser):
     def set_defaults_with_config(self, **config: object) -> list[str]:
         """Make defaults of the recipe's values, `sales_chain`'s among them, of the presets', and, if no model is
         named, of `small_policy`'s."""
-        config = {name: value for name, value in config.items() if name in self.keys}
-        small_policy, chain = config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None)
+        parts = (config.pop(SMALL_POLICY, None), config.pop(SALES_CHAIN, None))
+        small_policy, chain = (with_entries(part) if isinstance(part, dict) else part for part in parts)
+        known = self.keys | FORMER.keys()
+        config = with_entries({name: value for name, value in config.items() if name in known})
         if isinstance(chain, dict):
             chain = {name: value for name, value in chain.items() if name not in config}
             self._of_chain = {name: self.get_default(name) for name in chain if name not in self._unread}
             config |= chain
         for name, preset in self._presets.items():
-            self.notes.append(f"preset {name}: {_changes(preset, config, self._given)}")
-            config |= preset
+            of_chain: Any = preset.pop(SALES_CHAIN, {})
+            self._of_chain |= {name: self.get_default(name) for name in of_chain if name not in self._unread}
+            overlay = with_entries({**preset, **of_chain})
+            self.notes.append(f"preset {name}: {_changes(overlay, config, self._given)}")
+            config |= overlay
         is_named = "model_name_or_path" in self._given or config.get("model_name_or_path") is not None
         if isinstance(small_policy, dict) and small_policy and not is_named:
             changes = _changes(small_policy, config, self._given)
@@ -297,7 +324,7 @@ class SettingsParser(TrlParser):
             raise ConfigError(f"{path} is not YAML: {fault}. Correct it there.") from None
         if not isinstance(recipe, dict):
             raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
-        known, given = self.keys, dict(recipe)
+        known, given = self.keys | FORMER.keys(), dict(recipe)
         for key in (SMALL_POLICY, SALES_CHAIN):
             part = recipe.get(key) or {}
             if not isinstance(part, dict):

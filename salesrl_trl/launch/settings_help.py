@@ -23,6 +23,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from salesrl_trl.config import ranges
+from salesrl_trl.config.former import FORMER
 from salesrl_trl.config.ranges import LORA, TRAINING, Range, texts_in
 from salesrl_trl.data.files import read_yaml
 from salesrl_trl.launch.coming_from import answer
@@ -99,11 +100,12 @@ def _tree(module: str) -> ast.Module:
 
 @functools.cache
 def settings() -> dict[str, Setting]:
-    """All settings of a run by name, and those of an entry of `judge_providers` as `judge_providers.NAME`."""
+    """All settings of a run by name, and entries of settings as `judge_providers.model`."""
     found = dict[str, Setting]()
     for group, path in [(group, path) for group, of in GROUPS.items() for path in of["classes"]]:
         for setting in _settings_of(path, group):
-            name = f"judge_providers.{setting.name}" if group == "judges" else setting.name
+            inside = GROUPS[group].get("entries_of")
+            name = f"{inside}.{setting.name}" if inside else setting.name
             earlier = found.setdefault(name, setting._replace(name=name))
             if not earlier.text:
                 found[name] = earlier._replace(text=setting.text)
@@ -191,7 +193,7 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
     place = next(place for place, word in enumerate(argv) if word in FLAGS)
     words = [word for word in argv[place + 1 :] if not word.startswith("-")]
     options = [word.lstrip("-").replace("-", "_") for word in argv[place + 1 : place + 2]]
-    words = words or [name for name in options if name in ("preset", *settings())]
+    words = words or [name for name in options if name in ("preset", *settings(), *FORMER)]
     recipe = _recipe(argv[:place], recipe)
     found = _asked(words, recipe) if words else own or _first_page(recipe)
     if os.environ.get("RANK", "0") == "0":
@@ -211,6 +213,7 @@ def _first_page(recipe: Path) -> str:
 def _asked(words: Sequence[str], recipe: Path) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
     known, word = settings(), words[0].replace("-", "_")
+    word = FORMER.get(word, word)
     if word == "preset":
         texts = {name: (FOLDER / f"{name}.yaml").read_text("utf-8")[2:].replace("\n# ", " ") for name in PRESETS}
         entries = [_entry(name, "", re.split(r"\.\s", text)[0]) for name, text in texts.items()]

@@ -134,9 +134,8 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
             instruments.start(PartialState().is_main_process)
             take_policy(plan, instruments)
             with instruments.timeline.phase(StartUp.SERVICES):
-                opened = open_reward(
-                    config.reward, config.training, plan.rows, plan.reward, services, records=config.training.record
-                )
+                records = bool(config.training.record)
+                opened = open_reward(config.reward, config.training, plan.rows, plan.reward, services, records=records)
                 reward_loop = RewardLoop(stack.enter_context(opened))
             if asks_first:
                 reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from salesrl_trl.config.former import with_entries
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
@@ -109,6 +110,10 @@ def recipe(named: Mapping[str, object], source: str) -> str:
             left.setdefault(": ".join(filter(None, (line.see, line.note))), []).append(as_written)
         elif not made and key in known:
             left.setdefault(_why_nothing(line, value, every), []).append(as_written)
+    if isinstance(files := settings.get("dataset"), list):  # each has the columns
+        inner = {name: settings.pop(name) for name in [*settings] if name.startswith("dataset.")}
+        settings["dataset"] = [with_entries({"dataset": file, **inner})["dataset"] for file in files]
+        origins["dataset"] |= {key: text for name in inner for key, text in origins[name].items()}
     told = {key for texts in origins.values() for key in texts}
     for key in (key for key in known if key not in told):
         if table.converted(key, every[key], every):  # another name has the last word

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.training import FIXED
+from salesrl_trl.config.entries import FIXED
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
@@ -139,6 +139,7 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
         return "all rows: no KL" if name == ALL else f"{name}: no KL"
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
-    law = f", moved by {training.kl_law}" if training.kl_law else ""
-    law = ", coefficient fixed" if training.kl_law == FIXED else law
+    path = training.kl_settings.law
+    law = f", moved by {path}" if path else ""
+    law = ", coefficient fixed" if path == FIXED else law
     return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"

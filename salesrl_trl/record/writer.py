@@ -283,7 +283,7 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record_settings`): it has "
+                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): it has "
                 f"no steps up to {dropped} any more, and drops the oldest from here on"
             )
 

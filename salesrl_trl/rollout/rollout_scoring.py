@@ -86,7 +86,6 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
-    leaves_out_failed: bool
     sampler_correction: tuple[str, float | None, float | None]
 
 
@@ -215,9 +214,9 @@ class RolloutScoring:
         if is_skipped:
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
-            if settings.leaves_out_failed:  # an update that it shares with another batch is of that one alone
-                output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
-                output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
+            # an update that it shares with another batch is of that one alone
+            output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
+            output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
         self.instruments.timeline.end(Phase.ADVANTAGES)
         # 7. what looks on: the record, the monitor of the judge
         if is_complete:
@@ -341,7 +340,7 @@ class RolloutScoring:
         """Take failed completions out of TRL's output, so that none of their tokens counts; a collective. `FAILED`
         tells the normaliser which: of a batch in parts always, else if one failed on any rank."""
         failed = rollout.failed  # (world size x B,)
-        if not self.settings.leaves_out_failed or not (rollout.is_in_parts or failed.any()):
+        if not (rollout.is_in_parts or failed.any()):
             return
         own = failed[self._own(len(rollout.inputs))]
         output["completion_mask"] = output["completion_mask"] * ~own[:, None]

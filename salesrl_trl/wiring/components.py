@@ -92,8 +92,8 @@ class Components:
         """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
-        targets, law = args.kl_targets(), args.kl_control_law(kl_law)
-        self.kl = BranchedKL(targets, law, args.kl_windows(), args.kl_penalty()) if targets else None
+        targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
+        self.kl = BranchedKL(targets, law, args.kl_settings.windows, args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
         self.figures_of_rewards = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}

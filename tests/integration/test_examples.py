@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from werkzeug import Response
 
 from salesrl_trl.errors import ServiceUnavailable
-from salesrl_trl.launch.assembly import build_reward
+from salesrl_trl.launch.assembly import NOWHERE, build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -245,7 +245,7 @@ def vector_store(httpserver, tmp_path):
 
 def rewarded(config, rows, completions, folder):
     parts = prepare_reward(config, ["fairness", "hallucination"])
-    reward = build_reward(config, parts, rows, config.rag_base_url, config.judge_base_url, output_dir=folder)
+    reward = build_reward(config, parts, rows, config.rag_service.base_url, NOWHERE, output_dir=folder)
     return score_batch(reward, completions, list(range(len(rows)))).rewards
 
 

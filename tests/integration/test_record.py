@@ -122,7 +122,7 @@ def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_
 def test_settings_name_record_and_replay(recorded_run, tmp_path):
     folder = str(recorded_run[1])
     given = {"output_dir": str(tmp_path), "use_cpu": True}
-    config = SalesGRPOConfig(**given, record=True, record_settings={"gib": 0.5, "filter": "html.escape"})
+    config = SalesGRPOConfig(**given, record={"gib": 0.5, "filter": "html.escape"})
     gib, clean = config.parsed_record()
     assert (gib, clean("<")) == (0.5, "&lt;")
     assert RewardConfig(replay={"run": folder, "on_miss": "nearest", "delays": True}).asks_nobody
@@ -130,7 +130,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     assert RewardConfig(replay=folder).embeds_judge is False
     for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
         with pytest.raises(ConfigError):
-            SalesGRPOConfig(**given, record_settings=wrong)
+            SalesGRPOConfig(**given, record=wrong)
     with pytest.raises(ConfigError, match=r"replay\.on_miss"):
         RewardConfig(replay={"run": folder, "on_miss": "guess"})
     with pytest.raises(ConfigError, match=rf"nothing'.* Expected one of: demo, {re.escape(folder)};"):

@@ -61,7 +61,7 @@ def test_settings_of_the_trainer_and_of_the_reward(found, tracker):
     assert settings["max_steps"] == str(STEPS)
     assert settings["branches"] == "['fairness', 'hallucination']"
     assert "beta" in settings["branch_kl"]
-    assert settings["reward.rag_base_url"] == "http://127.0.0.1:9/v1"
+    assert "http://127.0.0.1:9/v1" in settings["reward.rag"]
     assert '"base_url": "http://127.0.0.1:9/v1"' in settings["reward.judge_providers"]
 
 

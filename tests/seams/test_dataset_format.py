@@ -46,11 +46,11 @@ def formats_of_a_user(tmp_path, monkeypatch):
 
 def test_a_format_is_named_by_its_dotted_path(tmp_path):
     file = write(tmp_path / "own.jsonl", {"q": "The price?", "a": "5 yuan."}, {"q": "And then?", "a": None})
-    form = DataConfig(dataset_format="formats_of_a_user.Questions").form()
+    form = DataConfig(dataset={"format": "formats_of_a_user.Questions"}).sources[0].form()
     (row,) = load_rows(file, "", BRANCHES, form=form)
     assert (row.context, row.documents) == ("customer: The price?", ("5 yuan.",))
-    with pytest.raises(ConfigError, match=r"`dataset_format` is .*Other', which is no .*DatasetFormat"):
-        DataConfig(dataset_format="formats_of_a_user.Other").form()
+    with pytest.raises(ConfigError, match=r"`dataset.format` is .*Other', which is no .*DatasetFormat"):
+        DataConfig(dataset={"format": "formats_of_a_user.Other"}).sources[0].form()
 
 
 GOOD_AND_BAD = {

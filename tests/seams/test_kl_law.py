@@ -50,7 +50,7 @@ def config(tmp_path):
 
 
 def branched(config, law):
-    return BranchedKL(TARGETS, law, config.kl_windows(), config.kl_penalty())
+    return BranchedKL(TARGETS, law, config.kl_settings.windows, config.kl_penalty())
 
 
 def simulate(kl, steps):
@@ -62,7 +62,7 @@ def simulate(kl, steps):
 
 def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, config):
     by_path = config(kl_law=f"{laws_of_a_user}.Smoothed", kl_law_settings={"gain": 0.05})
-    law = by_path.kl_control_law()
+    law = by_path.kl_settings.law_of()
     assert (type(law).__name__, law.gain) == ("Smoothed", 0.05)
     kl = branched(by_path, law)
     assert [target.contains(0.02 / target.beta) for target in TARGETS.values()] == [False, False]
@@ -72,7 +72,7 @@ def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, co
 
 def test_its_state_goes_into_a_checkpoint_and_out_of_it(laws_of_a_user, config, tmp_path):
     by_path = config(kl_law=f"{laws_of_a_user}.Smoothed", kl_law_settings='{"gain": 0.05}')
-    whole, stopped, resumed = (branched(by_path, by_path.kl_control_law()) for _ in range(3))
+    whole, stopped, resumed = (branched(by_path, by_path.kl_settings.law_of()) for _ in range(3))
     simulate(whole, range(11))
     simulate(stopped, range(5))  # inside the third window
     stopped.save(tmp_path)
@@ -84,11 +84,11 @@ def test_its_state_goes_into_a_checkpoint_and_out_of_it(laws_of_a_user, config, 
 
 def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of_a_user, config, tmp_path):
     packaged = config()
-    before = branched(packaged, packaged.kl_control_law())
+    before = branched(packaged, packaged.kl_settings.law_of())
     simulate(before, range(10))
     before.save(tmp_path)
     by_path = config(kl_law=f"{laws_of_a_user}.Smoothed")
-    after = branched(by_path, by_path.kl_control_law())
+    after = branched(by_path, by_path.kl_settings.law_of())
     after.load(tmp_path)
     assert after.control.betas == before.control.betas != [0.1, 0.3]
     assert after.control.state_dict()["fairness"]["law_state"] == {}
@@ -99,7 +99,7 @@ def test_a_law_that_breaks_during_a_run_ends_it(config):
         def move(self, window, state):
             return (window.beta, {"seen": True}) if not state else (math.inf, state)
 
-    kl = branched(config(), config().kl_control_law(Breaking()))
+    kl = branched(config(), config().kl_settings.law_of(Breaking()))
     simulate(kl, range(WINDOW))
     with pytest.raises(ConfigError, match=r"Breaking returned \(inf, {'seen': True}\)"):
         simulate(kl, range(WINDOW))
@@ -107,20 +107,20 @@ def test_a_law_that_breaks_during_a_run_ends_it(config):
 
 def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(laws_of_a_user, config):
     path = f"{laws_of_a_user}.Smoothed"
-    law = config(kl_law=path).kl_control_law()
-    assert config(kl_law="fixed").kl_control_law() is None
-    assert config().kl_control_law(law) is law
-    with pytest.raises(ConfigError, match="as an object, and by `kl_law`"):
-        config(kl_law=path).kl_control_law(law)
+    law = config(kl_law=path).kl_settings.law_of()
+    assert config(kl_law="fixed").kl_settings.law_of() is None
+    assert config().kl_settings.law_of(law) is law
+    with pytest.raises(ConfigError, match="as an object, and by `law`"):
+        config(kl_law=path).kl_settings.law_of(law)
     with pytest.raises(ConfigError, match="missing a required argument"):
-        config().kl_control_law(type(law))
+        config().kl_settings.law_of(type(law))
 
 
 @pytest.mark.parametrize("recipe", ["debug", "full"])
 def test_a_recipe_takes_a_law(laws_of_a_user, recipe):
     def law(path):
         command = ["--kl_law", path, "--kl_law_settings", '{"gain": 0.05}', "--use_cpu", "true", "--bf16", "false"]
-        return parse(command, ROOT / f"recipes/{recipe}.yaml").training.kl_control_law()
+        return parse(command, ROOT / f"recipes/{recipe}.yaml").training.kl_settings.law_of()
 
     assert law(f"{laws_of_a_user}.Smoothed").gain == 0.05
 

@@ -10,11 +10,11 @@ from support.answers import WrittenSubject, answered, one_rank
 from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward
 
-from salesrl_trl.config import TelemetryConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.evaluation.quick import QuickEvaluator
 from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory
+from salesrl_trl.launch.telemetry_config import TelemetryConfig
 from salesrl_trl.telemetry.timeline import Timeline
 
 FIGURES_OF_A_USER = '''

@@ -52,7 +52,7 @@ def test_its_requests_count_in_the_budget(foreign, services, tmp_path, result_of
     config, asked = foreign
     config.max_calls = 1
     parts = prepare_reward(config, ["fairness"])
-    reward = build_reward(config, parts, [row()], NOWHERE, config.judge_base_url, output_dir=tmp_path)
+    reward = build_reward(config, parts, [row()], NOWHERE, NOWHERE, output_dir=tmp_path)
     result_of(reward, [action("a"), action("b")])
     assert len(asked) == 1
 
@@ -62,7 +62,7 @@ def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_p
     try:
         config, _ = foreign
         parts = prepare_reward(config, ["fairness"])
-        reward = build_reward(config, parts, [row()], NOWHERE, config.judge_base_url, output_dir=tmp_path)
+        reward = build_reward(config, parts, [row()], NOWHERE, NOWHERE, output_dir=tmp_path)
         assert [scored.reason for scored in result_of(reward, [action()]).rewards] == ["rag_bad_response"]
     finally:
         CONTEXTS.pop()

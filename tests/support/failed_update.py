@@ -40,7 +40,6 @@ ARMS = {
     "4, one at a time": {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 1},
     "4, scored groups first": {"gradient_accumulation_steps": 4, "scored_groups_first": True},
     "4, two generation batches": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
-    "as TRL": {"gradient_accumulation_steps": 4, "failed_completions": "as_trl"},
 }
 CELLS = [
     (loss_type, arm) for arm in ARMS for loss_type in UNITS if arm == "4" or loss_type in ("grpo", "dapo", "bnpo")
@@ -49,7 +48,6 @@ CELLS = [
 CELLS_OF_TWO_RANKS = [
     ("grpo", "1"), ("bnpo", "1"), *((loss_type, "4") for loss_type in UNITS), ("bnpo", "4, one at a time"),
     ("grpo", "4, scored groups first"), ("dapo", "4, scored groups first"), ("dapo", "4, two generation batches"),
-    ("grpo", "as TRL"),
 ]  # fmt: skip
 """Each loss type and each arm. Over ranks, sums are taken before the factors, which are those of one rank; with the
 micro-batches as they come, every unit's sum is among them."""

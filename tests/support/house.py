@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "salesrl_trl"
 MOST_METHODS = 15
@@ -226,13 +228,22 @@ def code_lines(tree: ast.Module, text: str) -> int:
     return sum(bool(line := raw.strip()) and line[0] != "#" and number not in docstrings for number, raw in lines)
 
 
-def settings(trees: dict[str, ast.Module]) -> set[str]:
-    """Names of the package's own settings of a run: fields of the classes whose name ends in `Config`.
+def settings(trees: dict[str, ast.Module]) -> dict[str, object]:
+    """The package's own settings of a run, each with its default: fields of the classes in `config/` and in `launch/`
+    whose name ends in `Config`. A judge's provider has settings of its own inside one of them.
 
-    A judge's provider has settings of its own inside one of them.
+    A default that is no plain value is its source.
     """
+    constants = {
+        target.id: node.value
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     return {
-        field.target.id
+        field.target.id: _value(field.value, constants)
         for path, tree in trees.items()
         if of_settings(path)
         for node in tree.body
@@ -242,51 +253,47 @@ def settings(trees: dict[str, ast.Module]) -> set[str]:
     }
 
 
-def values_of_recipes(root: Path) -> dict[str, set[str]]:
-    """The settings of recipes and presets, each with its values as they are written there."""
-    files = [*(root / PACKAGE).rglob("recipes/*.yaml"), *(root / PACKAGE).rglob("presets/*.yaml")]
-    files += (root / "recipes").rglob("*.yaml")
-    values: dict[str, set[str]] = {}
-    for file in files:
-        for name, value in re.findall(r"^(?:  )?(\w+):(.*)", file.read_text(encoding="utf-8"), re.MULTILINE):
-            values.setdefault(name, set()).add(value.partition(" #")[0].strip())
+def _value(node: ast.expr | None, constants: dict[str, ast.expr]) -> object:
+    match node:
+        case None:
+            return None
+        case ast.Name(id=name) if name in constants:
+            return _value(constants[name], {})
+        case ast.Call(keywords=[ast.keyword(arg="default_factory", value=ast.Name(id="list" | "dict" as kind))]):
+            return [] if kind == "list" else {}
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
+def values_of_recipes(root: Path) -> dict[str, list[object]]:
+    """The settings of recipes and presets, each with its values there. Those of `small_policy` and `sales_chain`
+    count."""
+    files = {
+        file.resolve()
+        for folder in (root / PACKAGE, root / "recipes")
+        for kind in ("recipes/*.yaml", "presets/*.yaml", "*.yaml")
+        for file in folder.rglob(kind)
+        if {"recipes", "presets"} & {*file.parts}
+    }
+    values: dict[str, list[object]] = {}
+    for file in sorted(files):
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for part in (recipe, recipe.get("small_policy") or {}, recipe.get("sales_chain") or {}):
+            for name, value in part.items():
+                values.setdefault(name, []).append(value)
     return values
-
-
-def defaults(trees: dict[str, ast.Module]) -> dict[str, str]:
-    """The package's own settings, each with its default as it is written in the code."""
-    found = {}
-    for path, tree in trees.items():
-        for node in tree.body if of_settings(path) else ():
-            if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
-                for field in node.body:
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value:
-                        found[field.target.id] = ast.unparse(field.value)
-    return found
 
 
 def turned(root: Path = ROOT) -> set[str]:
     """Own settings to which a recipe or a preset gives another value than the default."""
-    trees = modules(root)
-    values, written = values_of_recipes(root), defaults(trees)
+    values = values_of_recipes(root)
     return {
         name
-        for name in settings(trees) & values.keys()
-        if any(_plain(value) != _plain(written.get(name, "")) for value in values[name])
+        for name, default in settings(modules(root)).items()
+        if any(value != default for value in values.get(name, ()))
     }
-
-
-def _plain(value: str) -> object:
-    """A value of YAML or of Python as one that can be compared: `1e3` and `1000.0` are one number."""
-    value = value.strip("\"'")
-    factory = re.search(r"default_factory=lambda: (.*?)(,|\)|$)", value) or re.search(r"default_factory=(\w+)", value)
-    value = factory[1] if factory else value
-    same = {"true": "True", "false": "False", "null": "None", "": "None", "list": "[]", "dict": "{}"}
-    value = same.get(value, value)
-    try:
-        return float(value)
-    except ValueError:
-        return value.replace('"', "").replace("'", "").replace(" ", "")
 
 
 def line_counts(root: Path = ROOT) -> dict[str, int]:
@@ -341,10 +348,10 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
     yield "modules at the root, beside __init__ and __main__", f"{len(at_root)}"
     yield "class names given twice", _listed(given_twice(class_names(trees)))
     yield "file names given twice", _listed(given_twice(file_names(trees)))
-    own = settings(trees)
-    unset = sorted(own - values_of_recipes(root).keys())
-    yield "settings; set by no recipe and no preset", f"{len(own)}; {_listed(unset)}"
-    yield "settings with another value than their default in a recipe or preset", f"{len(turned(root))}"
+    own, of_recipes = settings(trees), turned(root)
+    yield "settings", f"{len(own)}"
+    yield "settings with another value than their default in a recipe or preset", f"{len(of_recipes)}"
+    yield "the other settings", _listed(sorted(own.keys() - of_recipes))
     by_module = {path: members_of_trainer(tree) for path, tree in trees.items() if path != "trainer.py"}
     used: set[str] = set().union(*by_module.values())
     yield "members of the trainer used outside of it; private", f"{len(used)}; {len(private(used))}"

@@ -94,7 +94,7 @@ def set_up(trainer, case):
     trainer.beta = BETA
     if isinstance(trainer, ScriptedTrainer):
         trainer.beta = 1.0  # what it has TRL load the reference by
-        trainer.args.kl_estimator, trainer.args.kl_log_ratio_clamp = case.estimator, case.clamp
+        trainer.args.branch_kl["settings"] = {"estimator": case.estimator, "clamp": case.clamp}
         trainer.components.kl.settings = trainer.args.kl_penalty()
         coefficients(trainer, (BETA, BETA))
 

@@ -74,7 +74,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "delta": 3.0,
         "beta": 0.01,
         "use_bias_correction_kl": False,  # verl's KL has no importance ratio as a factor
-        "kl_estimator": "k3",
+        "branch_kl": {"settings": {"estimator": "k3"}},
         "top_k": 0,
         "vllm_engine_kwargs": {"enforce_eager": True, "max_num_seqs": 64},
         "reward_funcs": ["rewards.scores.right"],
@@ -115,7 +115,7 @@ def test_without_a_kl_loss_there_is_no_coefficient_and_an_odd_size_is_rounded_to
         "mini_batch_size: 32", "mini_batch_size: 33"
     )
     read, _ = translated(tmp_path, text.replace("n: 8,", "n: 5,").replace("per_node: 4", "per_node: 8"))
-    assert "beta" not in read and "kl_estimator" not in read
+    assert "beta" not in read and "branch_kl" not in read
     # 33 prompts x 5 = 165 completions on 8 processes: 5 groups of 5 for each, rounded up
     assert read["per_device_train_batch_size"] * read["gradient_accumulation_steps"] == 25
 
@@ -154,7 +154,7 @@ def test_a_script_is_read_as_a_shell_reads_it(tmp_path):
         "model_name_or_path": "some/model",
         "dataset": "some/model.json",
         "eval_dataset": "~/data/b.parquet",
-        "max_prompt_tokens": 2048,
+        "vllm_max_model_length": 2560,  # with 512 for the completion
         "reward_funcs": ["mine.compute_score"],
         "max_grad_norm": 0.5,
     }
@@ -317,3 +317,12 @@ def test_a_parquet_of_verl_is_read_with_its_system_turn_and_its_columns(tmp_path
     rows = load_rows(str(tmp_path / "train.parquet"), "train")
     dataset = prompt_dataset([build_prompt(row, None) for row in rows], rows, for_functions=True)
     assert {name: dataset[0][name] for name in row} == row
+
+
+def test_columns_are_entries_of_the_dataset_or_of_each_of_several(tmp_path):
+    text = "data: {train_files: %s, prompt_key: question}"
+    read, recipe = translated(tmp_path, text % "a.json")
+    assert read["dataset"] == {"path": "a.json", "columns": {"prompt": "question"}}
+    read, recipe = translated(tmp_path, text % "[a.json, b.json]")
+    assert read["dataset"] == [{"path": f"{name}.json", "columns": {"prompt": "question"}} for name in "ab"]
+    assert "data.prompt_key: question" in recipe.read_text()

@@ -18,7 +18,7 @@ from salesrl_trl.__main__ import COMMANDS
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.launch.coming_from import answer
 from salesrl_trl.launch.presets import FOLDER as PRESETS
-from salesrl_trl.launch.settings import names_of_settings
+from salesrl_trl.launch.settings_help import settings
 from salesrl_trl.names import FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def every_setting() -> set[str]:
     from peft import LoraConfig  # noqa: F401  (ModelConfig has its settings)
     from trl import GRPOConfig, ModelConfig
 
-    return names_of_settings() | {*GRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    return settings().keys() | {*GRPOConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
 
 
 def command(name: str, option: str = "--help") -> bool:
@@ -92,7 +92,8 @@ LOADER = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pi
 ROWS: dict[str, list[Check]] = {
     "1": of(there, "tests/unit/test_timing.py"),
     "2": of(is_script, "scripts/test_rag_endpoints.py")
-    + of(setting, "rag_base_url", "rag_top_k", "rag_score_threshold")
+    + of(setting, "rag.base_url", "rag.top_k", "rag.score_threshold")
+    + of(word, *((f"rag_{name}", f"rag.{name}") for name in ("base_url", "top_k", "score_threshold")))
     + of(there, "tests/unit/scripts/test_rag_tools.py"),
     "3": of(there, "tests/faults/test_chain_faults.py")
     + of(says, ("salesrl_trl/reward/sample_lines.py", '"scoring"')),
@@ -107,7 +108,8 @@ ROWS: dict[str, list[Check]] = {
     + of(word, ("data_copy_dir", "copy the file to the faster disk")),
     "11, 12": of(setting, "verbose", "held_out_eval", "quick_eval_steps")
     + of(says, ("salesrl_trl/reward/sample_lines.py", '"rag"', '"completions"')),
-    "13": of(recipe, ("full", "hybrid_reference_weight")) + of(there, "tests/integration/test_hybrid_baseline.py"),
+    "13": of(recipe, ("hybrid", "hybrid_reference_weight", 0.3))
+    + of(there, "tests/integration/test_hybrid_baseline.py"),
     "14": of(recipe, ("fast_load", "vllm_engine_kwargs", dict.fromkeys(CACHED, True)))
     + of(there, "tests/unit/config/test_engine.py::test_prefix_caching_and_chunked_prefill_arrive_in_the_engine")
     + of(word, *((f"vllm_{name}", "vllm_engine_kwargs") for name in (*CACHED, "load_format"))),

@@ -37,18 +37,20 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
 
     Returns lines for the banner, about what could not be checked.
     """
-    if _probe(base_url, "/healthz", key, "RAG service", "rag_base_url") is not None:
+    if _probe(base_url, "/healthz", key, "RAG service", "rag.base_url") is not None:
         return []
     shorter = re.sub(r"/v1(/.*)?$", "", base_url.rstrip("/"))
     if shorter != base_url.rstrip("/") and isinstance(_ask(shorter, "/healthz", key, "RAG service"), bytes):
         raise ConfigError(
-            f"`rag_base_url` is {base_url}, but the service answers at {shorter}. Expected the address before "
-            f"`/v1/rag/...`. Set `rag_base_url: {shorter}`."
+            f"`rag.base_url` is {base_url}, but the service answers at {shorter}. Expected the address before "
+            f"`/v1/rag/...`. Set `rag.base_url: {shorter}`."
         )
     return [f"the RAG service at {base_url} has no /healthz: the first call will show whether it is a RAG service"]
 
 
-def check_models(base_url: str, key: str | None, model: str, *, setting: str = "judge_base_url") -> list[str]:
+def check_models(
+    base_url: str, key: str | None, model: str, *, setting: str = "judge_providers.base_url"
+) -> list[str]:
     """Check that an OpenAI-compatible judge answers, and has the model: where its list of models lacks the name or
     can't be had, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
     question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
@@ -139,7 +141,7 @@ def _probe(base_url: str, path: str, key: str | None, service: str, setting: str
         raise _key_refused(service, setting, asked, answer)
     if answer.status is None or answer.status >= 500:
         embedded = ""
-        if setting in ("rag_base_url", "judge_base_url"):
+        if setting in ("rag.base_url", "judge_providers.base_url"):
             embedded = f", or, with the demo's rows and rubrics, leave `{setting}` out to use the embedded one"
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}` as it should ({asked}): {answer}. Expected 200 within "

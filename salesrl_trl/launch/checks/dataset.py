@@ -19,7 +19,7 @@ from salesrl_trl.launch.data.form import Records, drawn, mixed
 from salesrl_trl.launch.data.lengths import LengthLimit
 from salesrl_trl.launch.data.sources import check_rows, is_file, load_records
 from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, read_template
-from salesrl_trl.launch.data_config import DataConfig, DatasetEntry
+from salesrl_trl.launch.data_config import DataConfig, DatasetEntry, DatasetSource
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
@@ -52,34 +52,34 @@ def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
 
 def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
     """The policy's prompt: the template of `template_name`, read if it is a file."""
-    template, fields = template_name(data, reward), reward.action_format().fields
+    template, fields = template_name(data, reward), reward.rag_service.action_format.fields
     if template is None:
         return None
     if template not in PROMPT_STYLES:
         return read_template(template, fields)
     if template == "instruct" and fields != DEFAULT_FORMAT.fields:
         raise ConfigError(
-            f"`action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
+            f"`rag.action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
             f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
         )
     return template
 
 
-def settle_held_out(data: DataConfig) -> str | None:
+def settle_held_out(source: DatasetSource) -> str | None:
     """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
     the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
-    if data.eval_dataset is not None or data.held_out_share or not is_file(data.train_source[0]):
+    if source.eval.path is not None or source.held_out_share or not is_file(source.train_source[0]):
         return None
-    if data.held_out_share is not None:
+    if source.held_out_share is not None:
         raise ConfigError(
-            "`held_out_share` is 0 and `eval_dataset` is not given: evaluated on its training rows, those of the file "
-            f"{data.dataset}, a policy's figures say nothing. Expected held-out rows. Give one of the two, or set "
-            "`held_out_eval: false` and `quick_eval_steps: 0`."
+            "`eval_dataset` has a share of 0 and names no rows: evaluated on its training rows, those of the file "
+            f"{source.entry.path}, a policy's figures say nothing. Expected held-out rows. Give a share or a source, "
+            "or set `held_out_eval: false` and `quick_eval_steps: 0`."
         )
-    data.held_out_share = HELD_OUT_SHARE
+    source.held_out_share = HELD_OUT_SHARE
     return (
-        f"{HELD_OUT_SHARE:.0%} of the rows of {data.dataset} are held out, to evaluate on. `eval_dataset` names other "
-        "ones, `held_out_share` another share. `held_out_eval: false` and `quick_eval_steps: 0` evaluate on none"
+        f"{HELD_OUT_SHARE:.0%} of the rows of {source.entry.path} are held out, to evaluate on. `eval_dataset` names "
+        "other ones, or another `share`. `held_out_eval: false` and `quick_eval_steps: 0` evaluate on none"
     )
 
 
@@ -114,7 +114,7 @@ def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: Pre
 
 
 def prompt_limit(
-    data: DataConfig, training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
+    training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
 ) -> LengthLimit | None:
     """The longest prompt that leaves room for a completion of `max_completion_length`. `None` if no limit is known.
 
@@ -134,17 +134,14 @@ def prompt_limit(
             )
     elif server_room is not None:
         room, source = server_room, "the vLLM server's length"
-    asked, completion = data.max_prompt_tokens, training.max_completion_length or 1
-    if room is not None and (asked or 1) + completion > room:
-        prompt = "a prompt" if asked is None else f"`max_prompt_tokens` {asked}"
-        raise ConfigError(
-            f"{prompt} and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
-            "cut short. Raise the length, or lower the others."
-        )
-    if asked is not None:
-        return LengthLimit(tokens=asked, reason="`max_prompt_tokens`")
+    completion = training.max_completion_length or 1
     if room is None:
         return None
+    if completion >= room:
+        raise ConfigError(
+            f"a prompt and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
+            "cut short. Raise the length, or lower the other."
+        )
     return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
 
 
@@ -155,7 +152,7 @@ def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str, 
         raise ConfigError(
             f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), and the policy {policy} reads "
             "text alone. Expected one that reads both, such as a Qwen2.5-VL. Name one in `model_name_or_path`, or "
-            "leave the pictures out: `columns: {images: {value: null}}`."
+            "leave the pictures out: `--dataset.columns {images: {value: null}}`."
         )
     if reads_pictures and training.use_vllm and training.vllm_mode == "colocate" and not is_torchvision_available():
         raise ConfigError(

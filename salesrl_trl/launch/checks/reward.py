@@ -52,8 +52,8 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
     """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline` says whether
     `hybrid_reference_weight` is more than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
-    if config.rag_base_url is not None and config.uses_rag:
-        check_rag(config.rag_base_url, parts.rag_key)
+    if (address := config.rag_service.base_url) is not None and config.uses_rag:
+        check_rag(address, parts.rag_key)
     if not config.asks_nobody:
         check_judges(config, parts)
     return parts
@@ -98,29 +98,28 @@ def read_reward(
         with refused:
             stages.append(build_object(path, "reward_stages", RewardStage))
     with refused:
-        rag = None if config.rag is None else build_object(config.rag, "rag", RagBackend)
+        client = config.rag_service.client
+        rag = None if client is None else build_object(client, "rag.client", RagBackend)
         if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
             raise ConfigError(
-                f"`rag` is {config.rag!r}, whose `transports` are {list(named)}. Expected a `Transport` for each of "
-                f"{', '.join(ENDPOINTS)}, by name and in this order."
+                f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected a `Transport` for each "
+                f"of {', '.join(ENDPOINTS)}, by name and in this order."
             )
     with refused:
-        judge = None if config.judge is None else build_object(config.judge, "judge", Judge)
+        judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
     with refused:
-        if config.judge is None and config.uses_services:
+        if config.judges.own is None and config.uses_services:
             names = [name for name in _rubric_names(weighed, branches) if name not in rubrics]
             rubrics |= load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
     rag_key, keys = None, dict[str, str | None]()
     with refused:
         rag_key = rag_key_of(config)
     with refused:
-        variables = {JUDGE: (config.judge_api_key_env, "judge_api_key_env")}
-        if providers := config.parsed_judge_providers():
-            variables = {one.name: (one.api_key_env, f"judge_providers[{one.name}].api_key_env") for one in providers}
-        for name, (variable, setting) in variables.items():
+        for judged_by in config.judges.providers:
             with refused:
-                keys[name] = None if config.asks_nobody else read_key(variable, setting)
+                setting = f"{config.judges.place_of(judged_by)}.api_key_env"
+                keys[judged_by.name] = None if config.asks_nobody else read_key(judged_by.api_key_env, setting)
     refused.tell()
     scoring = Scoring(
         weights=weighed,
@@ -154,22 +153,21 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
 
 def rag_key_of(config: RewardConfig) -> str | None:
     """The RAG service's key. Raises as `read_key` does."""
-    return None if config.asks_nobody else read_key(config.rag_api_key_env, "rag_api_key_env")
+    return None if config.asks_nobody else read_key(config.rag_service.api_key_env, "rag.api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     """Check that the judge, or at least one of several, answers at its configured address and lists its model. A
     warning is logged for each of several judges that does not. Returns what `check_rag` does."""
-    if config.judge_base_url is not None:
-        return check_models(config.judge_base_url, parts.judge_keys[JUDGE], config.judge_model)
-    providers, failures, notes = config.parsed_judge_providers(), [], list[str]()
+    providers, failures, notes = config.judges.providers, [], list[str]()
     for provider in providers:
         try:
-            key, setting = parts.judge_keys[provider.name], f"judge_providers[{provider.name}].base_url"
+            key, setting = parts.judge_keys[provider.name], f"{config.judges.place_of(provider)}.base_url"
             notes += check_models(provider.base_url, key, provider.model, setting=setting)
         except ServiceError as error:
             failures.append(error)
-            logger.warning(str(error))
+            if len(providers) > 1:
+                logger.warning(str(error))
     if providers and len(failures) == len(providers):
         raise failures[0]
     return notes
@@ -179,22 +177,22 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset of
     the run that is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't
     know."""
-    if config.knowledge_file is not None:
-        load_documents(Path(config.knowledge_file).expanduser())
+    if (knowledge := config.rag_service.knowledge_file) is not None:
+        load_documents(Path(knowledge).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
         raise ConfigError(
             f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
             "demo's rows, or the output folder of a run with yours and `record: true`."
         )
-    own_fields = config.action_format().fields != DEFAULT_FORMAT.fields
+    own_fields = config.rag_service.action_format.fields != DEFAULT_FORMAT.fields
     if config.embeds_rag and own_fields:
         raise ConfigError(
             f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
-            "`rag_base_url`, or leave out `action_fields`."
+            "`rag.base_url`, or leave out `rag.action_fields`."
         )
     faults, packaged = [], packaged_rubrics(config.judges_answers)
     if config.embeds_judge and own_fields:
-        faults.append("The embedded judge does not read `action_fields` of yours. Set `judge_base_url`.")
+        faults.append("The embedded judge does not read action fields of yours. Set `judge_providers`.")
     folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
     names = _rubric_names(config.parsed_branch_weights(), branches)
     own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
@@ -202,12 +200,12 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
         files = ", ".join(f"{name}.txt" for name in own)
         faults.append(
             "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
-            f"and can't follow yours ({files}). Set `judge_base_url` and `judge_model`, or `judge_providers`."
+            f"and can't follow yours ({files}). Set `judge_providers`."
         )
-    if config.embeds_rag and config.knowledge_file is None and own_rows is not None:
+    if config.embeds_rag and knowledge is None and own_rows is not None:
         faults.append(
             f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag_base_url` or `rag`, or `knowledge_file` for your documents in the embedded service."
+            "`rag`: `base_url`, or `knowledge_file` for your documents in the embedded service."
         )
     if faults and not config.allow_stand_ins:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The setting `columns`: which of a file's columns becomes which field of a row.
+"""The `columns` of a dataset: which of a file's columns becomes which field of a row.
 
 Owns the form of the setting, and conversations that are lists of texts or have other keys. `form` calls it for each
 record, and `rows` checks the values.

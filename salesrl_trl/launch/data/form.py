@@ -96,7 +96,9 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
         made = form.format.row(record)
     except DataError as error:
         kind = type(form.format).__name__
-        raise DataError(f"{where} is no record of {kind}: {error}. Correct it, or `dataset_format`.") from None
+        raise DataError(
+            f"{where} is no record of {kind}: {error}. Correct it, or the `format` of `dataset`."
+        ) from None
     if isinstance(made, LeftOut):
         return made
     known = KNOWN | form.format.hidden
@@ -141,9 +143,9 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
     ]
     if groups and not wanted:
         raise DataError(
-            f"`held_out_share` is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
+            f"the held-out share is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
             f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
-            "them (`columns: {group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+            "them (`columns` of `dataset`: `{group: COLUMN}`), or give the held-out rows in `eval_dataset`."
         )
     return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 

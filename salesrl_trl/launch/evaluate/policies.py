@@ -137,7 +137,7 @@ def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> Fitting
     if not places:
         raise ConfigError(
             "there is no held-out row to evaluate on, or none whose prompt fits both policies. Expected some. Give "
-            "`eval_dataset` or `held_out_share`, and see `long_prompts`."
+            "`eval_dataset`, and see `long_prompts`."
         )
     branch_of = [first.rows[place].branch for place in places]
     branches = sorted({*branch_of})

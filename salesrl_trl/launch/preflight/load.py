@@ -111,9 +111,9 @@ class Limits(NamedTuple):
 def limits_of(service: str, config: RewardConfig) -> Limits:
     """The limit of a service, and the names of its settings."""
     if not service.startswith(JUDGE):
-        return Limits(config.rag_max_concurrency, "`rag_max_concurrency`", "`rag_timeout_s`")
-    for provider in config.parsed_judge_providers():
-        if service == f"{JUDGE}_{provider.name}":
+        return Limits(config.rag_service.max_concurrency, "`rag.max_concurrency`", "`rag.timeout_s`")
+    for provider in config.judges.providers:
+        if config.judges.are_several and service == config.judges.service_of(provider):
             cap = provider.max_concurrency or config.judge_max_concurrency
             return Limits(cap, f"`max_concurrency` of {provider.name}", f"`timeout_s` of {provider.name}")
     return Limits(config.judge_max_concurrency, "`judge_max_concurrency`", "`judge_timeout_s`")

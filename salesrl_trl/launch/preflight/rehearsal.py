@@ -51,7 +51,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
         # random weights: only a push that works can make log-probs agree
         training.vllm_engine_kwargs = {**engine, "load_format": "dummy"}
     rows = longest(plan.train, training.generation_batch_size // training.num_generations)
-    telemetry = replace(plan.config.telemetry, timing=True, perf_logging_steps=1, trace_steps="", quick_eval_steps=0)
+    telemetry = replace(plan.config.telemetry, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
     rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results

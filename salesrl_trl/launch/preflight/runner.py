@@ -78,10 +78,12 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    for name, source in (("dataset", "train_source"), ("eval_dataset", "eval_source")):
-        with refused.of(config.data, name):
-            for each in config.data.sources:
-                check_source(getattr(each, source)[0])
+    with refused:
+        sources = config.data.sources
+        for paths in ([each.train_source[0] for each in sources], [each.eval_source[0] for each in sources]):
+            with refused.of(config.data, "sources"):
+                for path in paths:
+                    check_source(path)
     with refused.of(training, "branches"):
         findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
         if not training.branches:  # of a task of one's own: those of the rows
@@ -111,7 +113,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             check_ranges(model, LORA)
         reward = config.reward
         of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
-        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag_.*|knowledge_file"}
+        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
         of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
         findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     with refused:
@@ -140,7 +142,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
 
 def _check_small_policy(plan: Plan) -> None:
     """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
-    prompt, is_usual = plan.prompt, plan.config.reward.action_format() == DEFAULT_FORMAT
+    prompt, is_usual = plan.prompt, plan.config.reward.rag_service.action_format == DEFAULT_FORMAT
     if Path(plan.config.policy_path) in POLICY_OF.values():
         return
     if plan.config.model.model_name_or_path is None and prompt is None:
@@ -150,10 +152,11 @@ def _check_small_policy(plan: Plan) -> None:
         )
     if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
         reason = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+        reason = reason if prompt != PROMPT_STYLE else "`rag.action_fields` is given"
         raise ConfigError(
-            f"{reason if prompt != PROMPT_STYLE else '`action_fields` is given'}, but the small demo policy is taught "
+            f"{reason}, but the small demo policy is taught "
             f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
-            f"{PROMPT_STYLE}` and no `action_fields`."
+            f"{PROMPT_STYLE}` and no `rag.action_fields`."
         )
 
 

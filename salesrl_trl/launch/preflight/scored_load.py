@@ -62,13 +62,15 @@ def score_made_up(plan: "Plan", findings: Findings) -> None:
             "`reward_funcs` has no `sales`, and made-up completions are actions for the packaged chain. Expected the "
             "chain. Leave out `reward_funcs`."
         )
-    if config.action_format() != DEFAULT_FORMAT:
+    if (fields := config.rag_service.action_format.fields) != DEFAULT_FORMAT.fields:
         raise ConfigError(
-            f"`action_fields` is {', '.join(config.action_fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: "
+            f"`rag.action_fields` is {', '.join(fields)}. Expected {', '.join(DEFAULT_FORMAT.fields)}: "
             "nothing else is made up. Leave it out."
         )
     rows = plan.train_rows
-    drafts = {row.row_id: draft for row, draft in load_drafts()} if plan.config.data.dataset == DEMO else {}
+    drafts = (
+        {row.row_id: draft for row, draft in load_drafts()} if plan.config.data.sources[0].entry.path == DEMO else {}
+    )
     group = training.num_generations
     planned = batches(
         rows, drafts, prompts=max(training.generation_batch_size // group, 1), generations=group, seed=training.seed,

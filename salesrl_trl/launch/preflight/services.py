@@ -51,7 +51,7 @@ NOISY = 0.1  # from this share of noise in the variance of a group's scores on, 
 FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
 BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
 FAR_APART = 0.1  # from this gap on a note says that two judges score the same answers differently
-MOST_REPEATS = 8  # most `judge_repeats` that a note advises
+MOST_REPEATS = 8  # most `repeats` of `judge_mode` that a note advises
 
 
 def _ask_rag(plan: "Plan", findings: Findings) -> None:
@@ -59,8 +59,8 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
     if not config.uses_rag:
         findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
-    if config.rag_base_url is not None:
-        findings.notes(check_rag(config.rag_base_url, rag_key_of(config)))  # also where other parts can't be made
+    if (address := config.rag_service.base_url) is not None:
+        findings.notes(check_rag(address, rag_key_of(config)))  # also where other parts can't be made
     if config.has_chain and not config.asks_nobody and _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 
@@ -95,7 +95,7 @@ JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge, _score_made_up))
 
 def under_load(config: RewardConfig) -> RewardConfig:
     """The settings of a load: all calls are sent at once, none is sent twice, and none waits for a dead service."""
-    most = max(config.rag_max_concurrency, config.judge_max_concurrency)
+    most = max(config.rag_service.max_concurrency, config.judge_max_concurrency)
     return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
@@ -159,12 +159,12 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 
 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
-    config, training = plan.config.reward, plan.config.training
+    config, training, service = plan.config.reward, plan.config.training, plan.config.reward.rag_service
     budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
     rag = ServiceClients(under_load(config), plan.reward, budget=budget).rag(plan.addresses[0])
     stores = (AnswerStore(most=0), AnswerStore(most=0))
-    answers = RagAnswers(rag, config.rag_score_threshold, config.rag_top_k, config.action_format(), *stores)
-    batch, most, patience_s = training.generation_batch_size, config.rag_max_concurrency, config.rag_timeout_s
+    answers = RagAnswers(rag, service.score_threshold, service.top_k, service.action_format, *stores)
+    batch, most, patience_s = training.generation_batch_size, service.max_concurrency, service.timeout_s
     completions, prompts = min(batch, most), min(max(batch // training.num_generations, 1), most)
     count = calls_of(plan, completions)
     rows = list(itertools.islice(itertools.cycle(plan.train_rows), max(count, 1)))
@@ -194,7 +194,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
                     "Look whether the service's index is loaded, and whether it knows the rows' `tenant_id`.",
                 )
             else:
-                remedy = f"Lower `rag_score_threshold` ({config.rag_score_threshold:g}) if the index knows the rows'"
+                remedy = f"Lower `rag.score_threshold` ({service.score_threshold:g}) if the index knows the rows'"
                 findings.note(text, f"{remedy} subjects.")
     finally:
         await answers.aclose()
@@ -217,7 +217,7 @@ def _judge_targets(
     """By service name, how a provider is asked, with its share of a step's calls (a mere fallback has all); the
     samples of each call, which all judges get; and whether more than one call is made."""
     config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
-    verdicts = training.generation_batch_size * config.judge_repeats
+    verdicts = training.generation_batch_size * config.judging.repeats
     if judge.orders:
         verdicts = math.ceil(training.generation_batch_size / training.num_generations) * judge.orders
     verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
@@ -229,11 +229,11 @@ def _judge_targets(
         name, share = client.settings.transport.service, client.settings.weight / weights or 1
         in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
     count = max(calls_of(plan, number) for number in in_flight.values())
-    action_format = None if config.judges_answers else config.action_format()
+    action_format = None if config.judges_answers else config.rag_service.action_format
     planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS), of_groups=judge.orders > 0)
     if not clients:  # a judge of one's own reads the answers in an order of its own
         planned = [[dataclasses.replace(sample, candidate_first=True) for sample in call] for call in planned]
-    timeouts = [provider.timeout_s or 0.0 for provider in config.parsed_judge_providers()]
+    timeouts = [provider.timeout_s or 0.0 for provider in config.judges.providers]
     patience_s = max([config.judge_timeout_s, *timeouts])
 
     async def ask(client: ProviderClient | None, call: Sequence[JudgedSample]) -> Sequence[Verdict]:
@@ -284,7 +284,7 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 if not isinstance(result, ServiceError)
                 for sample, verdict in zip(call, result[0], strict=True)
             ]
-            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judge_repeats)
+            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judging.repeats)
         if (gap := widest_gap(scored)) is not None:  # `None` where there is one judge
             findings.figures["judge_providers_gap"] = gap
         if gap is not None and gap >= FAR_APART:
@@ -304,7 +304,7 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
 
 def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:
     """`orders`: the judge's, if it judges groups; `times`: the verdicts on an answer that is judged alone."""
-    setting, times = ("judge_orders", orders) if orders else ("judge_repeats", times)
+    setting, times = ("judge_mode.orders", orders) if orders else ("judge_mode.repeats", times)
     share = noise.share(times)
     figures = {**dataclasses.asdict(noise), "noise_share": share}
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}

@@ -18,7 +18,7 @@ from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceUnavailable
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.budget import read_account
 from salesrl_trl.judged.parsing import MAX_FIELD_CHARS
-from salesrl_trl.launch.assembly import build_reward, open_reward
+from salesrl_trl.launch.assembly import NOWHERE, build_reward, open_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import SPENT_FILE
@@ -46,7 +46,7 @@ def score(config, tmp_path, completions, rows=None, **settings):
 
 
 def built(config, tmp_path, rows=None, **settings):
-    parts, urls = prepare_reward(config, BRANCHES), (config.rag_base_url, config.judge_base_url or "")
+    parts, urls = prepare_reward(config, BRANCHES), (config.rag_service.base_url, NOWHERE)
     return build_reward(config, parts, rows or [row()], *urls, output_dir=tmp_path, **settings)
 
 
@@ -382,7 +382,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [{**PROVIDER, "model": 3}]}, r"\[openai\]\.model` is of type int. Expected a text"),
         (
             {"judge_providers": [PROVIDER], "judge_model": "judge-32b"},
-            "beside `judge_model`.* each provider has its own",
+            "`judge_model` is given beside `judge_providers`, a list",
         ),
         ({"replay": {"run": "demo", "on_mis": "live"}}, "`replay` has an unknown 'on_mis'. Did you mean 'on_miss"),
         ({"replay": {"run": "demo", "delays": 1}}, r"`replay\.delays` is 1. Expected true or false"),
@@ -391,8 +391,8 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
         ({"judge_providers": [{**PROVIDER, "name": "a b"}]}, "Expected letters"),
         ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
-        ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "Expected fields of a request"),
-        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected one of them"),
+        ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "extra_body` is a str. Expected a mapping"),
+        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected it in an entry"),
         (
             {"branch_reward_weights": {"fairness": 1.0}},
             r"`branch_reward_weights\.fairness` is a float. Expect",

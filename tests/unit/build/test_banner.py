@@ -28,7 +28,7 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "generated up to 2 steps ahead",
                 "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
                 "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
-                "embedded, made for the demo (your own: --judge_base_url",
+                "embedded, made for the demo (your own: --judge_providers.base_url",
                 "prompt_template compact (not instruct)",
                 "TRL's default is bf16, slow here because this run is on a CPU",
             ],

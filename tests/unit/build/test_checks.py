@@ -18,7 +18,6 @@ from salesrl_trl.launch.checks.dataset import prompt_limit
 from salesrl_trl.launch.checks.folders import earlier_start
 from salesrl_trl.launch.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.launch.checks.reward import read_key
-from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.recipes import RECIPES
 from salesrl_trl.launch.settings import parse
@@ -66,13 +65,11 @@ def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
         ({}, 512, 448, "the model's positions 512 less"),
         ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
         ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
-        ({"vllm_max_model_length": 320, "max_prompt_tokens": 200}, 512, 200, "`max_prompt_tokens`"),
-        ({"max_prompt_tokens": 200}, None, 200, "`max_prompt_tokens`"),
         ({}, None, None, ""),
     ],
 )
 def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reason):
-    limit = prompt_limit(*_lengths(**given), positions)
+    limit = prompt_limit(_lengths(**given), positions)
     assert (limit and limit.tokens) == tokens
     assert reason in (limit.reason if limit else "")
 
@@ -80,14 +77,13 @@ def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reaso
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_prompt_tokens": 257}, r"`max_prompt_tokens` 257 and `max_completion_length` 64 do not fit .* 320"),
         ({"max_completion_length": 320}, "a prompt and `max_completion_length` 320 do not fit"),
         ({"vllm_max_model_length": 4096}, "`vllm_max_model_length` is 4096, but the model has 512 positions"),
     ],
 )
 def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        prompt_limit(*_lengths(**{"vllm_max_model_length": 320, **given}), 512)
+        prompt_limit(_lengths(**{"vllm_max_model_length": 320, **given}), 512)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +140,9 @@ def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
     assert earlier_start(tmp_path, resumes=False)[1].endswith("when this one begins")
 
 
-def _lengths(max_prompt_tokens=None, **given):
+def _lengths(**given):
     settings = {"output_dir": "unused", "use_cpu": True, "bf16": False, "use_vllm": True, "max_completion_length": 64}
-    return DataConfig(max_prompt_tokens=max_prompt_tokens), SalesGRPOConfig(**{**settings, **given})
+    return SalesGRPOConfig(**{**settings, **given})
 
 
 def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_it(monkeypatch, tmp_path):
@@ -224,7 +220,7 @@ def test_a_dead_address_is_refused(check):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    told = r"does not answer at `.*_base_url`.*ClientConnectorError.*Start the service"
+    told = r"does not answer at `.*base_url`.*ClientConnectorError.*Start the service"
     with pytest.raises(ServiceUnavailable, match=told):
         check(url, None)
 
@@ -271,11 +267,11 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
 @pytest.mark.parametrize(
     ("check", "pages", "path", "message"),
     [
-        (check_rag, {"healthz": (200, "")}, "/v1", r"`rag_base_url` is \S+/v1, but .* Set `rag_base_url: \S+:\d+`"),
-        (check_judge, SERVED, "", r"`judge_base_url` is \S+:\d+, .* `judge_base_url: \S+:\d+/v1`"),
-        (check_judge, SERVED, "/v1/chat/completions", r"`judge_base_url: \S+:\d+/v1`"),
+        (check_rag, {"healthz": (200, "")}, "/v1", r"`rag.base_url` is \S+/v1, but .* Set `rag.base_url: \S+:\d+`"),
+        (check_judge, SERVED, "", r"`judge_providers.base_url` is \S+:\d+, .* `judge_providers.base_url: \S+:\d+/v1`"),
+        (check_judge, SERVED, "/v1/chat/completions", r"`judge_providers.base_url: \S+:\d+/v1`"),
         (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
-         r"`judge_model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\? It lists"),
+         r"`judge_providers.model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\?"),
         (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* answered 404\. It lists"),
         (check_judge, {"v1_chat_completions": (400, '{"message": "Invalid model: judge-32b"}')}, "/v1",
          r"'judge-32b', to which POST \S+ answered 400\. Expected"),
@@ -296,7 +292,7 @@ def test_a_vllm_server_is_waited_for_and_says_how_much_room_it_has(httpserver):
     room = check_vllm_server(httpserver.url_for("").rstrip("/"), 60.0)
     assert room == 640
     # 64 of them are the completion's
-    assert prompt_limit(*_lengths(vllm_mode="server"), 1024, room).tokens == 576
+    assert prompt_limit(_lengths(vllm_mode="server"), 1024, room).tokens == 576
 
 
 def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
@@ -306,7 +302,7 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
 
 @pytest.mark.parametrize(
     ("check", "variable"),
-    [(check_rag, "`rag_api_key_env`"), (check_provider, "`judge_providers[a].api_key_env`")],
+    [(check_rag, "`rag.api_key_env`"), (check_provider, "`judge_providers[a].api_key_env`")],
     ids=["RAG", "provider"],
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):

@@ -32,7 +32,7 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
         ("rollout.enforce_eager", False, "of verl; here vllm_engine_kwargs: {enforce_eager: false}"),
         ("algorithm.norm_adv_by_std_in_grpo", False, "of verl; here scale_rewards: none"),
         ("trainer.save_freq", -1, "of verl; here save_strategy: 'no'"),
-        ("actor.kl_loss_type", "abs", "of verl; here kl_estimator"),  # there is no such estimator
+        ("actor.kl_loss_type", "abs", "of verl; here branch_kl.settings.estimator"),  # there is no such estimator
         ("critic.optim.lr", 1e-5, "of verl; not here: GRPO has no critic"),
         ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
         ("KL_TARGET_PRICE", 0.1, "here branch_kl: `low` and `high` of the branch"),

@@ -119,7 +119,7 @@ def test_stages_go_on_behind_a_failure_and_tell_the_same_once(tmp_path, monkeypa
         refused(lambda: prepare(config)),
         "`report_to` names swanlab",
         "`rubric_dir` is 'absent', which is no folder.",
-        "the RAG service does not answer at `rag_base_url`",
+        "the RAG service does not answer at `rag.base_url`",
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from salesrl_trl.config.former import FORMER
 from salesrl_trl.config.ranges import texts_of
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
@@ -55,7 +56,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(
         ("a: [\n", "is not YAML"),
         ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
         ("dataset: 7\n", "`dataset` is of type int. Expected a text, or a list"),
-        ("judge_model: 7\n", "`judge_model` of the recipe is of type int. Expected a text. Put it in quotes"),
+        ("judge_model: 7\n", "`judge_providers.model` is of type int. Expected a text"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
         ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
@@ -111,12 +112,12 @@ def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
 
 
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
-    told = r"--kl-raise-factor \(gone: .* at most by max_step of kl_law_settings; kl_law: "
+    told = r"--kl-raise-factor \(gone: .* at most by max_step of branch_kl.settings.law_settings; "
     with pytest.raises(ConfigError, match=told):
         parse(["--kl-raise-factor", "1.2"], None)
     with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
         parse(["--vector_store_path", "store"], None)
-    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: kl_law: fixed takes its place\)"):
+    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: branch_kl.settings.law: fixed takes its place\)"):
         parse(["--no_kl_control"], None)
 
 
@@ -142,11 +143,12 @@ def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monk
     with pytest.raises(SystemExit):
         parse(["--help"], ROOT / "recipes/debug.yaml")
     page = capsys.readouterr().out
-    assert re.findall(r"^  --(\w+)  \(", page, flags=re.MULTILINE) == [*FIRST]
+    assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
     assert "--output_dir  (runs/debug)" in page  # of debug.yaml
     table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
-    assert set(re.findall(r"--(\w+)", table)) <= set(FIRST)
+    named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
+    assert named <= {*FIRST, "eval_dataset.share"}
     counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
     assert counts.keys() == GROUPS.keys()
     assert sum(map(int, counts.values())) == len(settings())
@@ -163,7 +165,7 @@ def test_help_of_a_setting_has_its_whole_text_its_limits_and_its_values(capsys):
         for name, text in texts_of(kind).items():
             assert "".join(text.split()) in told(capsys, name)
     page = told(capsys, "--rag-top-k")
-    assert "default:3" in page and "awholenumber,atleast1,andatmost50" in page
+    assert page.startswith("rag.top_k") and "default:3" in page and "awholenumber,atleast1,andatmost50" in page
     assert "oneof:error,drop,truncate_oldest_turns" in told(capsys, "long_prompts")
     assert "presetserver:server" in told(capsys, "vllm_mode")
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
@@ -184,8 +186,8 @@ def test_help_of_presets_says_what_each_is_for(capsys):
 def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(capsys):
     page = told(capsys, "outage")
     assert "--outage_patience_s" in page and "--seed" not in page
-    assert "didyoumeanrag_timeout_s," in told(capsys, "rag_timout_s", code=2)
-    assert "gone:kl_law_settings:{max_step:2}" in told(capsys, "kl_max_step", code=2)
+    assert "didyoumeanrag.timeout_s," in told(capsys, "rag_timout_s", code=2)
+    assert "gone:branch_kl.settings.law_settings.max_step" in told(capsys, "kl_max_step", code=2)
     assert "ofverl;hereheld_out_eval" in told(capsys, "val_before_train", code=2)
 
 
@@ -210,10 +212,10 @@ def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(t
     training = ["--num_generations", "4", "--branch_kl", '{"fairness": {"beta": 0.1}}', "--bf16", "true"]
     given = ["--config", str(ROOT / "recipes/full.yaml"), "--rag_top_k", "7", *training]
     data, reward, others = parse_part(given, kinds)
-    assert (data.max_eval_rows, reward.rag_top_k, reward.judge_timeout_s) == (128, 7, 60)
+    assert (data.max_eval_rows, reward.rag_service.top_k, reward.judge_timeout_s) == (128, 7, 60)
     assert (others.num_generations, others.branches) == (4, ["fairness", "hallucination"])
     data, reward, _ = parse_part([], kinds)  # without a recipe
-    assert (data.max_eval_rows, reward.rag_top_k) == (None, RewardConfig().rag_top_k)
+    assert (data.max_eval_rows, reward.rag) == (None, None)
     with pytest.raises(ConfigError, match=r"--learning_rat \(did you mean --learning_rate"):
         parse_part(["--learning_rat", "1"], kinds)
     recipe = tmp_path / "mine.yaml"

@@ -20,7 +20,9 @@ BRANCHES = ("fairness", "hallucination", "tone")
 def load(tmp_path):
     def rows(columns, *records, **settings):
         file = write(tmp_path / "own.jsonl", *records)
-        return load_rows(file, "train", BRANCHES, form=DataConfig(columns=columns, **settings).form())
+        return load_rows(
+            file, "train", BRANCHES, form=DataConfig(dataset={"columns": columns, **settings}).sources[0].form()
+        )
 
     return rows
 
@@ -86,7 +88,7 @@ def test_columns_that_are_not_mapped_stay_and_what_a_reward_reads_is_mapped_too(
 
 def test_columns_win_over_a_format(load):
     columns = {"branch": {"value": "tone"}, "tenant_id": "additional_metadata.version"}
-    (row,) = load(columns, bbq(), dataset_format="bbq")
+    (row,) = load(columns, bbq(), format="bbq")
     assert (row.row_id, row.branch, row.tenant_id) == ("bbq-Religion-0", "tone", "a")
 
 
@@ -105,19 +107,25 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"brunch": "a"}, "`columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: p"),
-        ({"branch": 1}, "`columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}."),
-        ({"branch": {"column": "a"}}, "`columns.branch` has another form."),
-        ({"branch": {"value": "a", "column": "b"}}, "`columns.branch` has another form."),
+        (
+            {"brunch": "a"},
+            "`dataset.columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: p",
+        ),
+        (
+            {"branch": 1},
+            "`dataset.columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}.",
+        ),
+        ({"branch": {"column": "a"}}, "`dataset.columns.branch` has another form."),
+        ({"branch": {"value": "a", "column": "b"}}, "`dataset.columns.branch` has another form."),
         ({"conversation": {"column": "a", "speaker": "b"}}, "or {column: NAME, role: KEY, content: KEY, roles: {"),
-        ({"conversation": {"column": "a", "roles": "b"}}, "`columns.conversation` has another form."),
-        ("{", "`columns` is not JSON"),
-        ("[]", "`columns` is a list. Expected a mapping."),
+        ({"conversation": {"column": "a", "roles": "b"}}, "`dataset.columns.conversation` has another form."),
+        ("{", "`dataset.columns` is not JSON"),
+        ("[]", "`dataset.columns` is a list. Expected a mapping."),
     ],
 )
 def test_a_mapping_of_another_form_is_refused_before_a_file_is_read(columns, message):
     with pytest.raises(ConfigError) as caught:
-        DataConfig(columns=columns)
+        DataConfig(dataset={"columns": columns})
     assert message in str(caught.value)
 
 
@@ -128,23 +136,24 @@ def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
     for block in blocks:
         (tmp_path / "recipe.yaml").write_text(block)
         (data,) = SettingsParser((DataConfig,)).read(["--config", str(tmp_path / "recipe.yaml")])
-        read.append([source.dataset_format for source in data.sources])
-        if len(data.sources) == 1:
-            assert data.form().columns.keys() == (yaml.safe_load(block).get("columns") or {}).keys()
+        read.append([source.entry.format for source in data.sources])
+        if isinstance(given := yaml.safe_load(block)["dataset"], dict):
+            assert data.sources[0].form().columns.keys() == given.get("columns", {}).keys()
     assert read == [["rows"], ["bbq", "halueval", "rows"], ["bbq"], ["halueval"], ["qrecc"], ["topiocqa"]]
 
 
 def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():
-    data = DataConfig(dataset="a.jsonl", eval_dataset="b.jsonl", dataset_format="bbq", columns={"id": "uid"})
+    of_bbq = {"path": "a.jsonl", "format": "bbq", "columns": {"id": "uid"}}
+    (data,) = DataConfig(dataset=of_bbq, eval_dataset="b.jsonl").sources
     assert (type(data.eval_form().format), data.eval_form().columns) == (type(data.form().format), data.form().columns)
-    data = DataConfig(dataset_format="bbq", columns={"id": "uid"}, eval_dataset={"format": "rows", "columns": {}})
+    (data,) = DataConfig(dataset={**of_bbq, "path": "demo"}, eval_dataset={"format": "rows", "columns": {}}).sources
     assert (data.eval_form().format, data.eval_form().columns) == (None, {})
     assert (data.train_source, data.eval_source) == (("demo", "train"), ("demo", "heldout"))
 
 
 def test_a_split_stands_behind_the_name_of_a_dataset():
-    data = DataConfig(dataset="me/talks:main", eval_dataset="me/talks:late")
+    (data,) = DataConfig(dataset="me/talks:main", eval_dataset="me/talks:late").sources
     assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "late"))
-    data = DataConfig(dataset="me/talks:main", eval_dataset='{"columns": {}}')
+    (data,) = DataConfig(dataset="me/talks:main", eval_dataset='{"columns": {}}').sources
     assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "heldout"))
-    assert DataConfig(dataset="at:12.jsonl").train_source == ("at:12.jsonl", "train")
+    assert DataConfig(dataset="at:12.jsonl").sources[0].train_source == ("at:12.jsonl", "train")

@@ -212,6 +212,6 @@ def test_a_file_whose_records_all_make_no_row_says_why(load):
 
 def test_rows_of_another_dataset_are_no_records_of_a_format(tmp_path):
     for name, format_ in FORMATS.items():
-        with pytest.raises(DataError, match=r"row 0 .*Correct it, or `dataset_format`"):
+        with pytest.raises(DataError, match=r"row 0 .*Correct it, or the `format`"):
             load_records("demo", "train", Form(format=format_()))
         assert name == format_.__name__.lower()

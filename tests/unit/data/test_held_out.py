@@ -74,9 +74,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         for at in range(60)
     ]
     file = write(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(DataError, match=r"of the 1 groups of .* none is .*columns: {group: COLUMN}"):
+    with pytest.raises(DataError, match=r"of the 1 groups of .* none is .*{group: COLUMN}"):
         parts(file, Form(held_out_share=0.5))
-    form = DataConfig(dataset=file, columns={"group": "user"}, held_out_share=0.5).form()
+    data = DataConfig(dataset={"path": file, "columns": {"group": "user"}}, eval_dataset={"share": 0.5})
+    form = data.sources[0].form()
     training, held_out = ({int(row.row_id) % 20 for row in each} for each in parts(file, form))
     assert training.isdisjoint(held_out)
     assert len(training | held_out) == 20
@@ -86,15 +87,15 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
     ("settings", "message"),
     [
         (
-            {"held_out_share": 1.0, "dataset": "a.jsonl"},
-            "`held_out_share` is 1.0. Expected a number, 0 or more, and less than 1.",
+            {"eval_dataset": {"share": 1.0}, "dataset": "a.jsonl"},
+            "`eval_dataset.share` is 1.0. Expected a number, 0 or more, and less than 1.",
         ),
-        ({"held_out_share": 0.1}, "the held-out rows are there already: in `eval_dataset`, or in the demo."),
-        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": "b.jsonl"}, "are there already"),
-        ({"held_out_share": 0.1, "dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}}}, "Leave one"),
+        ({"eval_dataset": {"share": 0.1}}, "held-out rows are there already: in `eval_dataset`, or in the demo."),
+        ({"dataset": "a.jsonl", "eval_dataset": {"path": "b.jsonl", "share": 0.1}}, "are there already"),
+        ({"dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}, "share": 0.1}}, "Leave one"),
         (
-            {"dataset_format": "squad"},
-            "`dataset_format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
+            {"dataset": {"format": "squad"}},
+            "`dataset.format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
         ),
         ({"eval_dataset": {"format": "BBQ"}}, "`eval_dataset.format` is 'BBQ'. Expected one of: rows, bbq"),
         (

@@ -56,10 +56,13 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("made_by", "named"),
     [
-        *[(lambda n=number: WindowSettings(update_steps=n), "`kl_update_steps`") for number in (0, 2.5)],
-        *[(lambda n=n: WindowSettings(cooldown_steps=n), "`kl_law_settings.cooldown_steps`") for n in (-1, 0.5)],
         *[
-            (lambda n=number: AdaptiveLaw(max_step=n), "`max_step` of `kl_law_settings`")
+            (lambda n=number: WindowSettings(update_steps=n), "`branch_kl.settings.update_steps`")
+            for number in (0, 2.5)
+        ],
+        *[(lambda n=n: WindowSettings(cooldown_steps=n), "`law_settings.cooldown_steps`") for n in (-1, 0.5)],
+        *[
+            (lambda n=number: AdaptiveLaw(max_step=n), "`max_step` of `law_settings`")
             for number in (1.0, 0.5, math.inf, math.nan, "2", True)
         ],
     ],

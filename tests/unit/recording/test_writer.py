@@ -163,7 +163,7 @@ def test_a_full_record_drops_its_oldest_steps_whatever_fills_it_and_says_so_once
         assert [each.step for each in found[::8]] == list(range(found[0].step, number + 1))
         assert dropped == [(str(found[0].step - 1),)]
         [line] = [each.message for each in caplog.records if "oldest" in each.message]
-        assert "`gib` of `record_settings`" in line
+        assert "`gib` of `record`" in line
 
 
 @pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])

@@ -26,7 +26,7 @@ SETTINGS_OF_RUNS = {
     "named model": ("full.yaml", ["--model_name_or_path", "DIR", "--beta", "0.1", "--branch_kl", "{}"]),
     "lists and structures": (
         "debug.yaml",
-        ["--branches", "tone", "--beta", "0", "--branch_kl", '{"tone": {"beta": 1}}', "--no_timing"],
+        ["--branches", "tone", "--beta", "0", "--branch_kl", '{"tone": {"beta": 1}}', "--no_warm_up_services"],
     ),
 }
 

@@ -8,6 +8,6 @@ from salesrl_trl.launch.data.formats.published import BBQ, HaluEval, QReCC, Topi
 
 ROWS = "rows"  # records that have this package's columns already
 FORMATS: dict[str, type[DatasetFormat]] = {"bbq": BBQ, "halueval": HaluEval, "qrecc": QReCC, "topiocqa": TopiOCQA}
-"""The packaged formats by their names in `dataset_format`."""
+"""The packaged formats by their names as `format` of `dataset`."""
 
 __all__ = ["BBQ", "FORMATS", "ROWS", "DatasetFormat", "HaluEval", "LeftOut", "QReCC", "TopiOCQA"]

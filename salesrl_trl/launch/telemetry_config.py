@@ -1,9 +1,7 @@
-"""Settings of measurements and evaluations: timings, trace, heartbeat, quick evaluations; entries of the record's."""
+"""Settings of measurements and quick evaluations. A part of `launch.settings.RunConfig`."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import cast
 
 from salesrl_trl.config.checks import check, load_object
 from salesrl_trl.config.quick_evaluations import WORST_BRANCH, QuickEvalSettings, checked_figures
@@ -15,41 +13,10 @@ ALL_STEPS = 2**62
 """More steps than any run has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordSettings:
-    """`record_settings`, checked."""
-
-    gib: Positive = 4.0
-    filter: str | None = None
-
-    @property
-    def clean(self) -> Callable[[str], str] | None:
-        """The function of `filter`. Raises `ConfigError` if it is none from text to text."""
-        if self.filter is None:
-            return None
-        clean = cast("Callable[[str], str]", load_object(self.filter, "record_settings.filter"))
-        try:
-            made = type(clean("a text")).__name__
-        except Exception as error:  # whatever a function of a user's own raises
-            made = type(error).__name__
-        check(
-            made == "str",
-            f"`record_settings.filter` is {self.filter!r}, which made a {made} of a text. Expected a function that "
-            "returns a text.",
-        )
-        return clean
-
-
 @dataclass
 class TelemetryConfig:
     """Measurements, logs and quick evaluations of a run, and how often they come."""
 
-    timing: bool = True
-    """Whether to measure the phases of each step, throughput and memory. Heartbeats, a line when a phase lasts longer
-    than 10 s and then at each doubling, and the trace need it."""
-    perf_logging_steps: Count = 1
-    """Steps between two logs of throughput, utilisation and memory. Each log covers the steps since the last one. Only
-    steps that `logging_steps` logs count."""
     peak_tflops: Positive | None = None
     """Dense bf16 peak of one device in TFLOP/s, for the utilisation of a chip that is not in the package's table."""
     trace_steps: str = "1:50"
