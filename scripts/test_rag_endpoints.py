@@ -7,7 +7,7 @@
 It resolves the host, connects, and shows the certificate. Then it runs the preflight's stage `rag`, with the client of
 training and the demo's questions, and suggests settings. With --quick it asks the 8B endpoint one question, and prints
 the passages and the answer. Other texts of answers are not printed, nor is a key. No call is repeated. Takes every
-setting of a recipe, such as `--rag_timeout_s 60`. Imports no torch.
+setting of a recipe, such as `--rag.timeout_s 60`. Imports no torch.
 
 Exit code: 0 ready; 1 not ready, with the reasons; 2 wrong usage; 130 interrupted.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXIT_NOT_READY = 1
 CONNECTION_S = 10.0  # for each of DNS, TCP and TLS: a cold load balancer needs less
 EXPIRY_WARNING_DAYS = 14  # a certificate that expires sooner may expire during a run
-TIMEOUT_MARGIN, MIN_TIMEOUT_S = 3, 5  # `rag_timeout_s` of so many times the slower p95, and no less
+TIMEOUT_MARGIN, MIN_TIMEOUT_S = 3, 5  # `rag.timeout_s` of so many times the slower p95, and no less
 ADVICE = {
     "DNS": "A typing error in the name, or a name that only another network or a VPN knows: `getent hosts {host}`.",
     "TCP": "Refused: nothing listens on that port, or only on its own machine's loopback. Timed out: a firewall or a "
@@ -89,10 +89,10 @@ def look(plan: ServicesPlan, asked: Sequence[str]) -> StageReport:
     def ask(_: object, findings: Findings) -> None:
         query, profile, summary, context = asked
         action = Action(fields={"user_profile": profile, "rewritten_query": query, "history_summary": summary})
-        limits = (config.rag_score_threshold, config.rag_top_k)
+        limits = (config.rag_service.score_threshold, config.rag_service.top_k)
 
         async def answer() -> None:
-            rag = ServiceClients(under_load(config), plan.reward).rag(config.rag_base_url or "")
+            rag = ServiceClients(under_load(config), plan.reward).rag(config.rag_service.base_url or "")
             try:
                 given = await rag.chat_8b(context or f"customer: {query}", action, *limits, ids=RequestIds())
             finally:
@@ -107,13 +107,13 @@ def look(plan: ServicesPlan, asked: Sequence[str]) -> StageReport:
 
 
 def suggestion(report: StageReport, concurrency: int) -> dict[str, int]:
-    """`rag_max_concurrency`, half of what was tried if calls failed, and `rag_timeout_s`, if there are times."""
+    """`rag.max_concurrency`, half of what was tried if calls failed, and `rag.timeout_s`, if there are times."""
     seconds = [value for name, value in report.figures.items() if name.endswith("_p95_s") and value is not None]
     if not seconds:
         return {}
     failed = any(value for name, value in report.figures.items() if name.endswith(("_failed", "_429")))
     timeout_s = max(math.ceil(TIMEOUT_MARGIN * max(map(float, seconds))), MIN_TIMEOUT_S)
-    return {"rag_max_concurrency": max(concurrency // 2, 1) if failed else concurrency, "rag_timeout_s": timeout_s}
+    return {"rag.max_concurrency": max(concurrency // 2, 1) if failed else concurrency, "rag.timeout_s": timeout_s}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,11 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _examine(argv: Sequence[str]) -> int:
     options, settings = _parser().parse_known_args(argv)
-    key = [] if options.key_env is None else ["--rag_api_key_env", options.key_env]
+    key = [] if options.key_env is None else ["--rag.api_key_env", options.key_env]
     step = ["--num_generations", "1", "--per_device_train_batch_size", str(options.concurrency)]
-    limit = ["--rag_max_concurrency", str(options.concurrency), "--max_attempts", "1"]
+    limit = ["--rag.max_concurrency", str(options.concurrency), "--max_attempts", "1"]
     kinds = (DataConfig, RewardConfig, StepSettings)
-    given = ["--rag_base_url", options.base_url, *key, *step, *limit, *settings]
+    given = ["--rag.base_url", options.base_url, *key, *step, *limit, *settings]
     config = ServicesConfig(*parse_part(given, kinds))
     plan = ServicesPlan(config, calls=options.requests)
     config.training.branches = config.training.branches or plan.branches_of_rows

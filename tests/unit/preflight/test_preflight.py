@@ -493,7 +493,7 @@ def preflight(*arguments, **options):
 def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does after its lines
-    with preflight("--stage", "rag", "--rag_base_url", "http://127.0.0.1:9", stdout=writing) as run:
+    with preflight("--stage", "rag", "--rag.base_url", "http://127.0.0.1:9", stdout=writing) as run:
         os.close(writing)
         told = run.communicate(timeout=120)[1]
     assert run.returncode == 128 + signal.SIGPIPE
@@ -504,7 +504,7 @@ def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection and does not answer
         address = f"http://127.0.0.1:{mute.getsockname()[1]}"
         default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-        with preflight("--stage", "rag", "--rag_base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
+        with preflight("--stage", "rag", "--rag.base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
             connection, _ = mute.accept()
             run.send_signal(signal.SIGINT)
             interrupted = time.monotonic()

@@ -168,7 +168,7 @@ def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
     report = examine(RAG_STAGE, services, rag_timeout_s=5.0)
     assert report.verdict is FAILED
     assert report.figures["rag_8b_failed"] == 23 and report.figures["rag_8b_p95_s"] == pytest.approx(1.0)
-    assert "(rag_8b_timeout 23)" in text_of(report) and "`rag_timeout_s`" in text_of(report)
+    assert "rag_8b 23 timeouts" in text_of(report) and "`rag.timeout_s`" in text_of(report)
 
 
 # The RAG service.
@@ -200,7 +200,7 @@ def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services
     if empty == "always":
         ends_as(report, FAILED, "whether it knows the rows' `tenant_id`")
     else:
-        ends_as(report, NOTED, "Lower `rag_score_threshold`")
+        ends_as(report, NOTED, "Lower `rag.score_threshold`")
 
 
 # The judge.
@@ -245,7 +245,7 @@ def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
     report = examine(JUDGE_STAGE, services, calls=128)
     assert report.figures["judge_repeat_sd"] == pytest.approx(0.4 / 12**0.5, abs=0.03)
     assert report.figures["judge_spread_sd"] == pytest.approx(0.3, abs=0.06)
-    assert "judge is noisy" in text_of(report) and "Set `judge_repeats: 2`" in text_of(report)
+    assert "judge is noisy" in text_of(report) and "Set `judge_mode.repeats: 2`" in text_of(report)
     again = examine(JUDGE_STAGE, services, calls=128, judge_repeats=2)
     assert "noisy" not in text_of(again)
 
@@ -259,7 +259,7 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
     services.judge_by(judge)
     report = examine(JUDGE_STAGE, services)
     assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
-    ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_repeats")
+    ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_mode.repeats")
 
 
 def test_of_a_judge_of_groups_the_halves_of_its_order_are_compared(services):
@@ -278,7 +278,7 @@ def test_of_a_judge_of_groups_the_halves_of_its_order_are_compared(services):
     report = examine(JUDGE_STAGE, services, judge_mode="group", judge_orders=1)
     assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
     assert report.figures["judge_calls"] == 32 and report.figures["judge_in_flight"] == 4  # a step's groups
-    ends_as(report, NOTED, "0.20 higher where it stands in the first half of its group. Set `judge_orders: 2`")
+    ends_as(report, NOTED, "0.20 higher where it stands in the first half of its group. Set `judge_mode.orders: 2`")
 
 
 def test_a_judge_that_can_not_tell_right_from_wrong_is_told(services):

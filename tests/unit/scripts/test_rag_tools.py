@@ -84,7 +84,7 @@ def test_a_good_service_is_ready_with_figures_and_settings(serve, examine):
     figures = report["stages"][2]["figures"]
     assert (figures["rag_8b_calls"], figures["rag_32b_calls"], figures["rag_returns_ids"]) == (6, 6, "no")
     # Both at once were answered; three times a p95 of milliseconds is below the least timeout of 5 s.
-    assert report["suggested"] == {"rag_max_concurrency": 2, "rag_timeout_s": 5}
+    assert report["suggested"] == {"rag.max_concurrency": 2, "rag.timeout_s": 5}
     assert {path for path, _, _ in server.asked} == {"/v1/rag/8b", "/v1/rag/32b"}
     assert {body["top_k"] for _, _, body in server.asked} == {5}
 
