@@ -259,7 +259,7 @@ def test_a_judge_that_likes_the_first_answer_is_told(services):
     services.judge_by(judge)
     report = examine(JUDGE_STAGE, services)
     assert report.figures["judge_order_gap"] == pytest.approx(0.2) and report.figures["judge_repeat_sd"] == 0
-    ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_mode.repeats")
+    ends_as(report, NOTED, "scores a candidate 0.20 higher where it stands before the reference. Set `judge_mode.r")
 
 
 def test_of_a_judge_of_groups_the_halves_of_its_order_are_compared(services):

@@ -449,7 +449,7 @@ def test_the_report_is_a_tab(show, new_rank, two_branches):
     tab.size(375, 800)
     tab.wait("innerWidth === 375")
     words = "[...document.querySelectorAll('.report figure text')].map(e => e.getBoundingClientRect())"
-    assert tab.value(f"Math.min(...{words}.map(box => box.height))") > 10
+    tab.wait(f"Math.min(...{words}.map(box => box.height)) > 10")  # it is drawn anew
     assert tab.value(f"{words}.every(box => box.left >= 0 && box.right <= 375)")
     tab.size(1200, 700)
     assert tab.problems == []
@@ -479,6 +479,7 @@ def test_a_run_that_goes_on_is_followed(show, new_rank):
     tab = show("list", f"{FIRST}?.innerText === 'first'")
     rank.add(text="second", step=2)
     tab.click("input[name=text]")
+    tab.wait("document.activeElement?.name === 'text'")
     typed = ""
     while "2 completions" not in tab.text(".runs"):  # it comes while somebody types
         tab.type("x")
