@@ -75,6 +75,8 @@ class TurnLoop:
             raise GivenUp from None
 
     def _take(self) -> list[list[Task]]:
+        if not self._waiting:  # without the lock, which an engine would take before each step
+            return []
         with self.changed:
             taken, self._waiting = self._waiting, []
         return taken
