@@ -1,6 +1,8 @@
-"""The passes through the model for one update: which are made, and which are left out.
+"""The passes through the model for one update: which are made, and which are left out. `shared_prompts` makes them.
 
-`shared_prompts` makes the passes, `correction` computes what follows from the old log-probs.
+TRL makes a pass of its own for the policy's log-probs before an update (old log-probs), for its correction for the
+sampler's distribution. Where the update is the only one of its generation batch, the pass that trains gives the same
+ones. The ratio and its figures are TRL's.
 """
 
 import math
@@ -8,12 +10,127 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather, reduce
 
-from salesrl_trl.rollout.correction import CorrectionAtStep
+from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.rollout.in_flight import Rollout
+from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.shared_prompts.ahead import Ahead, MicroBatch
 from salesrl_trl.shared_prompts.shared_passes import LogProbs, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
+
+RATIO = "importance_sampling_ratio"
+SAMPLED = "sampling_per_token_logps"
+OLD = "old_per_token_logps"  # TRL's names in a micro-batch
+FIGURES = (
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+)
+"""TRL's names of its figures."""
+
+
+def unknown_logps(input_ids: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
+    """Stands for old log-probs while TRL scores a batch: NaN, of shape (B, C). TRL takes such a token's ratio for 1.
+    The arguments are those of TRL's method."""
+    return torch.full((len(input_ids), width), torch.nan, device=input_ids.device)
+
+
+def importance_ratio(
+    logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """TRL's ratio of the policy to the sampler, bounded: shape (B, C), or (B, 1) for the modes of whole completions.
+
+    `logps` and `sampled` are in nats, of shape (B, C); a token whose log-prob is NaN has the ratio 1. `mask`: tokens
+    that count. `mode`, `low`, `high`: TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max`.
+    """
+    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum(dim=1, keepdim=True)
+    ratio = difference.exp()
+    if mode.endswith("_mask"):
+        beyond = torch.zeros_like(ratio, dtype=torch.bool)
+        for bound, outside in ((low, torch.lt), (high, torch.gt)):
+            if bound is not None:
+                beyond = beyond | outside(ratio, bound)
+        return ratio.masked_fill(beyond, 0.0)
+    return ratio if low is None and high is None else ratio.clamp(min=low, max=high)
+
+
+class CorrectionAtStep:
+    """The correction of a generation batch by micro-batches. The arguments are those of `importance_ratio`."""
+
+    def __init__(self, mode: str, low: float | None, high: float | None) -> None:
+        self._bounds = (mode, low, high)
+        self.forget()
+
+    def forget(self) -> None:
+        self._sums: list[torch.Tensor] = []
+        self._highest: list[torch.Tensor] = []
+
+    @property
+    def is_due(self) -> bool:
+        return bool(self._sums)
+
+    def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
+        """Put the ratio of a micro-batch where TRL's loss reads it, unless it is there or the sampler gave no
+        log-probs. `logps`: of the policy, shape (B, C)."""
+        sampled = inputs.get(SAMPLED)
+        if sampled is None or inputs.get(RATIO) is not None:
+            return
+        mask, logps = loss_mask(inputs), logps.detach()  # type: ignore[arg-type]
+        ratio = inputs[RATIO] = importance_ratio(logps, sampled, mask, *self._bounds)
+        apart = (logps - sampled).abs()
+        known = mask & ~apart.isnan()
+        left = ~inputs[FAILED][:, None] if FAILED in inputs else torch.ones_like(mask[:, :1])  # (B, 1)
+        counts = left if ratio.size(1) == 1 else mask
+        sums = [
+            torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
+            *correction_sums(ratio, inputs["completion_mask"], *self._bounds),
+        ]  # fmt: skip
+        self._sums.append(torch.stack([figure.double() for figure in sums]))
+        highest = [
+            torch.where(known, apart, -torch.inf).max(),
+            torch.where(counts, -ratio, -torch.inf).max(),
+            torch.where(counts, ratio, -torch.inf).max(),
+        ]
+        self._highest.append(torch.stack([figure.double() for figure in highest]))
+
+    def drain(self) -> tuple[dict[str, float], list[float]]:
+        """The figures of the micro-batches since the last call: TRL's by name, and the sums of
+        `correction_sums` over all ranks; a collective."""
+        apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
+        furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
+        self.forget()
+        local = torch.stack((
+            apart / known.clamp(min=1),
+            torch.where(known > 0, furthest, 0.0),
+            torch.where(counted > 0, -negative_least, 0.0),
+            ratio / counted.clamp(min=1),
+            torch.where(counted > 0, largest, 0.0),
+        ))  # fmt: skip
+        mean, most, least, mean_ratio, most_ratio = gather(local[None]).unbind(dim=1)  # each (world size,)
+        figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
+        totals = reduce(torch.stack(effect), "sum").tolist()
+        return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True)), totals
+
+
+def correction_sums(
+    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """Count what TRL's correction for the sampler's distribution left out or bounded: tokens or completions left out,
+    bounded, and in all. Shape (3,), float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions;
+    `mask` is the completion mask, (B, T). The others are as in `importance_ratio`."""
+    counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
+    left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
+    bounded = torch.zeros_like(counts)
+    if mode.endswith("_truncate"):
+        for bound, beyond in ((low, torch.le), (high, torch.ge)):
+            if bound is not None:
+                bounded = bounded | beyond(ratio, bound)
+    return torch.stack([(which & counts).sum() for which in (left_out, bounded, counts)]).to(torch.float64)
 
 
 class Passes:
