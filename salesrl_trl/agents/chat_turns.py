@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from jinja2 import TemplateError
@@ -300,7 +301,7 @@ class AgentCalls:
         policy, of equals the last."""
         continued = {id(each.before) for each in self.answered}
         ends = [each for each in self.answered if id(each) not in continued]
-        return sorted(ends, key=lambda each: each.sampled)[::-1]
+        return sorted(ends, key=attrgetter("sampled"))[::-1]
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -1,7 +1,8 @@
 """Conversations of a batch, each in a thread of its own. Their turns call tools: parse, call, append, and ask again.
 
-Owns these threads, whose turns an engine loop answers, one conversation's way through its turns, as TRL's `_tool_call_loop` goes through those of a batch (its test
-compares them token by token), and what a batch of conversations becomes.
+Owns these threads, whose turns an engine loop answers; one conversation's way through its turns, as TRL's
+`_tool_call_loop` goes through those of a batch (its test compares them token by token); and what a batch of
+conversations becomes.
 """
 
 import asyncio
@@ -49,9 +50,7 @@ class Conversations(TaskBatch[T]):
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         self._params = params
         tasks = [Task(self, place, prompt, params[place]) for place, prompt in enumerate(prompts)]
-        for task in tasks:
-            task.answer.add_done_callback(partial(self._came, task.place))
-        self.loop.submit(tasks)
+        self._submit(tasks)
 
     def _came(self, place: int, answer: "Future[Turn]") -> None:
         if self.is_over:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from threading import Semaphore, Thread
 from typing import Any
 
@@ -249,7 +250,7 @@ class Rounds(TurnLoop):
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: batch.is_over or len(self._waiting) >= batch.under_way)
-            tasks = sorted((task for group in self._take() for task in group), key=lambda task: task.place)
+            tasks = sorted((task for group in self._take() for task in group), key=attrgetter("place"))
             if not self._most(len(tasks)):
                 return
             prompts = [task.ids for task in tasks] or prompts[:1]

@@ -250,8 +250,8 @@ class WholeBatch:
 
 
 class Streamed(WholeBatch):
-    """Each completion, or conversation, is reported when it is finished (`generation.engine_loop`). `begin` begins a batch;
-    it may be under way while the trainer trains."""
+    """Each completion, or conversation, is reported when it is finished (`engine_loop`). `begin` begins a batch; it
+    may be under way while the trainer trains."""
 
     def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start) -> None:
         super().__init__(generate, owner)

@@ -125,6 +125,15 @@ class TaskBatch(Generic[T]):
         from there on, are those of other ranks."""
         raise NotImplementedError
 
+    def _submit(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.answer.add_done_callback(partial(self._came, task.place))
+        self.loop.submit(tasks)
+
+    def _came(self, place: int, answer: "Future[Turn]") -> None:
+        """The first task of a place is over. From any thread."""
+        raise NotImplementedError
+
     @property
     def may_be_left(self) -> bool:
         """Whether a run ahead may end before the batch; the same on all ranks."""
@@ -188,9 +197,7 @@ class CompletionTasks(TaskBatch[Turn]):
         tasks = [Task(self, *of_task) for of_task in zip(places, prompts, params, strict=True)]
         self._tasks, self._left = tasks[first : first + len(self)], len(tasks)
         self.started = time.perf_counter()
-        for task in tasks:
-            task.answer.add_done_callback(partial(self._came, task.place))
-        self.loop.submit(tasks)
+        self._submit(tasks)
 
     @property
     def may_be_left(self) -> bool:

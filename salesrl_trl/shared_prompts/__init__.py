@@ -2,5 +2,5 @@
 
 - `row_layout`: from TRL's padded batch to one row of real tokens, and back.
 - `shared_attention`: the attention over this row, and the models that can do it.
-- `shared_passes`, `ahead`: the pass over a batch, and one pass for several micro-batches.
+- `shared_passes`: the pass over a batch.
 """
