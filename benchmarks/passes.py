@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.common import SHAPES, allocated, device, device_name, dtype, now, parser, peak, write_json
-from salesrl_trl.shared_prompts.ahead import Ahead
+from salesrl_trl.rollout.model_passes import Ahead
 from salesrl_trl.shared_prompts.shared_passes import LogProbs, PassSettings, SharedPrompts
 
 GROUP, GROUPS, MOST = 8, 8, 256

@@ -35,7 +35,7 @@ from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Sampler, Upstream
+from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
 from salesrl_trl.ground.changed_code import warn_of_changes
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
@@ -44,11 +44,10 @@ from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
 from salesrl_trl.rollout.buffer_policy import BufferPolicy
-from salesrl_trl.rollout.correction import unknown_logps
+from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.rollout.turn_parser import guard_parser
 from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased

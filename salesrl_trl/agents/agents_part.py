@@ -1,29 +1,138 @@
 """What tools and episodes do in a run: who begins their calls, who ends them, and what a heartbeat reports of them.
 
 Tools with an `example` are called once before training. `wiring.trl_access` loads this module where completions may
-call tools or an episode is given.
+call tools or an episode is given. An episode asks the policy by the endpoint for all its turns, and becomes a sequence
+that trains.
 """
 
+import copy
 import importlib.util
 import math
+import time
 from asyncio import run_coroutine_threadsafe
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 from accelerate.logging import get_logger
 
-from salesrl_trl.agents.episodes import Episode, Playing
-from salesrl_trl.agents.foreign_text import ForeignText
-from salesrl_trl.agents.playing import EpisodeTurns
+from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Sequenced
+from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tool_turns import ToolTurns
-from salesrl_trl.agents.tools import ToolCalls, tried
+from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tried
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.generation.sampler import Finished, Handle
-from salesrl_trl.generation.turn_access import TurnAccess
+from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
+from salesrl_trl.generation.tasks import GivenUp, Turn
+from salesrl_trl.names import EPISODE_FIGURES, episode_figure
+from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Played:
+    """An episode that has ended."""
+
+    ends: Sequence[Sequenced]  # its sequences. The first trains.
+    completion: list[Any]  # the messages of that one, behind its first prompt
+    reward: dict[str, Any]  # as a row keeps it
+    calls: int
+    notes: ConversationNotes
+
+
+class EpisodeTurns:
+    """The episodes of one trainer: `episode` plays each, on the loop of the rewards."""
+
+    def __init__(self, access: TurnAccess, episode: Episode, endpoint: PolicyEndpoint, rewards: RewardLoop) -> None:
+        self._access, self._episode, self._endpoint, self._rewards = access, episode, endpoint, rewards
+        self._form = ChatForm.of(access.tokenizer, access.template, **access.form).shared()
+        self._has_told_rewritten = False
+
+    def start(self, rows: Sequence[Example], finished: Finished, ahead: bool, playing: Playing) -> Handle:
+        """Begin an episode with each row."""
+        access, prompts = self._access, [row["prompt"] for row in rows]
+        encoded = access.encode(prompts)
+
+        def talk(place: int, first: Turn, ask: Ask) -> Played:
+            played = self._played(place, rows[place], encoded.ids[place], ask, playing)
+            if batch.is_cancelled:
+                raise GivenUp
+            finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
+            return played
+
+        def sample() -> Sampled:
+            return self._sampled(prompts, batch.results())
+
+        batch = Episodes(len(rows), access.loop, talk, lambda: playing.cut_off("given_up"))
+        return access.begin(batch, encoded, sample, ahead)
+
+    def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
+        episode, notes = self._episode, ConversationNotes(track=f"episode {place}")
+
+        def turn(prefix: list[int]) -> Turn:
+            began = time.perf_counter()
+            own = ask(prefix)
+            notes.end_turn(began)
+            return own
+
+        calls = AgentCalls(self._form, turn)
+        with self._endpoint.open(calls) as key:
+            future = self._rewards.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
+            reward = playing.reward(episode, future, lambda: calls.idle_s)
+        if calls.is_full:
+            reward = episode.named_full(reward)
+        if calls.error is not None:
+            raise calls.error
+        if ends := calls.ends():
+            completion = ends[0].messages[ends[0].prompt_messages :]
+        else:  # a row has a token at least: one that does not train
+            completion = [{"role": "assistant", "content": ""}]
+            none = Sequenced(
+                messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=prompt_ids,
+                ids=[self._form.tokenizer.eos_token_id], mask=[0],
+                logprobs=[0.0] if self._access.has_logprobs else None,
+            )  # fmt: skip
+            ends = [none]
+            if reward.value is not None:
+                reward = episode.without_number("no_turn", "has not asked the policy for a turn")
+        return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered), notes=notes)
+
+    def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
+        """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
+        trained = [each.ends[0] for each in played]
+        logprobs = [sequence.logprobs for sequence in trained if sequence.logprobs is not None]
+        rollout = {
+            "prompt_ids": [sequence.prompt_ids for sequence in trained],
+            "completion_ids": [sequence.ids for sequence in trained],
+            "logprobs": logprobs or None,
+            "env_mask": [sequence.mask for sequence in trained],
+            PLAYED: [each.reward for each in played],
+        }
+        sampled = self._access.sample(prompts, Made(rollout=rollout))
+        generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
+        sizes = [[end.sampled for end in each.ends] for each in played]
+        mine = {
+            "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),
+            "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
+        }  # fmt: skip
+        calls, rewritten, untrained, every = self._access.sums(mine).values()
+        if rewritten and not self._has_told_rewritten:
+            self._has_told_rewritten = True
+            logger.warning(
+                f"{rewritten:.0f} episodes of a batch are several sequences: they have rewritten their history, or "
+                f"asked beside it. Of each the sequence with most tokens trains: {untrained:.0f} of {every:.0f} "
+                "tokens do not. `episodes/rewritten` and `episodes/untrained` go on counting"
+            )
+        figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
+        metrics = {episode_figure(name): [value] for name, value in figures.items()}
+        spans = [span for each in played for span in each.notes.spans]
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, spans=spans)
+
 
 logger = get_logger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
+from salesrl_trl.generation.sampler import is_deep
 from salesrl_trl.generation.tasks import GivenUp
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.reward.watched_loop import THREADS
-from salesrl_trl.rollout.turn_parser import is_deep
 
 logger = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ def _check_head_size(model: PretrainedConfig) -> None:
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
     """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
     of a colocated engine are given for a server."""
-    from salesrl_trl.generation.push import pushes_all_weights
+    from salesrl_trl.generation.merging import pushes_all_weights
 
     extra = args.parsed_engine_kwargs()
     own = extra.keys() - _FOR_SERVERS_TOO

@@ -16,11 +16,10 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.rollout.correction import CorrectionAtStep
-from salesrl_trl.rollout.groups import parts
-from salesrl_trl.rollout.model_passes import Passes
+from salesrl_trl.rollout.in_flight import parts
+from salesrl_trl.rollout.model_passes import CorrectionAtStep, Passes
 from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser
-from salesrl_trl.shared_prompts.flash import HALVES
+from salesrl_trl.shared_prompts.shared_attention import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import highest

@@ -1,13 +1,18 @@
-"""The loop over vLLM in this process. Owns what is under way in its engine between two generations."""
+"""The loops over vLLM in this process, over a vLLM server, and over transformers' `generate`.
+
+Owns what is under way in each of them between two generations.
+"""
 
 import contextlib
+import itertools
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from threading import Semaphore, Thread
 from typing import Any
 
-import trl.generation.vllm_generation as upstream_vllm
-
-from salesrl_trl.generation.tasks import Task, TaskBatch, Turn, TurnLoop
+from salesrl_trl.generation.tasks import GivenUp, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.ground.patched import patched
 
 LINGER_S = 0.05
@@ -62,7 +67,7 @@ class EngineLoop(TurnLoop):
         """A step of vLLM's engine. Returns the outputs of requests that are not tasks. What an exception leaves behind
         nobody knows, so that it ends all tasks under way."""
         try:
-            outputs = self._step()
+            outputs = self._step()  # of requests that are finished: vLLM gives out no other
             others = [output for output in outputs if output.request_id not in self.under_way]
             for output in outputs:
                 if output.finished and (task := self.under_way.pop(output.request_id, None)) is not None:
@@ -126,6 +131,129 @@ def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
 
 
 def _turn_of(output: Any) -> Turn:
-    """A finished output of vLLM. Log-probs are those of the sampled tokens, as TRL takes them."""
-    logprobs, _ = upstream_vllm.extract_logprobs([output])
-    return Turn(list(output.outputs[0].token_ids), None if logprobs is None else [token[0] for token in logprobs[0]])
+    """A finished output of vLLM, with the log-probs of the sampled tokens, `None` for NaN as by TRL. Its
+    `extract_logprobs` sorts those of each token, which holds the engine up ten times as long."""
+    sampled = output.outputs[0]
+    ids = list(sampled.token_ids)
+    if sampled.logprobs is None:
+        return Turn(ids, None)
+    logprobs = [each[token].logprob for token, each in zip(ids, sampled.logprobs, strict=True)]
+    return Turn(ids, [None if math.isnan(each) else each for each in logprobs])  # type: ignore[misc]
+
+
+MOST_REQUESTS = 1024
+"""Requests in flight to a server. By default a vLLM server generates at most as many sequences at once."""
+
+
+class ServerLoop(TurnLoop):
+    """A task's `params` are `VLLMClient.generate` and its arguments beside the prompt. Threads are daemons: after a
+    failure nobody waits for the others."""
+
+    leaves_completions = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots = Semaphore(MOST_REQUESTS)
+        self._open: set[Task] = set()  # submitted, and not answered yet
+
+    def submit(self, tasks: list[Task]) -> None:
+        with self.changed:
+            taken = {task.batch.lane for task in self._open}
+            lane = next(number for number in itertools.count() if number not in taken)
+            self._open.update(tasks)
+        for task in tasks:
+            task.batch.lane = lane
+        queue = deque(tasks)
+        for _ in range(min(len(tasks), MOST_REQUESTS)):
+            Thread(target=self._work, args=(queue,), name="vLLM requests", daemon=True).start()
+
+    def ask(self, task: Task) -> Turn:
+        """In the caller's thread."""
+        with self._slots:
+            if task.batch.is_over:
+                raise GivenUp
+            return self._turn(task)
+
+    def _work(self, queue: deque[Task]) -> None:
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                self._serve(queue.popleft())
+
+    def _serve(self, task: Task) -> None:
+        error: Exception | None = None
+        try:
+            with self._slots:
+                if not task.answer.set_running_or_notify_cancel():
+                    return
+                try:
+                    turn = self._turn(task)
+                except Exception as raised:
+                    error = raised
+            if error is None:
+                task.answer.set_result(turn)
+            else:
+                task.answer.set_exception(error)
+        finally:
+            with self.changed:
+                self._open.discard(task)
+                self.changed.notify_all()
+
+    def _turn(self, task: Task) -> Turn:
+        send, arguments = task.params
+        output = send(prompts=[task.ids], **arguments)
+        [ids], logprobs = output["completion_ids"], output["logprobs"]
+        return Turn(list(ids), None if logprobs is None else [token[0] for token in logprobs[0]])
+
+    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+        with self.changed:
+            tasks = [task for task in self._open if task.batch is batch and place in (None, task.place)]
+        for task in tasks:
+            task.answer.cancel()  # unless it is in flight: then nobody hears its answer
+
+    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+        if not ahead:
+            with self.changed:
+                self.changed.wait_for(lambda: batch.is_over)
+
+    def settle(self) -> None:
+        """Wait until all completions that were asked for are answered."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self._open)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While active, no request is in flight. No slot is held while a tool runs."""
+        for _ in range(MOST_REQUESTS):
+            self._slots.acquire()
+        try:
+            yield
+        finally:
+            self._slots.release(MOST_REQUESTS)
+
+
+Generate = Callable[[list[list[int]], None, dict[str, Any], int], tuple[list[list[int]], list[list[float]] | None]]
+"""TRL's `_generate_single_turn`: from token ids of prompts, without pictures, to those of completions."""
+
+
+class Rounds(TurnLoop):
+    """`most` returns the highest of a number over all ranks, where they generate together because the policy is in
+    parts; the number itself where each generates alone."""
+
+    leaves_conversations = False
+
+    def __init__(self, generate: Generate, most: Callable[[int], int]) -> None:
+        super().__init__()
+        self._generate, self._most = generate, most
+
+    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+        prompts = [[0]]  # of the last round: a rank that asks for nothing generates once more while others ask
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: batch.is_over or len(self._waiting) >= batch.under_way)
+            tasks = sorted((task for group in self._take() for task in group), key=attrgetter("place"))
+            if not self._most(len(tasks)):
+                return
+            prompts = [task.ids for task in tasks] or prompts[:1]
+            completion_ids, logprobs = self._generate(prompts, None, {}, 1)
+            for number, task in enumerate(tasks):
+                task.answer.set_result(Turn(completion_ids[number], None if logprobs is None else logprobs[number]))

@@ -1,7 +1,8 @@
-"""The policy's weights with its adapter, computed without a change of its base model. `vllm` calls it.
+"""What a push of weights to vLLM needs beside TRL's own: for adapters, a CPU, engines that quantise, and pictures.
 
-TRL merges the adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base
-drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
+The policy's weights with its adapter are computed without a change of its base model. TRL merges the
+adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base drifts from push to
+push. The base is the reference of the KL, and what a saved adapter is loaded onto.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
 
 from salesrl_trl.ground.patched import patched
 
@@ -114,3 +116,38 @@ def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
         weight = weight.full_tensor()
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     return torch.nn.Parameter(wide, requires_grad=False)
+
+
+def reload_all(llm: Any, weights: Any) -> None:
+    """Load all weights through vLLM's worker, which repacks parameters after loading: TRL's push of single ones fails
+    on a CPU, and for an engine that quantises."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker = getattr(worker, "worker", worker)
+    pack_tied_weights_again(worker.model_runner.model)
+    worker.reload_weights(weights_iterator=weights)
+    llm.reset_prefix_cache()
+
+
+def pack_tied_weights_again(model: torch.nn.Module) -> None:
+    """Have vLLM's next reload pack a tied output head. For a CPU vLLM keeps a packed copy of each layer's weight, and
+    a reload packs the layers whose weights come. A tied head's weight comes for the embedding alone, so its copy would
+    be of the weights before (vLLM 0.31: log-probs were off by 2 nats). A layer that waits for none is packed last."""
+    owners: dict[int, torch.nn.Module] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and owners.setdefault(id(weight), layer) is not layer and hasattr(layer, "cpu_linear"):
+            from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+            get_layerwise_info(layer).load_numel_total = 0
+
+
+def pushes_all_weights(model: PreTrainedModel) -> bool:
+    """Whether the trainer's push sets every weight of a colocated engine. TRL pushes parameters, so saved buffers,
+    such as a router's bias, stay the engine's. A quantised engine quantises while it reads. A vision tower over random
+    weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return (
+        parameters.issuperset(model.state_dict())
+        and not getattr(model, "is_quantized", False)
+        and getattr(getattr(model, "config", None), "vision_config", None) is None
+    )

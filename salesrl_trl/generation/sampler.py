@@ -5,17 +5,21 @@ two methods of `Sampler`. The trainer calls the class with one argument, `Upstre
 """
 
 import contextlib
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
+from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
 from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 
@@ -246,8 +250,8 @@ class WholeBatch:
 
 
 class Streamed(WholeBatch):
-    """Each completion, or conversation, is reported when it is finished (`generation.engine`). `begin` begins a batch;
-    it may be under way while the trainer trains."""
+    """Each completion, or conversation, is reported when it is finished (`engine_loop`). `begin` begins a batch; it
+    may be under way while the trainer trains."""
 
     def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start) -> None:
         super().__init__(generate, owner)
@@ -296,3 +300,82 @@ def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: objec
     if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
         return "the tokenizer's response template parses the completions of a whole batch at once"
     return None
+
+
+MOST_ENDS = 16  # spelled in one turn. Parsers take seconds for a thousand: time grows faster than the square.
+MOST_NESTED = 64  # levels of lists and dictionaries. Copies and templates fail with `RecursionError` at some hundreds.
+
+
+def is_deep(value: object) -> bool:
+    """Whether lists and dictionaries are nested too deeply to be copied and written. Not recursive itself."""
+    level: dict[int, Any] = {0: [value]}
+    for _ in range(MOST_NESTED):
+        inner = (each.values() if isinstance(each, dict) else each for each in level.values())
+        level = {id(one): one for each in inner for one in each if isinstance(one, dict | list | tuple)}
+    return bool(level)
+
+
+def guard_parser(tokenizer: Any) -> None:
+    """Have a tokenizer, and its copies, raise `ValueError` for each turn that it can't read. TRL takes it as text."""
+    tokenizer.parse_response = MethodType(parse_response, tokenizer)
+
+
+def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, Any]:
+    if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
+        raise ValueError("the turn has more ends than are sampled")
+    try:
+        message = type(self).parse_response(self, ids, *args, **kwargs)
+    except Exception as error:  # `RecursionError`, or whatever a template's parser raises for a policy's text
+        raise ValueError(f"the turn can't be read: {type(error).__name__}") from error
+    if not isinstance(message, dict) or is_deep(message):
+        raise ValueError("the turn is empty or nested too deeply")
+    return encodable(message, "a turn of the policy")
+
+
+class Encoded(NamedTuple):
+    """What TRL's `_tokenize_prompts` makes of B prompts."""
+
+    ids: list[list[int]]
+    images: list[Any] | None
+    fields: Mapping[str, Any]  # what the processor makes beside tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What exists before TRL's `_generate` runs around it, which would make it."""
+
+    encoded: Encoded | None = None
+    tokens: TokenSource | None = None  # in place of TRL's engines
+    talked: tuple[Any, ...] | None = None  # what `_tool_call_loop` is to return
+    rollout: Mapping[str, Any] | None = None  # what a `rollout_func` is to return
+
+
+class ToolsOf(NamedTuple):
+    """The tools of one conversation."""
+
+    schemas: list[Any]  # as the chat template gets them
+    functions: Sequence[Callable[..., object]]  # those that are called
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnAccess:
+    """Values and bound callables of one trainer."""
+
+    loop: TurnLoop
+    encode: Callable[[Sequence[object]], Encoded]
+    begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]
+    """Begins a batch of these prompts. The callable makes its result once it is over; a collective. `True`: training
+    goes on before."""
+    sample: Callable[[Sequence[object], Made], Sampled]
+    """TRL's `_generate` around what is made; a collective."""
+    sums: Callable[[Mapping[str, float]], dict[str, float]]
+    """Sums over all ranks, which have the same names; a collective."""
+    tools: Sequence[Callable[..., object]]  # of TRL, with the methods of environments
+    tools_of: Callable[[int], ToolsOf]  # of the conversation at a place
+    tools_loop: AbstractEventLoop  # on which tools run
+    tokenizer: Any  # a copy for threads
+    template: str | None
+    form: Mapping[str, Any]  # the other fields of `agents.chat_turns.ChatForm`
+    most_turns: int  # after which tools are called
+    has_logprobs: bool
+    keeps_records: bool

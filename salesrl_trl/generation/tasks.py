@@ -1,6 +1,6 @@
 """The terms of the loop that turns prompts into tokens: tasks, their batches, and what each loop does with them.
 
-`engine_loop`, `server` and `rounds` are the loops over vLLM in this process, a vLLM server, and transformers.
+`engine_loop` has the loops over vLLM in this process, a vLLM server, and transformers.
 docs/ARCHITECTURE.md has the contract ("The engine loop"). Standard library only.
 """
 
@@ -75,6 +75,8 @@ class TurnLoop:
             raise GivenUp from None
 
     def _take(self) -> list[list[Task]]:
+        if not self._waiting:  # without the lock, which an engine would take before each step
+            return []
         with self.changed:
             taken, self._waiting = self._waiting, []
         return taken
@@ -121,6 +123,15 @@ class TaskBatch(Generic[T]):
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         """Submit the first tasks, or begin what submits them. Prompts before `first`, and behind the size of the batch
         from there on, are those of other ranks."""
+        raise NotImplementedError
+
+    def _submit(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.answer.add_done_callback(partial(self._came, task.place))
+        self.loop.submit(tasks)
+
+    def _came(self, place: int, answer: "Future[Turn]") -> None:
+        """The first task of a place is over. From any thread."""
         raise NotImplementedError
 
     @property
@@ -186,9 +197,7 @@ class CompletionTasks(TaskBatch[Turn]):
         tasks = [Task(self, *of_task) for of_task in zip(places, prompts, params, strict=True)]
         self._tasks, self._left = tasks[first : first + len(self)], len(tasks)
         self.started = time.perf_counter()
-        for task in tasks:
-            task.answer.add_done_callback(partial(self._came, task.place))
-        self.loop.submit(tasks)
+        self._submit(tasks)
 
     @property
     def may_be_left(self) -> bool:

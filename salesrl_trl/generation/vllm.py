@@ -20,10 +20,8 @@ from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.engine_loop import EngineLoop
-from salesrl_trl.generation.merging import merged_beside, why_in_place
-from salesrl_trl.generation.push import reload_all
-from salesrl_trl.generation.server import MOST_REQUESTS, ServerLoop
+from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, ServerLoop
+from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
 from salesrl_trl.generation.tasks import Prompt, TaskBatch
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import allow_files
@@ -156,16 +154,16 @@ class SalesVLLMGeneration(VLLMGeneration):
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(self, "generation_kwargs", {**texts, **self.generation_kwargs}))
             if batch is not None:
-                stack.enter_context(patched(self.llm, "generate", functools.partial(self._begin, batch)))
+                stack.enter_context(patched(self.llm, "generate", self._begin))
             generated = super().generate(seen, images, num_generations, profiler)
         if images is not None:
             check_expanded(generated[0] if batch is None else batch.read, prompts)
         return generated  # type: ignore[no-any-return]
 
-    def _begin(
-        self, batch: TaskBatch[Any], prompts: Sequence[Prompt], sampling_params: object, **_: object
-    ) -> list[Any]:
+    def _begin(self, prompts: Sequence[Prompt], sampling_params: object, **_: object) -> list[Any]:
         """In place of `LLM.generate`. Tensor parallelism generates the completions of all ranks of a group on each."""
+        batch = self.batch
+        assert batch is not None
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * len(batch)

@@ -18,7 +18,7 @@ from salesrl_trl.record.replay import recorded_name
 from salesrl_trl.record.schema import rank_of, record_file
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
-from salesrl_trl.rollout.groups import AT_ONCE
+from salesrl_trl.rollout.in_flight import AT_ONCE
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.wiring.part import Part, PartContext
 

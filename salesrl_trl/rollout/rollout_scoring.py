@@ -34,9 +34,8 @@ from salesrl_trl.names import (
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, completion_text
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.correction import OLD, RATIO, correction_sums
-from salesrl_trl.rollout.groups import AT_ONCE, Order, ScoredGroups, parts
-from salesrl_trl.rollout.in_flight import Rollout
+from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups, parts
+from salesrl_trl.rollout.model_passes import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.run_events import RunEvents

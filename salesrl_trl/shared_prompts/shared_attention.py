@@ -1,18 +1,119 @@
 """Attention over a row with shared prefixes, behind transformers' attention interface. `shared_passes` installs it.
 
-On a GPU in 16 bits `flash` computes it. Elsewhere PyTorch's attention does, in two padded batches: over the prefixes,
-and over the segments behind copies of their prefix's keys.
+On a GPU in 16 bits PyTorch's own kernels of flash attention compute it. Each prefix and each segment sees itself,
+causally; all segments of a group together see their prefix, without a mask. Two softmaxes over parts of the keys make
+one over all: each is weighted by its share of the normaliser. Backward, each part gives its share of the gradient from
+the joined normaliser and output (Dao et al. 2022, appendix B.2).
+
+Elsewhere PyTorch's attention does, in two padded batches: over the prefixes, and over the segments behind copies of
+their prefix's keys.
+
+Owns which models and settings can't share prompts, and why. The comparison of `shared_passes` finds what no reason
+foresees.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from salesrl_trl.shared_prompts.flash import SharedFlash, can_flash
-from salesrl_trl.shared_prompts.row_layout import Layout
+from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
+
+HALVES = (torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+"""Channels of a head that the kernels take."""
+AMPERE = (8, 0)
+"""Compute capability of the oldest GPUs that they run on."""
+
+
+def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernels take these: 16 bits, on an Ampere GPU or a newer one, heads of one width that is a multiple
+    of 8."""
+    width = query.size(-1)
+    return (
+        query.is_cuda
+        and query.dtype in HALVES
+        and width == key.size(-1) == value.size(-1)
+        and width <= LARGEST_HEAD
+        and width % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= AMPERE
+    )
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float) -> tuple[Any, ...]:
+    """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
+    float32, and the state of its random generator."""
+    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
+    outputs: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
+        q, k, v, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, False, scale=scale
+    )
+    return outputs[:4]
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    normaliser: torch.Tensor,
+    bounds: Bounds,
+    state: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PyTorch's kernel: gradients to `q`, `k` and `v`."""
+    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
+    )
+
+
+class SharedFlash(torch.autograd.Function):
+    """Attention over a row: `apply(query, key, value, layout, scale)`. Queries and output have shape (S, heads,
+    channels); keys and values (S, heads of keys, channels)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
+    ) -> torch.Tensor:
+        out: torch.Tensor
+        out, normaliser, *state = forward(query, key, value, layout.parts, scale)
+        crossing_state: list[torch.Tensor] = []
+        if layout.prefixes:
+            head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
+            far, far_normaliser, *crossing_state = forward(
+                query[head:tail], key[:head], value[:head], layout.crossings, scale
+            )
+            near, near_normaliser = out[head:tail], normaliser[:, head:tail]
+            joined = torch.logaddexp(near_normaliser, far_normaliser)  # (heads, tokens)
+            share = torch.exp(far_normaliser - joined).T.unsqueeze(-1)  # (tokens, heads, 1)
+            near.copy_(torch.lerp(near.float(), far.float(), share))
+            near_normaliser.copy_(joined)
+        ctx.save_for_backward(query, key, value, out, normaliser, *state, *crossing_state)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, normaliser, *states = ctx.saved_tensors
+        layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
+        own = backward(grad, query, key, value, out, normaliser, layout.parts, tuple(states[:2]), scale)
+        if layout.prefixes:
+            head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
+            crossing = backward(
+                grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
+                normaliser[:, head:tail].contiguous(), layout.crossings, tuple(states[2:]), scale,
+            )  # fmt: skip
+            for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
+                total[rows] += part
+        return *own, None, None
+
 
 LAYOUT = "shared_prompts_layout"
 """Name of the argument that a model hands on to its attention, from its own keyword arguments."""
@@ -107,3 +208,107 @@ def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """From (1, heads, S, channels) to (B, heads, T, channels), at places of shape (B, T)."""
     taken = row[0].index_select(1, places.flatten())  # (heads, B * T, channels)
     return taken.view(len(taken), *places.shape, -1).transpose(0, 1)
+
+
+FLASH = "flash"
+"""Part of the names of attentions that compute as `SharedFlash` does."""
+CHANGING_ROPE = ("dynamic", "longrope")
+"""Parts of the names of rotary embeddings whose frequencies follow the longest sequence of a batch."""
+KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of layers that can share prompts. Sliding ones can as long as no sequence is longer than their window."""
+
+
+def why_not_shared(model: nn.Module) -> str | None:
+    """The first reason why this model can't share prompts, unwrapped from DDP and DeepSpeed; `None` if there is
+    none."""
+    return next(_reasons(model), None)
+
+
+def attention_of(model: nn.Module) -> str:
+    return str(_base(model).config._attn_implementation)
+
+
+def window_of(model: nn.Module) -> int | None:
+    config = _base(model).config
+    kinds = getattr(config, "layer_types", None)
+    has_window = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    return getattr(config, "sliding_window", None) if has_window else None
+
+
+def rope_limit_of(model: nn.Module) -> int | None:
+    """Columns from which the rotary embedding depends on the longest sequence of a batch; `None` if it never does."""
+    config = _base(model).config
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
+    changing = [layer for layer in of_layers if any(kind in layer.get("rope_type", "") for kind in CHANGING_ROPE)]
+    limits = [layer.get("original_max_position_embeddings") or config.max_position_embeddings for layer in changing]
+    return min(limits, default=None)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    layers = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return layers or bool(getattr(_base(model).config, "attention_dropout", 0.0))
+
+
+def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, make_pass: Callable[[], torch.Tensor]) -> bool:
+    """Whether a pass in training draws random numbers other than dropout: noise on embeddings, a router's jitter,
+    layers that are left out. Where attention has dropout, this can't be found out. The model comes in evaluation mode,
+    and is left in it, with the random generators where they were. `calm`: the result of `make_pass` in that mode."""
+    if getattr(_base(model).config, "attention_dropout", 0.0):
+        return False
+    gpus = [device for device in {parameter.device for parameter in model.parameters()} if device.type == "cuda"]
+    with torch.random.fork_rng(gpus):
+        before = _random_states(gpus)
+        model.train()
+        for module in model.modules():
+            if isinstance(module, (nn.modules.dropout._DropoutNd, GradientCheckpointingLayer)):
+                module.training = False
+        drawn = make_pass()
+        model.eval()
+        has_drawn = any(not torch.equal(*states) for states in zip(before, _random_states(gpus), strict=True))
+    return has_drawn and not torch.equal(calm, drawn)
+
+
+def _random_states(gpus: Sequence[torch.device]) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+
+def _base(model: nn.Module) -> PreTrainedModel:
+    model = extract_model_from_parallel(model)  # DDP and DeepSpeed wrap the policy
+    get = getattr(model, "get_base_model", None)
+    base: PreTrainedModel = model if get is None else get()
+    return base
+
+
+def _reasons(model: nn.Module) -> Iterator[str]:
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        yield "the model's adapter adds tokens to the prompt"
+    if getattr(adapter, "alora_invocation_tokens", None) or getattr(adapter, "peft_type", None) == "LILY":
+        yield "the model's adapter follows the tokens of a whole sequence"
+    if hasattr(model, "_orig_mod"):
+        yield "the model is compiled"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        yield "the model is split over devices"
+    base = _base(model)
+    config = base.config
+    if config.get_text_config() is not config:
+        yield "the model takes more than text"
+    if config.is_encoder_decoder:
+        yield "the model is an encoder-decoder"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - KINDS:
+        yield f"the model has layers of type {', '.join(sorted(kinds - KINDS))}"
+    if getattr(base, "_is_stateful", False):
+        yield "the model has recurrent layers"
+    if getattr(config, "attention_chunk_size", None):
+        yield "the model's attention is cut into chunks"
+    if not getattr(config, "is_causal", True):
+        yield "the model's attention is not causal"
+    if not getattr(base, "_supports_attention_backend", False):
+        yield "the model's attention does not go through transformers' interface"
+    name = attention_of(model)
+    if name != SDPA and FLASH not in name:
+        yield f"the model's attention is `{name}`. Expected `{SDPA}` or flash attention: set `attn_implementation`"
+    if name != SDPA and getattr(config, "attn_logit_softcapping", None):
+        yield "the model's attention scores are capped"

@@ -18,10 +18,19 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.shared_prompts import support
-from salesrl_trl.shared_prompts.flash import HALVES
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.shared_attention import LAYOUT, LayoutLostError, install
+from salesrl_trl.shared_prompts.shared_attention import (
+    HALVES,
+    LAYOUT,
+    LayoutLostError,
+    attention_of,
+    draws_beyond_dropout,
+    has_dropout,
+    install,
+    rope_limit_of,
+    why_not_shared,
+    window_of,
+)
 
 logger = get_logger(__name__)
 
@@ -67,19 +76,19 @@ class SharedPrompts:
         self._window: int | None = None
         self._rope_limit: int | None = None
         self._attention = ""
-        self._has_dropout = support.has_dropout(model)
+        self._has_dropout = has_dropout(model)
         self.is_checked = False
         self._is_due = True  # the next batch with a shared prompt is compared
         self._updates = 0
         self._reported: set[str] = set()
-        reason = settings.reason or support.why_not_shared(model) if settings.is_on else None
+        reason = settings.reason or why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         self._is_agreed = not self.is_on
         if reason is not None:
             self._tell(reason)
         if self.is_on:
-            self._window, self._rope_limit = support.window_of(model), support.rope_limit_of(model)
-            self._attention = support.attention_of(model)
+            self._window, self._rope_limit = window_of(model), rope_limit_of(model)
+            self._attention = attention_of(model)
             install(self._attention)
 
     def begin_update(self) -> None:
@@ -134,7 +143,7 @@ class SharedPrompts:
             reason = "a batch has an empty prompt, or is padded in another way than TRL's"
         elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
-        elif (name := support.attention_of(extract_model_from_parallel(model))) != self._attention:
+        elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
             reason = f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
@@ -232,7 +241,7 @@ class SharedPrompts:
         try:
             ours = self.of(model, pair, groups)[0]
             is_first = not self.is_checked
-            if is_first and support.draws_beyond_dropout(model, ours, lambda: self.of(model, pair, groups)[0]):
+            if is_first and draws_beyond_dropout(model, ours, lambda: self.of(model, pair, groups)[0]):
                 return ours, "the model draws random numbers in training, and completions of a prompt would share them"
             return ours, None
         except torch.OutOfMemoryError:

@@ -16,10 +16,19 @@ from trl import GRPOTrainer
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.generation.rounds import Rounds
-from salesrl_trl.generation.sampler import Begun, Finished, Handle, Sampled, TokenSource
+from salesrl_trl.generation.engine_loop import Rounds
+from salesrl_trl.generation.sampler import (
+    Begun,
+    Encoded,
+    Finished,
+    Handle,
+    Made,
+    Sampled,
+    TokenSource,
+    ToolsOf,
+    TurnAccess,
+)
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
-from salesrl_trl.generation.turn_access import Encoded, Made, ToolsOf, TurnAccess
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.timing import Span

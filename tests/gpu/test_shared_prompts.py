@@ -5,7 +5,7 @@ import torch
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from salesrl_trl.shared_prompts import flash
+from salesrl_trl.shared_prompts import shared_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +18,8 @@ def test_log_probs_and_gradient_are_as_close_to_float32_as_trls(kind, monkeypatc
     fields = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, **fields)).cuda().to(kind)
     prompts, used = shared(model), []
-    forward = flash.forward
-    monkeypatch.setattr(flash, "forward", lambda *args: (used.append(1), forward(*args))[1])
+    forward = shared_attention.forward
+    monkeypatch.setattr(shared_attention, "forward", lambda *args: (used.append(1), forward(*args))[1])
 
     def found(way, batch, precision):
         model.to(precision)

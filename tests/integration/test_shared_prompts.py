@@ -18,7 +18,7 @@ from salesrl_trl.ground.patched import patched
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import BOUNDED, LEFT_OUT
 from salesrl_trl.reward.functions import per_completion
-from salesrl_trl.rollout.correction import FIGURES
+from salesrl_trl.rollout.model_passes import FIGURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

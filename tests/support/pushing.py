@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from salesrl_trl.generation.server import ServerLoop
+from salesrl_trl.generation.engine_loop import ServerLoop
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 
 GPU, CPU, SERVER = "an engine on a GPU", "an engine on a CPU", "a server"

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from salesrl_trl.agents.conversations import Conversations, Episodes
-from salesrl_trl.generation.rounds import Rounds
+from salesrl_trl.agents.tool_turns import Conversations, Episodes
+from salesrl_trl.generation.engine_loop import Rounds
 from salesrl_trl.generation.tasks import TurnLoop
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 import pytest
 from support.engines import LLM, prompts
 
-from salesrl_trl.agents.conversations import Conversations, Episodes
+from salesrl_trl.agents.tool_turns import Conversations, Episodes
 from salesrl_trl.generation.engine_loop import EngineLoop
 from salesrl_trl.generation.tasks import CompletionTasks
 

@@ -12,9 +12,9 @@ import torch
 import trl.generation.vllm_generation as upstream_vllm
 from support.seconds import check_seconds
 
-from salesrl_trl.agents.conversations import Conversations, Episodes
-from salesrl_trl.generation import server
-from salesrl_trl.generation.server import ServerLoop
+from salesrl_trl.agents.tool_turns import Conversations, Episodes
+from salesrl_trl.generation import engine_loop
+from salesrl_trl.generation.engine_loop import ServerLoop
 from salesrl_trl.generation.tasks import NO_TURN, CompletionTasks
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import allow_files
@@ -56,7 +56,7 @@ def served(monkeypatch):
     """The generation of the second process; nothing may be gathered."""
     for name in ("gather_object", "broadcast_object_list"):
         monkeypatch.setattr(upstream_vllm, name, None)
-    monkeypatch.setattr(server, "MOST_REQUESTS", 8)
+    monkeypatch.setattr(engine_loop, "MOST_REQUESTS", 8)
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     vars(generation).update(
         mode="server", vllm_client=Client(), accelerator=Process(), loop=ServerLoop(),
@@ -158,7 +158,7 @@ def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, 
 def test_nobody_waits_for_the_others_where_a_batch_ends_early_and_the_push_raises_nothing(served, monkeypatch, ends):
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
     served.loop._slots = threading.Semaphore(2)
-    monkeypatch.setattr(server, "MOST_REQUESTS", 2)
+    monkeypatch.setattr(engine_loop, "MOST_REQUESTS", 2)
     client, told = served.vllm_client, []
 
     def finished(place, ids):
@@ -221,7 +221,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
         pushing.set()
         assert pushed.wait(10)
 
-    monkeypatch.setattr(server, "MOST_REQUESTS", len(PROMPTS))
+    monkeypatch.setattr(engine_loop, "MOST_REQUESTS", len(PROMPTS))
     served.loop._slots = threading.Semaphore(len(PROMPTS))
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", push)
     talk = lambda place, _, ask: [ask([1]), ask([2])]  # noqa: E731

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.rollout.correction import correction_sums
+from salesrl_trl.rollout.model_passes import correction_sums
 
 
 def corrected(ratio, mode, low, high):

@@ -17,8 +17,8 @@ from support.keyed import make_tiny_policy
 from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema, parse_response
 
-from salesrl_trl.agents.foreign_text import ForeignText
-from salesrl_trl.rollout.turn_parser import guard_parser
+from salesrl_trl.agents.chat_turns import ForeignText
+from salesrl_trl.generation.sampler import guard_parser
 
 TOKENS = {  # of a model: whether each is special
     "qwen3": {"<|im_end|>": True, "<|im_start|>": True, "<tool_call>": False, "</tool_response>": False, "  ": False},

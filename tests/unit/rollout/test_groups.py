@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from salesrl_trl.rollout.buffer_policy import first_in, to_launch
-from salesrl_trl.rollout.groups import ScoredGroups, parts
+from salesrl_trl.rollout.in_flight import ScoredGroups, parts
 
 WANTED = 0.5
 

@@ -11,7 +11,7 @@ from support.scripted import settings, steps_of
 
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 from salesrl_trl.names import REWARD_EXPOSED, REWARD_SECONDS, STALENESS_MAX, STEP_SECONDS
-from salesrl_trl.rollout.lookahead import LookaheadControl
+from salesrl_trl.parts.lookahead import LookaheadControl
 
 COMPUTE_S, GENERATION_S = 2.2, 0.7
 

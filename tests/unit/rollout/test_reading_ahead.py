@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from salesrl_trl.rollout.groups import parts
+from salesrl_trl.rollout.in_flight import parts
 from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 
 

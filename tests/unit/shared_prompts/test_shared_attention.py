@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from salesrl_trl.shared_prompts import flash, shared_attention
+from salesrl_trl.shared_prompts import shared_attention
 from salesrl_trl.shared_prompts.row_layout import Group, layout_of
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def backward(grad, q, k, v, out, normaliser, bounds, state, scale):
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, groups):
-    monkeypatch.setattr(flash, "forward", forward)
-    monkeypatch.setattr(flash, "backward", backward)
+    monkeypatch.setattr(shared_attention, "forward", forward)
+    monkeypatch.setattr(shared_attention, "backward", backward)
     layout = layout_of(groups, 20, 8, CPU)
     layer = types.SimpleNamespace(num_key_value_groups=2, is_causal=True, training=True)
     found = []
@@ -91,7 +91,7 @@ def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, g
 def test_what_the_kernels_refuse_is_not_given_to_them(monkeypatch, kind, width, capability, takes):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     tensor = types.SimpleNamespace(is_cuda=True, dtype=kind, device=None, size=lambda _: width)
-    assert flash.can_flash(tensor, tensor, tensor) == takes
+    assert shared_attention.can_flash(tensor, tensor, tensor) == takes
 
 
 def test_without_a_layout_an_attention_is_what_it_was():

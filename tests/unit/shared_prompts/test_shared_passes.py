@@ -10,7 +10,7 @@ from peft import LilyConfig, LoraConfig, get_peft_model
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from salesrl_trl.shared_prompts.ahead import Ahead, unasked_tokens
+from salesrl_trl.rollout.model_passes import Ahead, unasked_tokens
 from salesrl_trl.shared_prompts.shared_passes import Columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
