@@ -12,8 +12,7 @@ import math
 import random
 import statistics
 
-from salesrl_trl.judged.meter import ANCHORS, Meter
-from salesrl_trl.judged.rising import Written
+from salesrl_trl.judged.meter import ANCHORS, Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 KINDS = ("word", "length", "position", "flattery", "format")

@@ -15,8 +15,7 @@ import statistics
 import torch
 
 from benchmarks.judging import Policies, interval, judged
-from salesrl_trl.judged.meter import ANCHORS, Meter
-from salesrl_trl.judged.rising import Written
+from salesrl_trl.judged.meter import ANCHORS, Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 WEIGHTS = {"go on": 1.0, "weight": 0.5, "second": 0.0}

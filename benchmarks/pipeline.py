@@ -86,8 +86,8 @@ from salesrl_trl.config.rollouts import passes_of
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
+from salesrl_trl.record.reader import record_file
 from salesrl_trl.record.recorder import RecorderPart
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.batch import BatchReport, BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward

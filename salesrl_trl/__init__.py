@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from salesrl_trl.judged.judge_interface import Judge as Judge
     from salesrl_trl.judged.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.judged.rag_client import RagBackend as RagBackend
-    from salesrl_trl.judged.stage import Added as Added
-    from salesrl_trl.judged.stage import Case as Case
-    from salesrl_trl.judged.stage import Missing as Missing
-    from salesrl_trl.judged.stage import RewardStage as RewardStage
+    from salesrl_trl.judged.scoring import Added as Added
+    from salesrl_trl.judged.scoring import Case as Case
+    from salesrl_trl.judged.scoring import Missing as Missing
+    from salesrl_trl.judged.scoring import RewardStage as RewardStage
     from salesrl_trl.kl.law import KLLaw as KLLaw
     from salesrl_trl.launch.assembly import judge_reward as judge_reward
     from salesrl_trl.launch.assembly import open_reward as open_reward
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
-    from salesrl_trl.reward.overlong import soft_overlong_punishment as soft_overlong_punishment
+    from salesrl_trl.reward.reward_funcs import soft_overlong_punishment as soft_overlong_punishment
     from salesrl_trl.rollout.buffer_policy import ByArrival as ByArrival
     from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
@@ -77,7 +77,7 @@ _MODULES = {
     "per_batch": "reward.functions",
     "per_episode": "agents.episodes",
     "RewardFunction": "reward.functions",
-    "soft_overlong_punishment": "reward.overlong",
+    "soft_overlong_punishment": "reward.reward_funcs",
     "Reward": "types",
     "Transport": "service.transport",
     "tool": "agents.tools",
@@ -100,7 +100,7 @@ _MODULES = {
     "KLLaw": "kl.law",
     "Part": "wiring.part",
     "RagBackend": "judged.rag_client",
-    "RewardStage": "judged.stage",
+    "RewardStage": "judged.scoring",
     "Sampler": "generation.sampler",
     # the values that pass between them
     "SalesRow": "types",
@@ -110,9 +110,9 @@ _MODULES = {
     "Criterion": "types",
     "Verdict": "types",
     "Outcome": "types",
-    "Case": "judged.stage",
-    "Added": "judged.stage",
-    "Missing": "judged.stage",
+    "Case": "judged.scoring",
+    "Added": "judged.scoring",
+    "Missing": "judged.scoring",
     # time
     "TimingContext": "timing",
     # errors

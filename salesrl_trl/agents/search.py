@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from salesrl_trl.agents.tools import ToolSettings, tool
-from salesrl_trl.judged.rag_answers import RagAnswers
+from salesrl_trl.judged.rag_client import RagAnswers
 
 EXAMPLE = "price"  # the query before training. It is asked each time, because it says whether the service is up.
 

@@ -18,12 +18,10 @@ from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
 from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
-from salesrl_trl.judged.scoring import Scoring
-from salesrl_trl.judged.stage import Case, Missing, RewardStage
+from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import (
     AT_ONCE,
     DEADLINE_S,
@@ -34,7 +32,7 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.stage_times import SampleLines, StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.transport import Transport

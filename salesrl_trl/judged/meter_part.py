@@ -1,7 +1,7 @@
-"""The meter over the judge in a run: what it reads of each batch of training, and the calls that it asks for.
+"""The parts of a run over its judge: what the meter reads of each batch of training and asks for, and what was spent.
 
-Owns the open batches of those calls, and the lines about alarms. `judged.meter` owns the statistics, which the
-first process computes.
+Owns the open batches of the meter's calls, and the lines about alarms. `judged.meter` owns the statistics, which the
+first process computes. `judged.budget` owns the account, which the rewards' processes write.
 """
 
 import math
@@ -13,16 +13,25 @@ from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
-from salesrl_trl.errors import JudgeAlarm
+from salesrl_trl.errors import ConfigError, JudgeAlarm
+from salesrl_trl.judged.budget import Account, Budget, read_account, reported
 from salesrl_trl.judged.meter import (
     SECOND,
     SECOND_JUDGE,
     STOP,
     Alarm,
     Meter,
+    Written,
 )
-from salesrl_trl.judged.rising import Written
-from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
+from salesrl_trl.names import (
+    BUDGET_CALLS,
+    BUDGET_FORECAST,
+    BUDGET_USD,
+    BY_SECOND_JUDGE,
+    JUDGE_ALARMS,
+    JUDGE_DRIFT,
+    agreement_of,
+)
 from salesrl_trl.reward.batch import RewardBatch, completion_text
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import METER
@@ -169,3 +178,51 @@ class JudgeMeter(Part):
                 )
         if plan.alarms and self._settings.on_alarm == SECOND_JUDGE:
             self._take_judge(self._run.trl.step() + 1)
+
+
+class Spending(Part):
+    """The spending of a run with a budget."""
+
+    def connect(self, run: PartContext) -> None:
+        budget = run.reward_loop.reward.budget
+        assert isinstance(budget, Budget)
+        self._trl, self._budget, self._limits = run.trl, budget, budget.limits
+        run.run_control.spending = self
+        self._account = Account()
+        self._first: tuple[int, Account] | None = None  # steps done, and the account then
+
+    def account(self) -> Account:
+        """What has been spent so far, by the file; as it was at the last look if the file can't be read."""
+        try:
+            self._account = read_account(self._budget.path)
+        except ConfigError as error:
+            logger.warning(str(error))
+        return self._account
+
+    def figures(self, mode: str) -> Mapping[str, float]:
+        """The forecast is the largest of all limits, with u used by now and u_0 used at the run's first line:
+        (u + (u - u_0) / (step - step_0) * (last_step - step)) / limit."""
+        if mode != "train":
+            return {}
+        step, last_step = self._trl.step(), self._trl.last_step()
+        account = self.account()
+        total = account.total()
+        figures = {BUDGET_CALLS: total.calls, BUDGET_USD: total.usd}
+        if self._limits:
+            if self._first is None or step <= self._first[0]:
+                self._first = (step, account)
+            began, first = self._first
+            to_come = (last_step - step) / max(step - began, 1)
+            used = [(account.used(limit), first.used(limit), limit.most) for limit in self._limits]
+            figures[BUDGET_FORECAST] = max((now + (now - then) * to_come) / cap for now, then, cap in used)
+        return figures
+
+    def in_words(self) -> str:
+        return self.account().total().in_words()
+
+    def reported(self) -> str:
+        account = self.account()
+        return reported(account, account.reached(self._limits))
+
+    def is_reached(self) -> bool:
+        return bool(self.account().reached(self._limits))

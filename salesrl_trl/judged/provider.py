@@ -1,12 +1,15 @@
 """One judge provider: the request for a verdict, and its cost.
 
-Owns the wire format of a chat completion, tokens and prices. `request_form` owns which fields a request has, `verdict`
-the message and which text counts as a verdict. `judge_client` owns which provider is asked, and calls it.
+Owns the wire format of a chat completion, tokens and prices. What the provider takes of a request, fields and the
+schema of a verdict, its replies show. `verdict` owns the message and which text counts as a verdict. `judge_client`
+owns which provider is asked, and calls it.
 """
 
 import functools
+import logging
 import random
 import re
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -23,7 +26,6 @@ from salesrl_trl.errors import (
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.judge_interface import Candidates
-from salesrl_trl.judged.request_form import RequestForm
 from salesrl_trl.judged.verdict import (
     candidate_names,
     judge_message,
@@ -31,11 +33,99 @@ from salesrl_trl.judged.verdict import (
     response_format,
     signed_rubric,
 )
+from salesrl_trl.service.breaker import Bill
 from salesrl_trl.service.error_body import WITHHELD_MARKS
 from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
-from salesrl_trl.service.quota import Bill
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
+
+logger = logging.getLogger(__name__)
+
+OTHER_NAME = {"max_completion_tokens": "max_tokens"}
+"""The name by which servers of an older form know a field."""
+WINDOW = 32  # latest schema replies that are looked at
+FEWEST = 16  # replies that are looked at before half of them, without a verdict by the schema alone, give it up
+TRY_AGAIN = 128
+"""Requests by text after which one goes by schema again; twice as many each time that it does not work."""
+
+
+class RequestForm:
+    """Which fields a provider gets. `formats`: its `response_format`.
+
+    A field that the provider refuses is left out of all later requests, or goes by its other name. With `auto`, the
+    schema is given up when the provider refuses it, or when half of its latest replies, of `FEWEST` at least, had no
+    verdict by schema and one by text. It comes back when a later try works.
+    """
+
+    def __init__(self, name: str, formats: str = "auto") -> None:
+        self.learnt: list[str] = []  # a line for each thing that a setting can fix for good
+        self._name = name
+        self._formats = formats
+        self._left_out: dict[str, str | None] = {}  # by its name, the name that it goes by
+        self._replies: deque[bool] = deque(maxlen=WINDOW)
+        self._is_schema_off = formats == "text"
+        self._by_text = 0  # requests since the schema was given up
+        self._try_again = TRY_AGAIN
+        self._is_trying = False
+
+    def of(self, body: Mapping[str, object]) -> dict[str, object]:
+        """The request's fields that are sent."""
+        if not self._left_out and "max_tokens" not in body:
+            return dict(body)
+        names = {name: self._left_out.get(name, name) for name in body}
+        if "max_tokens" in body and names["max_tokens"]:  # of `extra_body`
+            names["max_completion_tokens"] = None
+        return {other: body[name] for name, other in names.items() if other is not None}
+
+    def leave_out(self, refused: Collection[str]) -> bool:
+        """A request was refused for these of its fields. Returns whether the same request has another form now."""
+        fields = {name for name in refused if name not in ("model", "messages", "response_format")}
+        by_other = {other: name for name, other in OTHER_NAME.items()}
+        for sent in sorted(fields):
+            name = sent if sent not in self._left_out.values() else by_other[sent]
+            instead = OTHER_NAME.get(sent)
+            if self._left_out.get(name, name) != sent:
+                continue  # another request has shown it
+            self._left_out[name] = self._left_out[sent] = instead
+            goes = f"it goes as `{instead}` from now on" if instead else "it is left out from now on"
+            fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{sent}`"
+            self._learn(f"takes no `{sent}`: {goes}", "`temperature: null`" if sent == "temperature" else fix)
+        if "response_format" in refused and self._formats == "auto" and not self._is_schema_off:
+            self._give_up("it refuses `response_format`")
+        return bool(fields)
+
+    def goes_by_schema(self) -> bool:
+        """Whether the next request asks for the schema."""
+        if not self._is_schema_off or self._formats == "text":
+            return not self._is_schema_off
+        self._by_text += 1
+        self._is_trying = self._is_trying or self._by_text >= self._try_again
+        return self._by_text % self._try_again == 0
+
+    def record_schema(self, *, worked: bool) -> None:
+        """A request by schema gave a verdict, or only the same by text did."""
+        self._replies.append(worked)
+        failed = self._replies.count(False)
+        if worked and self._is_schema_off:
+            self._is_schema_off, self._try_again = False, TRY_AGAIN
+            self._replies.clear()
+            logger.info(f"judge {self._name}: `response_format` works again; from here on by schema")
+        elif self._is_schema_off:  # this one was on its way when the schema was given up, or tries it again
+            if self._is_trying:
+                self._by_text, self._try_again, self._is_trying = 0, 2 * self._try_again, False
+        elif len(self._replies) >= FEWEST and 2 * failed >= len(self._replies):
+            self._give_up(f"{failed} of {len(self._replies)} replies had no verdict by `response_format`")
+
+    def _give_up(self, why: str) -> None:
+        self._is_schema_off, self._by_text, self._is_trying = True, 0, False
+        self._replies.clear()
+        self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
+
+    def _learn(self, what: str, fix: str) -> None:
+        line = f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good"
+        logger.info(line)
+        self.learnt.append(line)
+
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""

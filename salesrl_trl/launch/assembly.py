@@ -36,8 +36,7 @@ from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.judged.meter import ANCHORS
 from salesrl_trl.judged.noise import anchors
 from salesrl_trl.judged.provider import JudgeProvider
-from salesrl_trl.judged.rag_answers import RagAnswers
-from salesrl_trl.judged.rag_client import RagBackend, RagClient
+from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
 from salesrl_trl.launch.embedded import NOWHERE, addresses
 from salesrl_trl.launch.judge_config import EMBEDDED_MODEL, JudgeProviderConfig
@@ -46,8 +45,8 @@ from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
-from salesrl_trl.reward.sample_lines import SampleLines
 from salesrl_trl.reward.scorer import MeterSettings, Scorer
+from salesrl_trl.reward.stage_times import SampleLines
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import (
     ALL,

@@ -28,7 +28,7 @@ from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
 from salesrl_trl.record.reader import record_files
-from salesrl_trl.reward.sample_lines import KINDS
+from salesrl_trl.reward.stage_times import KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
 ON_MISS = ("fail", "nearest", "live")
@@ -168,7 +168,7 @@ class RewardConfig:
     failed one means. `search` is the packaged tool: `search(query)` asks the RAG service of `rag`."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
-    `salesrl_trl.judged.stage.RewardStage`."""
+    `salesrl_trl.judged.scoring.RewardStage`."""
     rubric_dir: Annotated[str, check_path] | None = None
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None

@@ -13,7 +13,7 @@ from salesrl_trl.config.entries import FIXED
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
-from salesrl_trl.service.quota import SharedBudget
+from salesrl_trl.service.breaker import SharedBudget
 from salesrl_trl.telemetry.logs import QUIET
 from salesrl_trl.types import ALL
 from salesrl_trl.wiring.part import Part, PartContext

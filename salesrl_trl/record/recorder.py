@@ -1,21 +1,23 @@
 """The recorder of one rank of a run: its file, the id of the run, what a resume keeps, and what it gets of each batch.
 
-`recording.writer` owns the file."""
+`record.writer` owns the file. The report at the end of a run that has TensorBoard's files is a part of its own.
+"""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from salesrl_trl import __version__
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.record.reader import as_json, record_files, run_of
+from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files, run_of
 from salesrl_trl.record.replay import recorded_name
-from salesrl_trl.record.schema import rank_of, record_file
+from salesrl_trl.record.view.report_page import write_report
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
 from salesrl_trl.rollout.in_flight import AT_ONCE
@@ -124,3 +126,23 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
         calls=rollout.result.report.calls,
         order=order if rollout.is_trained_on else None,
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+class ClosingReport(Part):
+    """Writes the run's page and text at the end of training and of a last evaluation. A failure ends no run."""
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        if state.is_world_process_zero:
+            try:
+                write_report(Path(args.output_dir))
+            except Exception as error:  # the policy of the run is not saved yet
+                logger.warning(
+                    f"[PartContext] no report could be written ({type(error).__name__}): `salesrl report` says why"
+                )
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+        if state.global_step >= state.max_steps:
+            self.on_train_end(args, state)

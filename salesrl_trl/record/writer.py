@@ -22,8 +22,7 @@ from salesrl_trl.ground.process import is_locked, make_private, put_aside
 from salesrl_trl.ground.surroundings import enter, here
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
-from salesrl_trl.record.reader import as_json, digest, digest_of, run_of
-from salesrl_trl.record.schema import TABLES, VERSION
+from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of
 from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.types import Outcome, Reward
 

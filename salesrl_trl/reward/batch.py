@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from salesrl_trl.ground.surroundings import here
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.stage_times import FaultLog, SampleLines, StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span

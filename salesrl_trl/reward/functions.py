@@ -21,7 +21,6 @@ from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
-from salesrl_trl.reward.sample_lines import place_of
 from salesrl_trl.reward.scorer import (
     ARGUMENTS,
     AT_ONCE,
@@ -32,7 +31,7 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.stage_times import StageTimes, place_of
 from salesrl_trl.reward.together import Together
 from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.service.breaker import Breaker

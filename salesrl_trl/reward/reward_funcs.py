@@ -1,21 +1,22 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
 
 Owns who calls what: TRL runs reward models, the reward loop calls all functions. `trainer` makes it,
-`wiring.components` asks it.
+`wiring.components` asks it. Has TRL's soft overlong punishment too, for each completion as soon as it is finished.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.functions import RewardFunction, reward_of
 from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
-from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.reward.scorer import Per, Scorer
 from salesrl_trl.telemetry.logs import show_lines
 
 logger = logging.getLogger(__name__)
@@ -112,3 +113,21 @@ def check_stock(reward_funcs: object, *further: object) -> None:
         )
     show_lines()
     logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")
+
+
+def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+    """A reward function of a completion's length, which DAPO adds to the task's reward.
+
+    It is 0 up to `max_completion_len - soft_punish_cache` tokens, and falls from there to -1 at `max_completion_len`
+    (https://huggingface.co/papers/2503.14476, equation 13). verl's `penalty_factor` is its entry of `reward_weights`.
+    """
+    from trl.rewards import get_soft_overlong_punishment  # trl takes seconds, which not every reader has
+
+    if not 0 < soft_punish_cache <= max_completion_len:
+        raise ConfigError(f"`soft_punish_cache` is {soft_punish_cache}. Expected 1 to {max_completion_len} tokens.")
+    of_batch = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+    return RewardFunction(partial(soft_overlong, of_batch), Per.COMPLETION)
+
+
+def soft_overlong(of_batch: Callable[[list[list[int]]], list[float]], completion_ids: list[int]) -> float:
+    return of_batch([completion_ids])[0]

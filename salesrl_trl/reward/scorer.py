@@ -21,10 +21,9 @@ from salesrl_trl.reward.batch import (
     RewardBatch,
     Sample,
 )
-from salesrl_trl.reward.sample_lines import FaultLog, SampleLines
-from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.stage_times import FaultLog, SampleLines, StageTimes
 from salesrl_trl.reward.watched_loop import Calls
-from salesrl_trl.service.quota import SharedBudget
+from salesrl_trl.service.breaker import SharedBudget
 from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default

@@ -1,4 +1,4 @@
-"""Calls to a service, whatever it answers: one request (`http`, `wire`), a whole call (`transport`), the `budget`.
+"""Calls to a service, whatever it answers: one request (`http`), a whole call (`transport`), the `budget`.
 
 `http` and the clients decide that an attempt failed, `transport` whether the call did, and `reward.chain` what that
 means for the completion. Refuses to know the content of requests.

@@ -1,9 +1,20 @@
-"""A breaker: after some failures in a row no call is sent to an endpoint; single probes find out whether it is back.
+"""What keeps a call from being sent: an open breaker, and a quota.
 
-Owns the states and their law. Pure: `transport` hands in the time, records what happened, and does the waiting.
+Owns the breaker's states and their law, which calls wait at its gate, and the interface of a quota and its bill.
+`judged.budget` holds requests against the account of a run. `transport` calls all of it.
 """
 
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
+
+from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceUnavailable
+from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
 
 FAILURES_TO_OPEN = 5
 """Failures in a row that open the breaker. A service that answers every second call is better retried."""
@@ -124,3 +135,147 @@ class Breaker:
 
     def _is_out(self, probe: int) -> bool:
         return self.is_probing and probe == self.probe
+
+
+LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end
+
+
+class Gate:
+    """Lets calls pass by the breaker's state, and wakes those that wait when it changes."""
+
+    def __init__(self, service: str, breaker: Breaker, traffic: Counter[str]) -> None:
+        self._service = service
+        self._breaker = breaker
+        self._traffic = traffic
+        self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)
+
+    def is_out_of_patience(self, patience_s: float) -> bool:
+        return self._breaker.is_open and self._breaker.down_for_s(now()) >= patience_s
+
+    def refuse_if_hopeless(self, patience_s: float) -> None:
+        """Raise `ServiceUnavailable` if waiting can't help or is not wanted."""
+        if not self._breaker.is_open:
+            return
+        is_paused = self._breaker.pause_left_s(now()) > 0
+        is_hopeless = is_paused and self._breaker.is_hopeless
+        is_late = self.is_out_of_patience(patience_s) and (is_paused or self._breaker.is_probing)
+        if is_hopeless or is_late:
+            self._traffic["held_back"] += 1
+            code = self._breaker.denial or f"{self._service}_breaker_open"
+            error = ServiceUnavailable(f"{self._service} was not asked, because its latest calls failed", code)
+            error.worth_retrying = False
+            raise error
+
+    async def permitted(self, patience_s: float) -> int:
+        """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0. Raises as
+        `refuse_if_hopeless`, or `DeadlineExceeded`."""
+        while True:
+            if remaining_s() <= 0:
+                raise DeadlineExceeded.before_answer_of(self._service)
+            self.refuse_if_hopeless(patience_s)
+            moment = now()
+            permit = self._breaker.permit(moment)
+            if permit is not Permit.WAIT:
+                return self._breaker.probe if permit is Permit.PROBE else 0
+            pause_s = self._breaker.pause_left_s(moment) or float("inf")
+            patience_left_s = patience_s - self._breaker.down_for_s(moment)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(min(pause_s, patience_left_s, remaining_s()), LEAST_WAIT_S)):
+                    await self._changed.get().wait()
+
+    def record_failure(self, probe: int, *, pause_s: float = 0.0, denial: str | None = None) -> None:
+        self._breaker.record_failure(now(), probe=probe, pause_s=pause_s, denial=denial)
+        self._wake()
+
+    def record_abandoned(self, probe: int) -> None:
+        """A request has ended in a way that says nothing about the service."""
+        if probe:
+            self._breaker.record_abandoned(probe)
+            self._wake()
+
+    def record_answer(self) -> None:
+        """The service answered, well or not: an open breaker closes, and the calls that wait for it go on."""
+        was_open = self._breaker.is_open
+        self._breaker.record_answer()
+        if was_open:
+            self._wake()
+
+    def _wake(self) -> None:
+        changed = self._changed.get()
+        changed.set()
+        changed.clear()
+
+
+class SharedBudget(ABC):
+    """What the processes of a run may spend together, and have spent by the account in `path`."""
+
+    path: Path
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Write what was spent and give back what is held."""
+
+    @abstractmethod
+    def joined(self, others: Iterable["SharedBudget"]) -> "SharedBudget":
+        """One budget by the limits of all, which share an account."""
+
+    @abstractmethod
+    def in_words(self) -> str:
+        """The limits, and what was spent so far. Raises `ConfigError` where the account can't be read."""
+
+
+class Quota(ABC):
+    """The requests to one service, held against a budget and against rates a minute."""
+
+    budget: SharedBudget
+
+    @property
+    @abstractmethod
+    def is_spent(self) -> bool: ...
+
+    @abstractmethod
+    def refuse_if_spent(self) -> None:
+        """Raise `BudgetSpent` where a limit is reached."""
+
+    @abstractmethod
+    async def admit(self) -> None:
+        """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
+        `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
+
+    @abstractmethod
+    def admits_now(self) -> bool:
+        """Count one more request, if it may be sent without a wait."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """A request that was admitted is not sent."""
+
+    @abstractmethod
+    def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
+        """A request has ended with so many tokens of prompt and answer. `None`: nobody knows, so the mean counts.
+        `is_stated`: by the provider."""
+
+
+@dataclass
+class Bill:
+    """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
+
+    A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others: the
+    provider has worked, and bills it. One that was refused by its status, or could not be sent, costs nothing.
+    Without a quota nothing is billed.
+    """
+
+    quota: Quota | None
+    tokens: tuple[int, int] | None = None
+
+    def count(self, prompt_tokens: int, completion_tokens: int) -> None:
+        self.tokens = (prompt_tokens, completion_tokens)
+
+    def __enter__(self) -> "Bill":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.quota is None:
+            return
+        is_free = isinstance(error, ServiceUnavailable) or (isinstance(error, ServiceError) and bool(error.status))
+        self.quota.charge(self.tokens or ((0, 0) if is_free else None), is_stated=self.tokens is not None)

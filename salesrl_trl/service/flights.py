@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
-from salesrl_trl.service.breaker import Breaker
+from salesrl_trl.service.breaker import Breaker, Quota
 from salesrl_trl.service.event_loop import now, waiting_for
-from salesrl_trl.service.quota import Quota
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Breaker
+from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Bill, Breaker, Gate, Quota, SharedBudget
 from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.service.flights import (
     CLOSED,
@@ -34,8 +34,6 @@ from salesrl_trl.service.flights import (
     HedgePolicy,
     Sent,
 )
-from salesrl_trl.service.gate import Gate
-from salesrl_trl.service.quota import Bill, Quota, SharedBudget
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from support.scripted import build_trainer, default_rows
 
+from salesrl_trl.record.reader import record_file
 from salesrl_trl.record.recorder import RecorderPart
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.functions import per_completion
 

@@ -29,8 +29,7 @@ from salesrl_trl.errors import (
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.data.sources import prompt_dataset
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.record.reader import open_record, recorded
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.reader import open_record, record_file, recorded
 from salesrl_trl.record.view import queries
 from salesrl_trl.record.view.record_index import Index
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group

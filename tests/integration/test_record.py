@@ -21,10 +21,9 @@ from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.checks.reward import check_stand_ins
 from salesrl_trl.launch.data.sources import build_dataset, load_rows
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.record.reader import digest_of, open_record, recorded
+from salesrl_trl.record.reader import digest_of, open_record, record_file, recorded
 from salesrl_trl.record.recorder import RecorderPart
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Recorder
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette

@@ -242,7 +242,7 @@ def scored_by(url: str | None, profile: Profile, texts, **settings):
 
 
 def main() -> None:
-    lines, learned_by = [], logging.getLogger("salesrl_trl.judged.request_form")
+    lines, learned_by = [], logging.getLogger("salesrl_trl.judged.provider")
     learned_by.setLevel(logging.INFO)
     learned_by.addFilter(lambda record: lines.append(record.getMessage()))
     print("| profile | `judge_base_url` | `judge_model` | scored of 64 | requests | learned at the warm-up |")

@@ -1,7 +1,6 @@
 """Completions for a recorder, as rollouts hand them over."""
 
-from salesrl_trl.record.reader import recorded
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.reader import record_file, recorded
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
 from salesrl_trl.types import Outcome, Reward

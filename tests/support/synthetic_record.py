@@ -15,8 +15,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from salesrl_trl.record.reader import digest
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.reader import digest, record_file
 from salesrl_trl.record.writer import add_text, insert, opened
 
 DEMO = Path(__file__).parents[2] / "salesrl_trl" / "demo" / "rows"

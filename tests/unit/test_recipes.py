@@ -24,9 +24,8 @@ from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.settings import names_of_settings, parse
 from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
-from salesrl_trl.record.reader import recorded, run_of
+from salesrl_trl.record.reader import record_file, recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 from salesrl_trl.types import Reward

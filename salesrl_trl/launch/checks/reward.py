@@ -19,8 +19,7 @@ from salesrl_trl.ground.service_keys import find_key
 from salesrl_trl.judged.judge_client import load_rubrics, packaged_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
-from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, Scoring
-from salesrl_trl.judged.stage import RewardStage
+from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, RewardStage, Scoring
 from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.functions import reward_of

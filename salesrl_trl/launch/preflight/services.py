@@ -28,8 +28,7 @@ from salesrl_trl.judged.noise import (
     widest_gap,
 )
 from salesrl_trl.judged.provider import ProviderClient
-from salesrl_trl.judged.rag_answers import RagAnswers
-from salesrl_trl.judged.rag_client import RagClient
+from salesrl_trl.judged.rag_client import RagAnswers, RagClient
 from salesrl_trl.launch.assembly import ServiceClients, budget_of
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings

@@ -19,7 +19,7 @@ from salesrl_trl.names import SETTINGS_FILE
 from salesrl_trl.record.reader import record_files, recorded
 
 if TYPE_CHECKING:
-    from salesrl_trl.record.rejudge.score_changes import ScoreChange
+    from salesrl_trl.record.rejudge.rejudging import ScoreChange
 
 HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
 
@@ -42,8 +42,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.launch.reward_config import RewardConfig
     from salesrl_trl.launch.services_plan import StepSettings
     from salesrl_trl.launch.settings import parse_part
-    from salesrl_trl.record.rejudge.rejudging import of_all_functions, rejudged, write
-    from salesrl_trl.record.rejudge.score_changes import Baseline, changes
+    from salesrl_trl.record.rejudge.rejudging import Baseline, changes, of_all_functions, rejudged, write
     from salesrl_trl.types import JUDGE, SALES
 
     data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))

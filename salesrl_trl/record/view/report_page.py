@@ -15,10 +15,9 @@ from salesrl_trl.ground.row_statistics import mean, pareto_front
 from salesrl_trl.ground.tables import NOT_KNOWN, aligned, number
 from salesrl_trl.record.view import run_figures as figures
 from salesrl_trl.record.view import wording
-from salesrl_trl.record.view.advice import advice
 from salesrl_trl.record.view.charts import MAX_BARS, Line, Part, bar_chart, line_chart
 from salesrl_trl.record.view.page import page
-from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES
+from salesrl_trl.record.view.run_figures import OTHERS, POLICY, SERVICES, advice
 from salesrl_trl.record.view.run_folder import QuickEval, Run, read_run
 from salesrl_trl.record.view.wording import count, figure, percent, plural, seconds, shown
 

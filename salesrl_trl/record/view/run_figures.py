@@ -1,20 +1,23 @@
-"""The numbers of the report, from a run's records.
+"""The numbers of the report, from a run's records, and advice: sentences about figures out of their usual range.
 
-Owns every mean, share and total. Pure: called by `report_page` and `advice`. A figure that the run did not log is
-`None`.
+Owns every mean, share and total, and what advice looks at: `advice.toml` has the thresholds and the sentences. Pure:
+called by `report_page`. A figure that the run did not log is `None`.
 """
 
 import itertools
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.ground.row_statistics import mean
 from salesrl_trl.judged.parsing import INVALID_REASONS
 from salesrl_trl.record.view.run_folder import QuickEval, Run
+from salesrl_trl.record.view.wording import percent, plural, seconds, shown
 from salesrl_trl.types import Outcome
 
 POLICY, SERVICES, OTHERS = "the policy", "services", "the reward itself"
@@ -200,3 +203,58 @@ def rate(run: Run, tag: str, *times: str) -> float | None:
     weights = {step: sum(series.get(step, 0.0) for series in seconds) for step in rates}
     total = sum(weights.values())
     return sum(rates[step] * weights[step] for step in rates) / total if total else mean(rates.values())
+
+
+MOST_ADVICE = 5  # most sentences of advice. Nobody reads a longer list.
+_ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text("utf-8"))
+
+
+def advice(run: Run) -> tuple[str, ...]:
+    """Sentences of advice, the most costly problem first; empty if all figures are in their usual range."""
+    return tuple(itertools.islice(_sentences(run), MOST_ADVICE))
+
+
+def _sentence(name: str, share: float | None = None, **words: str) -> list[str]:
+    """The sentence of this name, if the share is above its threshold."""
+    entry = _ADVICE[name]
+    is_due = share is not None and share > entry.get("above", 0.0)
+    return [entry["text"].format(share=percent(share), **words)] if is_due else []
+
+
+def _sentences(run: Run) -> Iterator[str]:
+    skipped = skipped_updates(run)
+    were = "was" if skipped == 1 else "were"
+    yield from _sentence("skipped", skipped, updates=plural(skipped, "update"), were=were)
+    unscored = []
+    for source, name in ((SERVICES, "services"), (OTHERS, "others")):
+        reasons, share = failures_of(run, source)
+        if reasons:
+            what = "Completions" if share is None else f"{percent(share)} of the completions"
+            unscored += _sentence(name, 1.0 if share is None else share, what=what, mostly=_mostly(reasons))
+    yield from [" ".join(unscored)] * bool(unscored)
+    # The phase is per step. The exposed makespan is per generation batch, which is usually the same.
+    waited = share_of_steps(run, names.time_of(names.Phase.REWARD_WAIT))
+    waited = share_of_steps(run, names.REWARD_EXPOSED) if waited is None else waited
+    timed = (stage for stage in stages(run) if stage.p95)
+    slow = max(timed, key=lambda stage: stage.p95 or 0.0, default=None)
+    cause = f" The slowest stage is {slow.name} (p95 {seconds(slow.p95)}): look there first." if slow else ""
+    yield from _sentence("exposed", waited, cause=cause)
+    shares = ((branch, share_once_reached(run, branch)) for branch in run.branches)
+    least = 1 - _ADVICE["out_of_band"]["above"]
+    far = {branch: share for branch, share in shares if share is not None and share < least}
+    said = [f"{shown(branch)} (in band {percent(share)})" for branch, share in far.items()]
+    more = f" and {len(said) - 3} more" if len(said) > 3 else ""
+    yield from _sentence("out_of_band", float(bool(far)), branches=f"{', '.join(said[:3])}{more}")
+    reasons, share = failures_of(run, POLICY)
+    yield from _sentence("invalid", share, mostly=_mostly(reasons))
+    ratio = mean(run.of(names.DATA_LOADING_RATIO).values())
+    loading = share_of_steps(run, names.time_of(names.Phase.DATA_LOADING)) if ratio is None else ratio
+    yield from _sentence("loading", loading)
+    yield from _sentence("unaccounted", share_of_steps(run, names.time_of(names.Phase.UNACCOUNTED)))
+
+
+def _mostly(reasons: Mapping[str, float]) -> str:
+    if not reasons:
+        return ""
+    worst, times = next(iter(reasons.items()))
+    return f", mostly {shown(worst)} ({percent(times / sum(reasons.values()))} of these)"

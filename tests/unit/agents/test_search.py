@@ -10,8 +10,7 @@ from salesrl_trl.agents.search import EXAMPLE, Search
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.rag_answers import RagAnswers
-from salesrl_trl.judged.rag_client import RagBackend
+from salesrl_trl.judged.rag_client import RagAnswers, RagBackend
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.types import DEFAULT_FORMAT, Answer, Passage
 

@@ -20,8 +20,7 @@ from support.seconds import until
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record import writer
-from salesrl_trl.record.reader import digest_of, open_record, record_files, recorded, run_of
-from salesrl_trl.record.schema import TABLES, record_file
+from salesrl_trl.record.reader import TABLES, digest_of, open_record, record_file, record_files, recorded, run_of
 from salesrl_trl.record.writer import Batch, Recorder
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged
 

@@ -21,12 +21,18 @@ from support.recordings import write as record
 from salesrl_trl.launch.checks.dataset import settle_held_out
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.record.reader import recorded
+from salesrl_trl.record.reader import record_file, recorded
 from salesrl_trl.record.rejudge.__main__ import main, text_of
-from salesrl_trl.record.rejudge.rejudging import of_all_functions, rejudged, write
-from salesrl_trl.record.rejudge.score_changes import Baseline, advantages, changes, rank_correlation
+from salesrl_trl.record.rejudge.rejudging import (
+    Baseline,
+    advantages,
+    changes,
+    of_all_functions,
+    rank_correlation,
+    rejudged,
+    write,
+)
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import MixedReward

@@ -22,8 +22,8 @@ from salesrl_trl.judged.parsing import MAX_COMPLETION_CHARS, is_empty_text, pars
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, _text_of
 from salesrl_trl.judged.rag_client import MAX_ANSWER_CHARS, _read_answer
 from salesrl_trl.judged.verdict import MAX_VERDICT_CHARS, read_verdict
+from salesrl_trl.service.breaker import Bill
 from salesrl_trl.service.http import HttpClient
-from salesrl_trl.service.quota import Bill
 from salesrl_trl.service.statuses import retry_after_s
 from salesrl_trl.types import InvalidAction, Outcome
 

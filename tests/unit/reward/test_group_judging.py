@@ -11,8 +11,7 @@ from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.meter import SECOND
-from salesrl_trl.judged.scoring import Scoring
-from salesrl_trl.judged.stage import Added, RewardStage
+from salesrl_trl.judged.scoring import Added, RewardStage, Scoring
 from salesrl_trl.names import JUDGED_SINGLY
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import METER, Per

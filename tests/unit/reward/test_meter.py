@@ -6,8 +6,7 @@ import random
 import pytest
 
 from benchmarks.meter import KINDS, WORLDS, simulate
-from salesrl_trl.judged.meter import Alarm, Meter
-from salesrl_trl.judged.rising import Written
+from salesrl_trl.judged.meter import Alarm, Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 STEPS, BATCH, SHARE = 1000, 64, 0.02

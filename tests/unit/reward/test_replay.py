@@ -12,9 +12,8 @@ from PIL import Image
 from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.record.reader import row_of
+from salesrl_trl.record.reader import record_file, row_of
 from salesrl_trl.record.replay import NOT_RECORDED, ReplayReward, recorded_name
-from salesrl_trl.record.schema import record_file
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import Origin, Sample
 from salesrl_trl.reward.functions import per_completion

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from support.loopback import row
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.judged.scoring import Scoring
-from salesrl_trl.judged.stage import Case
+from salesrl_trl.judged.scoring import Case, Scoring
 from salesrl_trl.types import (
     Action,
     Answer,

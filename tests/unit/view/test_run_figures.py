@@ -3,7 +3,7 @@
 import pytest
 
 from salesrl_trl.record.view import run_figures as figures
-from salesrl_trl.record.view.advice import advice
+from salesrl_trl.record.view.run_figures import advice
 from salesrl_trl.record.view.run_folder import read_run
 from salesrl_trl.record.view.wording import percent, seconds
 

@@ -8,10 +8,9 @@ import pytest
 from support.synthetic_record import Maker, Rank
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.record.reader import record_files
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.reader import record_file, record_files
 from salesrl_trl.record.view import queries
-from salesrl_trl.record.view.alone import data_alone
+from salesrl_trl.record.view.__main__ import data_alone
 from salesrl_trl.record.view.queries import completion
 from salesrl_trl.record.view.record_index import Index
 

@@ -7,7 +7,7 @@ import pytest
 from support.recordings import ANSWER, PROMPT, batch, call, entry, write
 from support.seconds import until
 
-from salesrl_trl.record.schema import record_file
+from salesrl_trl.record.reader import record_file
 from salesrl_trl.record.view import queries, record_index
 from salesrl_trl.record.view.queries import completion
 from salesrl_trl.record.view.record_index import Index
