@@ -12,7 +12,7 @@ BARS = {
     "lines that the trainer's import reaches": 16_350,
     "layers that it reaches": 0,
     "imports from the core into a layer": 0,
-    "fan-out": 30,
+    "fan-out": 29,
     "lines of the largest module": 450,
     "lines of the four files": 900,
     "`patched` and `setattr`": 57,
@@ -20,10 +20,10 @@ BARS = {
     "lambda, partial and Callable in 1,000 lines": 12.0,
     "Any in 1,000 lines": 7.4,
     "circles of imports": 0,
-    "classes with more than 15 methods": 6,
+    "classes with more than 15 methods": 4,
     "lines of the package": 41_500,
     "lines of code": 29_500,
-    "modules": 288,
+    "modules": 260,
 }
 
 
