@@ -77,7 +77,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
     """The last lines of a run that did not fail. Of the checks' `notes`, those about scores that mean nothing."""
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
-    lines = [f"{saved}its figures on a page: python -m salesrl_trl.record.report {output_dir}"]
+    lines = [f"{saved}its figures on a page: salesrl report {output_dir}"]
     return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
 
 
