@@ -371,9 +371,9 @@ class Bench:
             self._inside_s += self._meter.seconds - inside
         seconds = [math.nan, *(end - start for start, end in itertools.pairwise(self._clock.ends))]
         rewards = [reward for batch in self._batches for reward in batch.rewards]
-        history = trainer.state.log_history
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
         lengths = [entry.get("completions/mean_length") for entry in history]
-        seconds_of = [[entry.get(time_of(phase)) or 0.0 for phase in Phase] for entry in history if "loss" in entry]
+        seconds_of = [[entry.get(time_of(phase)) or 0.0 for phase in Phase] for entry in history]
         return {
             "step_s": seconds[counted],
             "hidden": [hidden_share(batch) for batch in self._batches[counted]],
