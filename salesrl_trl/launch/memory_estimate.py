@@ -118,12 +118,14 @@ class Setup:
         return max(self.micro_batch * self.length, int(self.training.pass_tokens or 0))
 
     @property
-    def scored_tokens(self) -> int:
-        """Tokens of a pass without gradients: of an evaluation, or for the reference's log-probs."""
+    def passes_without_gradients(self) -> list[tuple[int, int]]:
+        """Tokens of a pass, and of them those that it predicts: of an evaluation, and for the reference's log-probs
+        where prompts are shared. Without that these passes are as small as those with gradients."""
         evaluates = self.training.held_out_eval or self.training.eval_strategy != "no"
-        evaluated = int(self.training.per_device_eval_batch_size) * self.length * evaluates
+        evaluated = int(self.training.per_device_eval_batch_size) * evaluates
         scored = min(max(MOST_TOKENS, self.tokens), self.rollouts * self.length)
-        return max(evaluated, scored * self.has_reference)
+        scored *= self.has_reference and self.training.shared_prompts != "off"
+        return [(evaluated * self.length, evaluated * self.completion_tokens), (scored, scored)]
 
     def offloads(self, states: str) -> bool:
         """Whether DeepSpeed keeps these states (`"optimizer"`, `"param"`) outside of the card."""
@@ -225,26 +227,33 @@ def estimate(setup: Setup, card_gib: float) -> Estimate:
     # One block's forward pass: three widths of the MLP, two of the residual stream, the norm's output.
     block = 3 * setup.compute_bytes * shape.intermediate
     block += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
-    without_gradients = {
-        "activations": setup.scored_tokens * block,
-        "16-bit copies of weights": at_once * (not setup.lora),
-        "log-probs of the loss": _logits(setup, setup.scored_tokens),
-    }
+    without_gradients = [
+        {
+            "activations": tokens * block,
+            "16-bit copies of weights": at_once * (not setup.lora),
+            "log-probs of the loss": _logits(setup, predicted),
+        }
+        for tokens, predicted in setup.passes_without_gradients
+    ]
     awake = _generation(setup, card_gib)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
     # Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes.
     bucket = min(BUCKET, _trained(setup)) * (setup.sharding is not Sharding.NONE)
     gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
     in_training = {**held, "communication buffers": setup.compute_bytes * (bucket + gathered), **asleep}
-    fullest = max(end_of_forward, backward_of_a_layer, key=lambda parts: sum(parts.values()))
+    fullest = _larger(end_of_forward, backward_of_a_layer)
     moments = (
         _moment(TRAINING, {**in_training, **fullest}, setup),
         _moment(STEP, {**in_training, **end_of_update}, setup),
         _moment(GENERATION, {**held, **awake}, setup),
-        _moment(SCORING, {**in_training, **without_gradients}, setup),
+        _moment(SCORING, {**in_training, **_larger(*without_gradients)}, setup),
     )
     sequences = awake["vLLM KV cache"] / _sequence_cache(setup) if setup.has_engine else None
     return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
+
+
+def _larger(*moments: dict[str, float]) -> dict[str, float]:
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def advice(setup: Setup, card_gib: float) -> list[str]:
