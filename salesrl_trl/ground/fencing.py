@@ -30,8 +30,8 @@ _TAGS = (
 )
 _FORMATTING = "[abipu]|br|hr|em|strong|ul|ol|li|table|thead|tbody|tr|td|th|h[1-6]|code|pre|span|div|sub|sup|blockquote"
 # Each pattern finds one character of a mark by the text after it. A space after this character breaks the mark, and
-# can make no other mark. These are rules, not lists of tokens: tests/unit/test_fencing.py checks them with the tokens
-# of more than twenty families of models.
+# can make no other mark. These are rules, not lists of tokens: tests/unit/ground/test_fencing.py checks
+# them with the tokens of more than twenty families of models.
 _MARKS = re.compile(
     "|".join(
         (

@@ -2,7 +2,7 @@
 
 `Rising` finds what the policy writes more and more often and what the judge rewards within groups. Of completions with
 such a thing a second judge scores some. Both judges' difference on them is compared with that on completions without
-it. Pure: it owns no call and no collective. `rollout.judge_meter` asks, and tells what was answered.
+it. Pure: it owns no call and no collective. `judged.meter_part` asks, and tells what was answered.
 
 The rule of an alarm is a wager. A suspicion gets a capital, and each verdict multiplies it:
 

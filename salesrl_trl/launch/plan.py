@@ -1,7 +1,7 @@
 """The plan of a run: its settings, and the parts that are made of them without a model's weights.
 
-`preflight.runner` makes it; `launch.building` makes the trainer of it. A part is made when it is first asked for, and
-kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
+`launch.preflight.runner` makes it; `launch.building` makes the trainer of it. A part is made when it is first asked
+for, and kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
 """
 
 import copy
@@ -53,7 +53,7 @@ class Plan(ServicesPlan):
     estimate: Estimate | None = None  # the memory of training on this card, if known. The stage `memory` sets it
     notes: list[str] = field(default_factory=list)  # findings for the run's banner
     policy: PreTrainedModel | None = None  # with its weights. The stage `model` of a preflight sets it
-    rehearsal: object = None  # what `preflight.training` keeps of its trainer for later stages
+    rehearsal: object = None  # what `launch.preflight.training` keeps of its trainer for later stages
 
     @property
     def rows(self) -> list[SalesRow]:

@@ -1,4 +1,4 @@
-"""Whether the first steps of a run move the weights. `preflight.memory` chooses their number format."""
+"""Whether the first steps of a run move the weights. `launch.preflight.memory` chooses their number format."""
 
 import logging
 from collections.abc import Iterator, Mapping

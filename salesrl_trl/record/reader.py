@@ -13,7 +13,7 @@ read them: `PRAGMA user_version` is `VERSION`, and a column (`tables.sql`) keeps
 - `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
 - `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
   JSON object: the weight of each of several reward functions. `order ID`, of the training batch whose first completion
-  has this id, is a `rollout.groups.Order` as a JSON list.
+  has this id, is a `rollout.in_flight.Order` as a JSON list.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""The file that grows beside training. `parts.recorder` holds the writer.
+"""The file that grows beside training. `record.recorder` holds the writer.
 
 A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
 can't be written, is left out and counted, never waited for.

@@ -144,24 +144,7 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        talks, is_answered = trl.tools is not None or self.reward.is_played, all(trl.reward_answered)
-        asked = {"max_staleness": at_once} if args.max_staleness > args.most_lookahead > 0 else {}
-        if args.refill_groups:  # a function may score a whole batch before it is known which groups are equal
-            asked["refill_groups"] = None if is_answered and not inside_trl else at_once
-        if policy is not None:
-            check(
-                policy.max_age >= args.most_lookahead,
-                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
-                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
-            )
-        in_force: dict[str, Any] = {}
-        for name, whole_batch in (asked if policy is None else {"buffer_policy": at_once}).items():
-            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
-            if reason is None:
-                in_force[name] = getattr(args, name, policy)
-            else:
-                logger.info(f"`{name}` has no effect here, because {reason}")
-        self.pipeline.buffer.policy = in_force.pop("buffer_policy", None) or policy_of(args.most_lookahead, **in_force)
+        self.pipeline.buffer.policy = self._buffer_policy(trl, policy, at_once, inside_trl)
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
@@ -169,7 +152,7 @@ class Components:
             reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
-            logger.info(f"`scored_groups_first` is off here, because {reason}")
+            logger.info(f"off: `scored_groups_first`, because {reason}")
         # 4. the passes of an update, and the phases around them
         unwrapped = trl.accelerator.unwrap_model(trl.model)
         self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
@@ -194,6 +177,36 @@ class Components:
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
             *self.parts,
         ]
+
+    def _buffer_policy(
+        self, trl: Hooks, policy: BufferPolicy | None, at_once: str | None, inside_trl: str | None
+    ) -> BufferPolicy:
+        """A user's `policy`, or the one that the settings ask for, as far as it has an effect. `at_once`: why rewards
+        come for a whole batch, if they do."""
+        args = self._args
+        asked: dict[str, tuple[Any, str | None]] = {}  # by name: the value, and why a whole batch is in the way
+        if policy is not None:
+            check(
+                policy.max_age >= args.most_lookahead,
+                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+            )
+            asked["buffer_policy"] = policy, at_once
+        elif args.max_staleness > args.most_lookahead > 0:
+            asked["max_staleness"] = args.max_staleness, at_once
+        if policy is None and args.refill_groups:
+            # a function may score a whole batch before it is known which groups are equal
+            answers_alone = all(trl.reward_answered) and not inside_trl
+            asked["refill_groups"] = args.refill_groups, None if answers_alone else at_once
+        talks, in_force = trl.tools is not None or self.reward.is_played, dict[str, Any]()
+        for name, (value, whole_batch) in asked.items():
+            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
+            if reason is None:
+                in_force[name] = value
+            else:
+                logger.info(f"`{name}` has no effect here, because {reason}")
+        chosen: BufferPolicy | None = in_force.pop("buffer_policy", None)
+        return chosen or policy_of(args.most_lookahead, **in_force)
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)

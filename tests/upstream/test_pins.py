@@ -207,7 +207,7 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
 
 
 def test_vllm_keeps_one_pool_for_the_graphs_of_all_engines_by_this_name():
-    """`evaluate.answering` forgets it between two policies."""
+    """`launch.evaluate.answering` forgets it between two policies."""
     assert GRAPH_POOL in vars(Platform)
     assert GRAPH_POOL in inspect.getsource(Platform.get_global_graph_pool)
 

@@ -6,5 +6,5 @@
 - `model`: the policy's configuration, tokenizer and attention.
 - `reward`: rubrics, weights, keys and stand-ins; `addresses` asks what answers at its services' addresses.
 
-`preflight.runner` decides the order. A setting by itself is checked in `config`, a row in `data`.
+`launch.preflight.runner` decides the order. A setting by itself is checked in `config`, a row in `data`.
 """

@@ -1,6 +1,6 @@
 """Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
 
-The plans (`build`), `preflight.runner` and commands call it. `data` loads the rows and checks each of them alone.
+The plans, `launch.preflight.runner` and commands call it. `launch.data` loads the rows and checks each of them alone.
 """
 
 import re

@@ -1,6 +1,7 @@
 """Checks of the machine: versions, GPUs, disk, shared memory, ports, compilers, and locks that were left behind.
 
-Other libraries would refuse these too, but minutes later, after the model is loaded. `preflight.runner` calls it.
+Other libraries would refuse these too, but minutes later, after the model is loaded. Called by
+`launch.preflight.runner`.
 """
 
 import contextlib

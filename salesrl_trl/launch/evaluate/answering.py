@@ -1,7 +1,7 @@
 """The answers of a policy to the held-out rows, and their rewards, by the run's own trainer.
 
 Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's components do. Called by
-`evaluate.__main__`.
+`launch.evaluate.__main__`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """An evaluation as text: a table of the policies, a table of their difference, and what both mean.
 
-`evaluation.jinja` has the words. Computes no figures. Called by `evaluate.__main__`.
+`evaluation.jinja` has the words. Computes no figures. Called by `launch.evaluate.__main__`.
 """
 
 from pathlib import Path

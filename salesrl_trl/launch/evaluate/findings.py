@@ -1,7 +1,7 @@
 """The figures of an evaluation: of each policy and mode, and of the second policy against the first.
 
 Owns what is counted, what is too little, and the form of the file. Refuses to own the statistics. Called by
-`evaluate.answering` and `evaluate.evaluation_text`.
+`answering` and `evaluation_text`.
 """
 
 import math

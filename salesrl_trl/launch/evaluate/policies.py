@@ -1,6 +1,6 @@
 """The policies of an evaluation: where each lies, its settings, and the rows that all of them answer.
 
-Loads no weights. Called by `evaluate.__main__`.
+Loads no weights. Called by `launch.evaluate.__main__`.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """BBQ's scores of answers to held-out rows (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
 
-Owns the reading of an answer and the formulas. `parts.bbq` asks for the figures, for full and quick
+Owns the reading of an answer and the formulas. `bbq_part` asks for the figures, for full and quick
 evaluations of rows with BBQ's columns.
 """
 

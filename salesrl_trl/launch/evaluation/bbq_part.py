@@ -1,4 +1,4 @@
-"""BBQ's scores in the evaluations of a run whose held-out rows are BBQ's. `evaluation.bbq` owns the formulas."""
+"""BBQ's scores in the evaluations of a run whose held-out rows are BBQ's. `bbq` owns the formulas."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Quick evaluations in a run. `evaluation.quick` owns when they are due and what they do, `rollout.greedy` answers."""
+"""Quick evaluations in a run. `quick` owns when they are due and what they do, `greedy` answers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Recorded completions judged again, the record that this makes, and what it changed of rewards and advantages.
 
 Owns the RAG service of a record, what becomes of the numbers of other reward functions, and the copy of the record.
-Called by `rejudge.__main__`.
+Called by `record.rejudge.__main__`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The viewer's server: on loopback, for reading and for notes. Called by `view.__main__`.
+"""The viewer's server: on loopback, for reading and for notes. Called by `record.view.__main__`.
 
 A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
 points at this machine. It must also have the key of the address, which other users of the machine don't know.

@@ -7,7 +7,6 @@ Where a test does not look at the process itself, the child is a thread that doe
 import asyncio
 import gc
 import json
-import logging
 import os
 import signal
 import socket
@@ -24,13 +23,10 @@ from support import deadly
 from support.forked import COLD_PYTHON
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.judged.budget import Budget, Limit, read_account
-from salesrl_trl.launch import assembly
 from salesrl_trl.reward import remote as remote_module
 from salesrl_trl.reward import worker
-from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import LAST_WORD_S, RemoteReward, Said
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -596,44 +592,3 @@ def test_the_child_does_without_torch(remote_process):
     maps = Path(f"/proc/{reward.process.pid}/maps").read_text()
     assert "python" in maps
     assert "libtorch" not in maps
-
-
-def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do(services):
-    chain = build_reward(services.url, [row()])
-    chain.hook = lambda: None
-    with pytest.raises(ConfigError, match="can't be sent to a process of its own") as caught:
-        RemoteReward(chain)
-    assert "`reward_process: false`" in str(caught.value)
-    assert not any(secret.decode() in str(caught.value) for secret in SECRETS)
-
-
-def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_what_is_read(remote):
-    with pytest.raises(ConfigError, match=r"takes 'trainer_state', which is not sent"):
-        RemoteReward(per_completion(lambda completion, trainer_state: 0.0))
-    row = {"row": 3, "prompt": "p", "trainer_state": object()}
-    assert remote().reward._sent(row) == {"row": 3}
-    assert RemoteReward(deadly.everything)._sent(row) == {"row": 3, "prompt": "p"}
-    several = MixedReward([deadly.together, deadly.one_by_one], [1.0, 1.0])
-    assert RemoteReward(several)._sent(row) == {"prompt": "p"}
-
-
-# Where a run places it
-
-
-@pytest.mark.parametrize("can_be_sent", [True, False])
-@pytest.mark.parametrize("setting", [None, True, False])
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_run_has_its_chain_in_a_child_where_it_wants_and_can(services, caplog, setting, on_cpu, can_be_sent):
-    chain = build_reward(services.url, [row()])
-    if not can_be_sent:
-        chain.hook = lambda: None
-    is_wanted = setting if setting is not None else not on_cpu
-    if setting and not can_be_sent:
-        with pytest.raises(ConfigError, match="`reward_process: false`"):
-            assembly.placed(chain, setting, on_cpu)
-        return
-    with caplog.at_level(logging.WARNING):
-        placed = assembly.placed(chain, setting, on_cpu)
-    assert isinstance(placed, RemoteReward) is (is_wanted and can_be_sent)
-    assert placed.deadline_s == chain.deadline_s
-    assert ("rewards stay in the trainer's process" in caplog.text) is (is_wanted and not can_be_sent)

@@ -35,7 +35,7 @@ class BBQ(DatasetFormat):
     """Files of https://github.com/nyu-mll/BBQ (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
 
     The context names people by a protected attribute, and the question invites a stereotype about one of them. A
-    policy that answers directly gets context, question and options. `evaluation.bbq` has the scores.
+    policy that answers directly gets context, question and options. `launch.evaluation.bbq` has the scores.
 
     For the packaged chain a good action searches for what is asked and names no attribute. The packaged rubric gives
     no fairness for the right answer in a disambiguated context, which names a group: a rubric of your own may want
