@@ -5,7 +5,7 @@ Owns this mapping, the reasons why something can't be done, and warnings about s
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -16,6 +16,7 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.scorer import RewardNames
+from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
 from salesrl_trl.rollout.model_passes import CorrectionAtStep, Passes
 from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser
@@ -215,3 +216,34 @@ def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
     return CorrectionAtStep(*args.sampler_correction)
+
+
+def buffer_policy_of(
+    args: SalesGRPOConfig, policy: BufferPolicy | None, why_not: Callable[[str | None], str | None],
+    at_once: str | None, refilled_at_once: str | None,
+) -> BufferPolicy:  # fmt: skip
+    """A user's `policy`, or the one that the settings ask for, as far as it has an effect.
+
+    `why_not` tells why groups go in turn all the same, from why rewards come for a whole batch. `at_once` is that, and
+    `refilled_at_once` where groups are refilled.
+    """
+    if policy is not None:
+        check(
+            policy.max_age >= args.most_lookahead,
+            f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
+            f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
+        )
+
+    def has_effect(name: str, whole_batch: str | None) -> bool:
+        if (reason := why_not(whole_batch)) is not None:
+            logger.info(f"`{name}` has no effect here, because {reason}")
+        return reason is None
+
+    if policy is not None and has_effect("buffer_policy", at_once):
+        return policy
+    in_force = {}
+    if policy is None and args.max_staleness > args.most_lookahead > 0 and has_effect("max_staleness", at_once):
+        in_force["max_staleness"] = args.max_staleness
+    if policy is None and args.refill_groups and has_effect("refill_groups", refilled_at_once):
+        in_force["refill_groups"] = args.refill_groups
+    return policy_of(args.most_lookahead, **in_force)

@@ -16,10 +16,10 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
+    buffer_policy_of,
     check_episodes,
     check_rewards,
     normaliser_of,
@@ -46,7 +46,7 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
+from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
@@ -144,7 +144,13 @@ class Components:
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        self.pipeline.buffer.policy = self._buffer_policy(trl, policy, at_once, inside_trl)
+        # a function may score a whole batch before it is known which groups are equal
+        answers_alone = all(trl.reward_answered) and not inside_trl
+        talks = trl.tools is not None or self.reward.is_played
+        self.pipeline.buffer.policy = buffer_policy_of(
+            args, policy, lambda reason: why_in_turn(args, reason, talks, trl.reads_pictures)
+            or why_not_kept(self._rows), at_once, None if answers_alone else at_once,
+        )  # fmt: skip
         self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or why_not_divisible(args, at_once)
@@ -177,36 +183,6 @@ class Components:
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
             *self.parts,
         ]
-
-    def _buffer_policy(
-        self, trl: Hooks, policy: BufferPolicy | None, at_once: str | None, inside_trl: str | None
-    ) -> BufferPolicy:
-        """A user's `policy`, or the one that the settings ask for, as far as it has an effect. `at_once`: why rewards
-        come for a whole batch, if they do."""
-        args = self._args
-        asked: dict[str, tuple[Any, str | None]] = {}  # by name: the value, and why a whole batch is in the way
-        if policy is not None:
-            check(
-                policy.max_age >= args.most_lookahead,
-                f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
-                f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
-            )
-            asked["buffer_policy"] = policy, at_once
-        elif args.max_staleness > args.most_lookahead > 0:
-            asked["max_staleness"] = args.max_staleness, at_once
-        if policy is None and args.refill_groups:
-            # a function may score a whole batch before it is known which groups are equal
-            answers_alone = all(trl.reward_answered) and not inside_trl
-            asked["refill_groups"] = args.refill_groups, None if answers_alone else at_once
-        talks, in_force = trl.tools is not None or self.reward.is_played, dict[str, Any]()
-        for name, (value, whole_batch) in asked.items():
-            reason = why_in_turn(args, whole_batch, talks, trl.reads_pictures) or why_not_kept(self._rows)
-            if reason is None:
-                in_force[name] = value
-            else:
-                logger.info(f"`{name}` has no effect here, because {reason}")
-        chosen: BufferPolicy | None = in_force.pop("buffer_policy", None)
-        return chosen or policy_of(args.most_lookahead, **in_force)
 
     def _cut_off(self, reason: str) -> None:
         self.reward_loop.cut_off(reason)
