@@ -3,6 +3,7 @@
 `language` cuts text into words, bm25s scores documents. The index is never changed, so threads may share it.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class KnowledgeIndex:
     def __init__(self, documents: Sequence[Document]) -> None:
         import bm25s  # only here: it imports numba, and an installed JAX, which takes a GPU's memory
 
+        logging.getLogger("bm25s").setLevel(logging.NOTSET)  # its import sets DEBUG
         self._documents = tuple(documents)
         tokens = [words(f"{document.title}\n{document.text}", overlapping=True) for document in self._documents]
         if not any(tokens):

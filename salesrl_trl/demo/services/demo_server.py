@@ -39,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run both services until a signal or the end of the parent stops them. Returns the exit code."""
     options = parser_of("demo.services").parse_args(arguments, argparse.Namespace(parent=os.getppid()))
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.setLevel(options.log_level.upper())  # bm25s sets its own logger to DEBUG when it is imported
     try:
         index = KnowledgeIndex(load_documents(options.documents or demo_path("knowledge.jsonl")))
         app = create_app(rag_service(index, _writer(options)), judge_service(protected_terms()))
