@@ -130,6 +130,16 @@ class _Weights(TrainerCallback):
         self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
 
 
+class _Saves(TrainerCallback):
+    """Checkpoints at some steps alone: each takes as long as three steps here."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_save |= state.global_step in self.steps
+
+
 def plain_copy(model):
     """The weights as they are, in a model whose forward nobody has replaced."""
     twin = AutoModelForCausalLM.from_config(model.config)
@@ -163,7 +173,7 @@ def trained(services, tiny, tmp_path):
     """Build and train."""
     built = []
 
-    def run(kind=Scripted, rows=8, resume_from=None, **given):
+    def run(kind=Scripted, rows=8, resume_from=None, save_at=(), **given):
         rows = keyed_rows(DEFAULT_BRANCHES * (rows // 2))
         own = {name: given.pop(name) for name in ("quick_eval",) if name in given}
         defaults = {"beta": 0.0, "held_out_eval": False, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
@@ -177,6 +187,7 @@ def trained(services, tiny, tmp_path):
             **own,
         )
         built.append(trainer)
+        trainer.add_callback(_Saves(save_at))
         torch.manual_seed(7)
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         return trainer
@@ -252,7 +263,7 @@ def test_prompts_come_in_the_order_they_have_without_lookahead_also_after_any_ch
     given, per_generation = ARRANGEMENTS[arrangement]
     given = {"max_steps": 12, **given}  # whole generation batches
     runs = {
-        ahead: trained(rollout_lookahead=ahead, save_strategy="steps", save_steps=1, **given)
+        ahead: trained(rollout_lookahead=ahead, save_at=(3, 5) if ahead == 2 else (), **given)
         for ahead in ((0, 1, 2, 4) if arrangement == "whole" else (0, 2))
     }
     wanted = prompts_by_generation_batch(runs[0], per_generation)
@@ -306,8 +317,8 @@ def _as_judged(texts):
 
 @pytest.mark.usefixtures("any_text_is_an_action")
 def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained):
-    given = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 12}
-    whole = trained(Watched, **given)
+    given = {"max_steps": 6, "max_completion_length": 12}
+    whole = trained(Watched, **given, save_at=(1, 4, 5))
     for step in (1, 4, 5):  # an epoch has four
         second = trained(Watched, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
         wanted = [launch["completions"] for launch in whole.launches[step:]]
@@ -434,8 +445,8 @@ PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_run_whose_groups_go_by_themselves_goes_on_from_any_checkpoint_and_loses_no_row(trained, keeps):
-    given = {**BY_GROUPS, "save_rollouts": keeps, "save_strategy": "steps", "save_steps": 1}
-    whole = trained(Slow, **given)
+    given = {**BY_GROUPS, "save_rollouts": keeps}
+    whole = trained(Slow, **given, save_at=(3, 5, 10))
     before = {ids for launch in whole.launches for ids in launch["completions"]}
     for step in (3, 5, 10):
         done = [(launch, prompt) for at, launch, prompt in whole.trained_on() if at < step]
@@ -507,7 +518,7 @@ def test_a_step_replaces_so_many_groups_and_no_more(trained, caplog):
 def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained):
     class SlowEqual(Equal):
         async def _scored(self, score, sample, stages):
-            await asyncio.sleep(0.4 * (sample.row["row"] % 2))  # those that are equal
+            await asyncio.sleep(0.2 * (sample.row["row"] % 2))  # those that are equal
             return await super()._scored(score, sample, stages)
 
     entries = steps_of(trained(SlowEqual, **{**REFILL, "max_steps": 6}))
@@ -546,8 +557,8 @@ def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(tra
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_run_that_replaces_groups_goes_on_from_a_checkpoint_and_loses_no_row(trained, keeps):
-    given = {**REFILL, "rollout_lookahead": 2, "save_rollouts": keeps, "save_strategy": "steps", "save_steps": 1}
-    whole = trained(Equal, **given)
+    given = {**REFILL, "rollout_lookahead": 2, "save_rollouts": keeps}
+    whole = trained(Equal, **given, save_at=(2, 5))
     for step in (2, 5):
         second = trained(Equal, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
         rows = whole.rows_trained_on()
