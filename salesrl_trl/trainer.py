@@ -31,7 +31,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
@@ -42,7 +41,7 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
+from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs
 from salesrl_trl.rollout.buffer_policy import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
@@ -52,19 +51,14 @@ from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.saving import SavingTrainer
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
-@in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
 class SalesGRPOTrainer(SavingTrainer):
     """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
-
-    With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
-    `SalesGRPOConfig`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -73,8 +67,8 @@ class SalesGRPOTrainer(SavingTrainer):
             As in TRL: functions, reward models or their ids. Beside them a `SalesReward`, and functions with
             `@per_completion` or `@per_group`, whose rewards start before the batch is generated. Or one function with
             `@per_episode`, an agent that asks the policy.
-        args (`SalesGRPOConfig` or `GRPOConfig`, *optional*):
-            Settings.
+        args (`SalesGRPOConfig`):
+            Settings. A plain `GRPOConfig` is for TRL's own trainer.
         instruments (`Instruments`, *optional*):
             Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
@@ -103,9 +97,7 @@ class SalesGRPOTrainer(SavingTrainer):
     ) -> None:  # fmt: skip
         """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
-            check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)
-            super().__init__(model, reward_funcs, args, *more, **kwargs)
-            return
+            raise ConfigError("`args` is no `SalesGRPOConfig`. Expected one: a plain `GRPOConfig` is TRL's trainer's.")
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
@@ -122,7 +114,6 @@ class SalesGRPOTrainer(SavingTrainer):
         rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)
         check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter, parts)
-        self.is_extended = True
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
@@ -176,17 +167,12 @@ class SalesGRPOTrainer(SavingTrainer):
         return epochs, micro_steps
 
     def request_stop(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too. With a
-        plain `GRPOConfig` training ends without a checkpoint."""
-        if self.is_extended:
-            self.components.stopping.request(reason)
-        else:
-            self.control.should_training_stop = True
+        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
+        self.components.stopping.request(reason)
 
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
-        if self.is_extended:
-            self.components.close()
+        self.components.close()
 
     def get_train_dataloader(self):
         """Names the rows for the record, which leaves the dataset as it is. Refuses rows without a single step."""
@@ -290,22 +276,19 @@ class SalesGRPOTrainer(SavingTrainer):
         return ids, images, self._vision
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, if there is one. Heartbeats say so in the midst of tools."""
-        with patched(self.components, "calls_tools", False):
-            if self._made.tokens is not None:
-                return self._made.tokens(prompt_ids, num_generations)
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-            )
+        """Lets another engine generate, if there is one."""
+        if self._made.tokens is not None:
+            return self._made.tokens(prompt_ids, num_generations)
+        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def _tool_call_loop(self, *args, **kwargs):
         """Returns what conversations have become. Refuses tools that TRL does not know of."""
         if not self.tools:
-            raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
-        if self._made.talked is not None:
-            return self._made.talked
-        with patched(self.components, "calls_tools", True):
-            return super()._tool_call_loop(*args, **kwargs)
+            raise ConfigError(
+                "a `rollout_func` calls tools that TRL was not given: completions are generated before TRL asks for "
+                "them. Expected `tools` or an `environment_factory` of the trainer."
+            )
+        return self._made.talked or super()._tool_call_loop(*args, **kwargs)
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""

@@ -1,15 +1,13 @@
 """What tools and episodes do in a run: who begins their calls, who ends them, and what a heartbeat reports of them.
 
-Tools with an `example` are called once before training. `wiring.trl_access` loads this module where completions may
+`wiring.trl_access` loads this module where completions may
 call tools or an episode is given. An episode asks the policy by the endpoint for all its turns, and becomes a sequence
 that trains.
 """
 
 import copy
 import importlib.util
-import math
 import time
-from asyncio import run_coroutine_threadsafe
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,9 +19,7 @@ from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Seq
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tried
-from salesrl_trl.checkpoint.keeper import agreed
-from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
 from salesrl_trl.generation.tasks import GivenUp, Turn
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
@@ -179,26 +175,6 @@ class AgentsPart(Part):
         self._latest = calls
         self._under_way.add(calls)
         return calls
-
-    def begin(self, resumed: str | None, run_id: str) -> None:
-        if self._trl.tools == "tools" and resumed is None:
-            agreed(self._try_tools)
-
-    def _try_tools(self) -> None:
-        """Call tools once, on the main process. Raises `ConfigError` for one that fails."""
-        if not self._trl.accelerator.is_main_process or self._loop.reward.is_replay:
-            return
-        ended_by_name = run_coroutine_threadsafe(tried(self._trl.functions), self._trl.tools_loop()).result()
-        for name, ended in ended_by_name.items():
-            if isinstance(ended, ServiceError):
-                raise ConfigError(
-                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
-                    "left out. Expected an answer. Mend the service or the example, and launch again."
-                )
-            if math.isnan(ended):
-                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
-            else:
-                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
 
     def cancel(self, reason: str) -> None:
         for calls in list(self._under_way):

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable
 from salesrl_trl.agents.tools import ToolSettings, tool
 from salesrl_trl.judged.rag_client import RagAnswers
 
-EXAMPLE = "price"  # the query before training. It is asked each time, because it says whether the service is up.
-
 
 class Search:
     """Makes the tool, `function`. It asks the 8B endpoint with a query alone, and tells the policy the passages. What
@@ -24,7 +22,7 @@ class Search:
         self._rag: RagAnswers | None = None
         self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
 
-        @tool(deadline_s=deadline_s, example={"query": EXAMPLE})
+        @tool(deadline_s=deadline_s)
         async def search(query: str) -> str:
             """Searches the knowledge base.
 
@@ -55,5 +53,5 @@ class Search:
             raise ValueError("`query` is empty or no text.")
         assert self._rag is not None, "`connect` comes first"
         self._loops.add(asyncio.get_running_loop())
-        answer = await self._rag.search(query, anew=query == EXAMPLE)
+        answer = await self._rag.search(query)
         return "\n\n".join(passage.text for passage in answer.passages) or answer.text

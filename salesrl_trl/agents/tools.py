@@ -8,10 +8,9 @@ turn run at once.
 import asyncio
 import functools
 import inspect
-import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, overload
@@ -21,7 +20,7 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
 from salesrl_trl.reward.watched_loop import THREADS
-from salesrl_trl.service.event_loop import deadline, seconds_or_error
+from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
@@ -43,7 +42,6 @@ class ToolSettings:
     transport: Transport | None = None
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
-    example: Mapping[str, object] | None = None
     counted: list[Transport]
     """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
 
@@ -60,7 +58,6 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, object] | None = None,
 ) -> Callable[[F], F]: ...
 def tool(
     function: F | None = None,
@@ -69,7 +66,6 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, object] | None = None,
 ) -> F | Callable[[F], F]:
     """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
 
@@ -85,8 +81,6 @@ def tool(
             Seconds for a call, with its retries. `None` for no end.
         on_failure (`str`, *optional*, defaults to `"leave_out"`):
             `"leave_out"` leaves the conversation out. `"tell"` tells the policy the failure's code as an error.
-        example (`dict`, *optional*):
-            Arguments with which a function of `tools` is called once before training. A failure ends the start.
 
     Raises `ConfigError` for another `on_failure`, or for seconds that are not positive.
     """
@@ -96,11 +90,10 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        settings = ToolSettings(
-            transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example,
-            counted=[] if transport is None else [transport],
-        )  # fmt: skip
-        setattr(function, _SETTINGS, settings)
+        counted = [] if transport is None else [transport]
+        vars(function)[_SETTINGS] = ToolSettings(
+            transport=transport, deadline_s=deadline_s, on_failure=on_failure, counted=counted
+        )
         return function
 
     return with_settings if function is None else with_settings(function)
@@ -274,18 +267,3 @@ async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
         if transport.budget is not None:
             transport.budget.settle()
     return traffic
-
-
-async def tried(tools: Sequence[Tool]) -> dict[str, float | ServiceError]:
-    """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
-    without one."""
-
-    async def once(tool: Tool) -> float | ServiceError:
-        settings = ToolSettings.of(tool)
-        if settings.example is None:
-            return math.nan
-        service = f"tool_{tool.__name__}"
-        return await seconds_or_error(functools.partial(_within, settings, service, tool, settings.example))
-
-    ended = await asyncio.gather(*map(once, tools))
-    return {tool.__name__: result for tool, result in zip(tools, ended, strict=True)}

@@ -27,11 +27,6 @@ from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
 
-NO_TOOLS = (
-    "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
-    "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
-)
-
 
 def _first(reasons: Mapping[str, object]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)

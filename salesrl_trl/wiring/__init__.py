@@ -4,5 +4,5 @@
 - `components`: builds the components and says which one gets which.
 - `hooks`, `trl_access`: what they use of TRL, and the trainer below the overrides, which makes it.
 - `part`: the interface of a part, and which settings ask for which. It loads layers by name.
-- `policy`, `overrides`: the policy while TRL builds its trainer, and overrides that some objects do without.
+- `policy`: the policy while TRL builds its trainer.
 """

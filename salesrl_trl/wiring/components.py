@@ -88,8 +88,6 @@ class Components:
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.converses = False  # whether completions that may call tools go through their turns one by one
-        self.calls_tools = False
-        """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
@@ -191,8 +189,6 @@ class Components:
 
     def _who_generates(self) -> str:
         """What a generation that lasts is busy with, for the heartbeat."""
-        if self.calls_tools:
-            return "the tools that completions call are running"
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
         if self._args.use_vllm:

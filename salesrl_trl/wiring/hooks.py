@@ -1,11 +1,10 @@
 """What the components and parts of a trainer use of TRL's: values and bound callables. `trl_access` makes them."""
 
-from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -54,8 +53,6 @@ class Hooks:
     generate: Generate
     ask: Start  # the same by vLLM, each completion reported when it is finished
     converse: Start  # the same for completions that may call tools
-    functions: Sequence[Callable[..., Any]]  # those of `tools`, without an environment's
-    tools_loop: Callable[[], AbstractEventLoop]  # on which tools run
     play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
     go_on: Callable[[], None]  # generates the next turns of those that are out
     reads_pictures: bool

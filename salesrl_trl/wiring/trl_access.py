@@ -62,8 +62,6 @@ class TRLAccess(TRLGeneration):
             generate=self._sample,
             ask=self._stream,
             converse=self._converse,
-            functions=self._standalone_tools or (),
-            tools_loop=lambda: self._tools_loop,
             play=self._play,
             go_on=self._go_on,
             reads_pictures=self._is_vlm,

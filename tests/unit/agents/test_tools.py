@@ -1,13 +1,12 @@
 """Calls of tools: whose error it was, and what becomes of it."""
 
 import asyncio
-import math
 import time
 
 import pytest
 from support.recordings import batch, entry, write
 
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool, tried
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.functions import reward_of
@@ -170,25 +169,3 @@ def test_a_replayed_call_ends_as_the_recorded_one_did_and_calls_nobody(tmp_path)
     assert seen == []
     assert again(["again", "other"], "live")[0] == [("found 1", None), ("error: 'other'", None)]
     assert seen == ["other"]
-
-
-def test_a_tool_with_an_example_is_tried_once():
-    tried_with = []
-
-    def look(**given):
-        tried_with.append(given)
-
-    def down(query):
-        raise HTTPError(503)
-
-    def wrong(query):
-        raise KeyError(query)
-
-    example = {"query": "hours"}
-    for each in (look, down, wrong):
-        tool(example=example)(each)
-    ended = asyncio.run(tried([look, down, wrong, search]))
-    assert tried_with == [example]
-    assert ended["look"] >= 0
-    assert [ended[name].code for name in ("down", "wrong")] == ["tool_down_http_503", "raised_KeyError"]
-    assert math.isnan(ended["search"])
