@@ -6,7 +6,7 @@ resume. Called by `branched`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import (
@@ -62,6 +62,25 @@ class Decision:
         )
 
 
+@dataclass(kw_only=True, slots=True)
+class _Measured:
+    """What a branch's controller has counted, by the names in checkpoints."""
+
+    kl_sum: float = 0.0
+    tokens: float = 0.0
+    steps: int = 0
+    last: list[float] | None = None  # KL and tokens of the step before, in the same window
+    squares: float = 0.0
+    pairs: int = 0
+    """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""
+    noise: float | None = None
+    """Variance of a token's KL around the window's, divided by the square of that. `None` before it was seen."""
+    seen: int = 0  # pairs of the windows before
+    cooldown: int = 0
+    measured_steps: int = 0
+    steps_in_band: int = 0
+
+
 class BranchController:
     """The coefficient of one branch. Without a `law` it stays, and only the share of steps in the band is counted."""
 
@@ -72,19 +91,7 @@ class BranchController:
         self._law = law if target.has_band else None
         self._law_state: State = {}
         self._windows = windows
-        self._kl_sum = 0.0
-        self._tokens = 0.0
-        self._steps = 0
-        self._last: list[float] | None = None  # KL and tokens of the step before, in the same window
-        self._squares = 0.0
-        self._pairs = 0
-        """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""
-        self._noise: float | None = None
-        """Variance of a token's KL around the window's, divided by the square of that. `None` before it was seen."""
-        self._seen = 0  # pairs of the windows before
-        self._cooldown = 0
-        self._measured_steps = 0
-        self._steps_in_band = 0
+        self._at = _Measured()
 
     @property
     def beta(self) -> float:
@@ -99,9 +106,9 @@ class BranchController:
     @property
     def share_in_band(self) -> float:
         """Share of the measured steps whose KL lay in the band. NaN without a band or a measurement."""
-        if not self.target.has_band or not self._measured_steps:
+        if not self.target.has_band or not self._at.measured_steps:
             return math.nan
-        return self._steps_in_band / self._measured_steps
+        return self._at.steps_in_band / self._at.measured_steps
 
     @property
     def notice(self) -> str:
@@ -114,53 +121,53 @@ class BranchController:
         tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
-            self._measured_steps += 1
-            self._steps_in_band += self.target.contains(kl_sum / tokens)
+            self._at.measured_steps += 1
+            self._at.steps_in_band += self.target.contains(kl_sum / tokens)
         if self._law is None:
             return None
-        if self._cooldown > 0:
-            self._cooldown -= 1
+        if self._at.cooldown > 0:
+            self._at.cooldown -= 1
             return None
         if measured:
             self._add(kl_sum / tokens, tokens)
-        self._steps += 1
+        self._at.steps += 1
         least = self._windows.update_steps
-        if self._steps < least or (self._steps < least * MOST_WINDOWS and not self._is_readable):
+        if self._at.steps < least or (self._at.steps < least * MOST_WINDOWS and not self._is_readable):
             return None
         return self._close_window(self._law)
 
     def _add(self, kl: float, tokens: float) -> None:
-        self._kl_sum += kl * tokens
-        self._tokens += tokens
-        if self._last is not None:  # neighbours: a KL that drifts is no noise
-            before, count = self._last
-            self._squares += (kl - before) ** 2 / (1 / tokens + 1 / count)
-            self._pairs += 1
-        self._last = [kl, tokens]
+        self._at.kl_sum += kl * tokens
+        self._at.tokens += tokens
+        if self._at.last is not None:  # neighbours: a KL that drifts is no noise
+            before, count = self._at.last
+            self._at.squares += (kl - before) ** 2 / (1 / tokens + 1 / count)
+            self._at.pairs += 1
+        self._at.last = [kl, tokens]
 
     @property
     def _is_readable(self) -> bool:
         """Whether the window's KL is known well enough for its distance from the band's centre to mean something."""
         noise = self._noise_seen()
-        if not self._tokens or noise is None or self._seen + self._pairs < FEWEST_PAIRS:
+        if not self._at.tokens or noise is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
             return True
         low, high = self.target.edges
-        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(self._kl_sum / self._tokens)))
-        return math.sqrt(noise / self._tokens) <= READABLE * far
+        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(self._at.kl_sum / self._at.tokens)))
+        return math.sqrt(noise / self._at.tokens) <= READABLE * far
 
     def _noise_seen(self) -> float | None:
         """The noise of windows before, and of this one."""
-        kl = self._kl_sum / self._tokens if self._tokens else 0.0
-        if not self._pairs or kl <= 0:
-            return self._noise
-        now = self._squares / self._pairs / kl**2
-        return now if self._noise is None else KNOWN_NOISE * self._noise + (1 - KNOWN_NOISE) * now
+        kl = self._at.kl_sum / self._at.tokens if self._at.tokens else 0.0
+        if not self._at.pairs or kl <= 0:
+            return self._at.noise
+        now = self._at.squares / self._at.pairs / kl**2
+        return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
 
     def _close_window(self, law: KLLaw) -> Decision | None:
-        kl_sum, tokens, steps, self._noise = self._kl_sum, self._tokens, self._steps, self._noise_seen()
-        self._kl_sum, self._tokens, self._steps = 0.0, 0.0, 0
-        self._seen += self._pairs
-        self._squares, self._pairs, self._last = 0.0, 0, None
+        kl_sum, tokens, steps, self._at.noise = self._at.kl_sum, self._at.tokens, self._at.steps, self._noise_seen()
+        self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
+        self._at.seen += self._at.pairs
+        self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
         if not tokens:
             return None
         kl, before = kl_sum / tokens, self.asked
@@ -170,25 +177,18 @@ class BranchController:
         self.asked = max(least, min(most, after))
         if self.asked == before:
             return None
-        self._cooldown = self._windows.cooldown_steps
+        self._at.cooldown = self._windows.cooldown_steps
         grown = steps if steps > self._windows.update_steps else None
         return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked, steps=grown)
 
-    _STATE = (
-        "_kl_sum", "_tokens", "_steps", "_last", "_squares", "_pairs", "_noise", "_seen", "_cooldown",
-        "_measured_steps", "_steps_in_band",
-    )  # fmt: skip
-
     def state_dict(self) -> State:
-        window = {name.removeprefix("_"): getattr(self, name) for name in self._STATE}
         law = None if self._law is None else name_of(self._law)
-        return {"beta": self.asked, **window, "law": law, "law_state": self._law_state}
+        return {"beta": self.asked, **asdict(self._at), "law": law, "law_state": self._law_state}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
         stays the configured one. A law of another class starts with an empty state."""
-        for name in self._STATE:
-            setattr(self, name, state.get(name.removeprefix("_"), getattr(self, name)))  # older ones had fewer
+        self._at = _Measured(**{name: state[name] for name in _Measured.__slots__ if name in state})
         if self._law is not None:
             least, most = self.target.reach
             self.asked = max(least, min(most, state["beta"]))

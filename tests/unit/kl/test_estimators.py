@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.kl.estimators import ESTIMATORS, estimate, penalty
+from salesrl_trl.kl.penalty import ESTIMATORS, estimate, penalty
 
 CLAMP = 10.0
 E10 = math.exp(10)  # 22026.4658

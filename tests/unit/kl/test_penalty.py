@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.kl.estimators import ESTIMATORS
-from salesrl_trl.kl.penalty import SUMS, BranchPenalty, PenaltySettings, log_importance, loss_mask
+from salesrl_trl.kl.penalty import ESTIMATORS, SUMS, BranchPenalty, PenaltySettings, log_importance, loss_mask
 
 INF, NAN = math.inf, math.nan
 LN2 = math.log(2)
