@@ -16,7 +16,7 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
+from salesrl_trl.rollout.buffer import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
 from salesrl_trl.rollout.model_passes import CorrectionAtStep, Passes
 from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser

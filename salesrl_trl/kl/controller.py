@@ -63,7 +63,7 @@ class Decision:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Measured:
+class _WindowCounts:
     """What a branch's controller has counted, by the names in checkpoints."""
 
     kl_sum: float = 0.0
@@ -91,7 +91,7 @@ class BranchController:
         self._law = law if target.has_band else None
         self._law_state: State = {}
         self._windows = windows
-        self._at = _Measured()
+        self._at = _WindowCounts()
 
     @property
     def beta(self) -> float:
@@ -188,7 +188,7 @@ class BranchController:
     def load_state_dict(self, state: State) -> None:
         """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
         stays the configured one. A law of another class starts with an empty state."""
-        self._at = _Measured(**{name: state[name] for name in _Measured.__slots__ if name in state})
+        self._at = _WindowCounts(**{name: state[name] for name in _WindowCounts.__slots__ if name in state})
         if self._law is not None:
             least, most = self.target.reach
             self.asked = max(least, min(most, state["beta"]))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.buffer_policy import first_in, to_launch
+from salesrl_trl.rollout.buffer import first_in, to_launch
 from salesrl_trl.rollout.in_flight import ScoredGroups, parts
 
 WANTED = 0.5

@@ -16,7 +16,7 @@ from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder, Refilled
+from salesrl_trl.rollout.buffer import ByArrival, InOrder, Refilled
 from salesrl_trl.rollout.in_flight import KeptRollouts
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
