@@ -133,7 +133,6 @@ STALENESS = "rollout/staleness"
 STALENESS_MAX = "rollout/staleness_max"
 TURNOVER = REFILLED, EQUAL, REWARD_OF_ALL = "refill/groups", "refill/equal", "refill/reward"
 LEFT_OUT = "rollout/left_out"
-BOUNDED = "rollout/bounded"
 
 
 def is_largest(name: str) -> bool:

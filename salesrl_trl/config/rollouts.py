@@ -195,22 +195,21 @@ def passes_of(
         logger.info(f"TRL's shuffle may part the completions of a prompt, because {in_trls_order}")
     return Passes(
         prompts,
-        most_tokens=1 if args.is_sharded else args.pass_tokens,
-        weights=sum(parameter.numel() for parameter in model.parameters()),
+        1 if args.is_sharded else args.pass_tokens,
+        sum(parameter.numel() for parameter in model.parameters()),
         is_light=args.gradient_checkpointing and is_half_on_gpu,
-        correction=correction_at_step(args),
-        ledger=ledger,
+        correction=correction_at_step(args, ledger),
         in_order=prompts.is_on and in_trls_order is None,
     )
 
 
-def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
+def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtStep | None:
     """The correction for the sampler's distribution from the pass that trains; `None` where TRL's own pass for old
     log-probs is needed: without vLLM's correction, or with several updates of a generation batch."""
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
-    return CorrectionAtStep(*args.sampler_correction)
+    return CorrectionAtStep(args.sampler_correction, ledger)
 
 
 def buffer_policy_of(

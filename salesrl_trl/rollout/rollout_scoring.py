@@ -24,6 +24,7 @@ from salesrl_trl.errors import FunctionError
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
+    LEFT_OUT,
     SINGLE_SCORED,
     SKIPPED_UPDATE,
     STALENESS,
@@ -35,7 +36,7 @@ from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, co
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups, parts
-from salesrl_trl.rollout.model_passes import OLD, RATIO, correction_sums
+from salesrl_trl.rollout.model_passes import OLD, RATIO, left_out_sums
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.run_events import RunEvents
@@ -85,7 +86,7 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
-    sampler_correction: tuple[str, float | None, float | None]
+    vllm_importance_sampling_mode: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,8 +198,8 @@ class RolloutScoring:
                 for place, name in enumerate(TURNOVER):
                     self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])
             if RATIO in output and not rollout.is_corrected_at_step:
-                sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
-                self.ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+                sums = left_out_sums(output[RATIO], output["completion_mask"], settings.vllm_importance_sampling_mode)
+                self.ledger.add(rollout.mode, LEFT_OUT, *reduce(sums, "sum").tolist())
         # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)

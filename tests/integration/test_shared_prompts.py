@@ -84,7 +84,7 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
     if is_ours:
         trainer.components.passes.in_order &= in_order
         with patched(trainer.args, "use_vllm", True):
-            trainer.components.passes._correction = correction_at_step(trainer.args)
+            trainer.components.passes._correction = correction_at_step(trainer.args, trainer.components.ledger)
     gradients = Passes(trainer)
     trainer.train()
     if is_ours:
@@ -152,11 +152,11 @@ def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     figures = [[line[name] for name in FIGURES] for line in steps_of(ours)]
     assert figures[0] == [None] * len(FIGURES)
     assert figures[1][0] > 0.01
-    assert ours.components.passes.shares_prompts
+    assert ours.components.passes.prompts.is_checked
 
 
 def test_noise_of_neftune_is_told_once(policy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=None)
-    assert not ours.components.passes.shares_prompts
+    assert not ours.components.passes.prompts.is_checked
     assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1
