@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.datasets_of_users import check_not_taken
+from salesrl_trl.data.datasets_of_users import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
 from salesrl_trl.ground.changed_code import warn_of_changes
@@ -118,8 +118,9 @@ class SalesGRPOTrainer(SavingTrainer):
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or components.reward.is_replay
-        self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
+        if (args.record or components.reward.is_replay) and not has_more:  # an environment may not know the column
+            self.train_dataset = with_ids(self.train_dataset)
+            self.eval_dataset = with_ids(self.eval_dataset, "held-out")
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         self.__dict__.update(
             evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
@@ -144,7 +145,9 @@ class SalesGRPOTrainer(SavingTrainer):
         """
         if self.args.process_index == 0:
             warn_of_changes()
-        self.components.forget_run()  # first: a stop that is asked for from here on is this run's
+        if isinstance(self.train_dataset, Sized):
+            self._check_size(len(self.train_dataset))
+        self.components.forget_run()  # before all else: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
@@ -173,20 +176,6 @@ class SalesGRPOTrainer(SavingTrainer):
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
         self.components.close()
-
-    def get_train_dataloader(self):
-        """Names the rows for the record, which leaves the dataset as it is. Refuses rows without a single step."""
-        if isinstance(self.train_dataset, Sized):
-            self._check_size(len(self.train_dataset))
-        with patched(self, "train_dataset", self._named(self.train_dataset, "row")):
-            return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        """The same for held-out rows."""
-        held_out = self._named(self.eval_dataset, "held-out")
-        asked = held_out if eval_dataset is self.eval_dataset else eval_dataset
-        with patched(self, "eval_dataset", held_out):
-            return super().get_eval_dataloader(asked)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""

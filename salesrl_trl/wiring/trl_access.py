@@ -11,7 +11,6 @@ import torch
 from transformers import Trainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
 from salesrl_trl.ground.patched import patched
@@ -30,7 +29,6 @@ class TRLAccess(TRLGeneration):
 
     updates: bool
     _timeline: Timeline
-    _names_rows = False
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
     beta: float | BranchPenalty
@@ -73,7 +71,7 @@ class TRLAccess(TRLGeneration):
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
-            eval_dataset=self._named(self.eval_dataset, "held-out"),
+            eval_dataset=self.eval_dataset,
             position=lambda: (self._step, self._buffered_inputs is not None),
             capture=lambda: StepSnapshot(
                 self.state, self.optimizer, self.lr_scheduler, self.components.kl, (self._step, self._buffered_inputs)
@@ -92,10 +90,6 @@ class TRLAccess(TRLGeneration):
             with contextlib.suppress(RuntimeError):  # clipping has done it
                 self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _named(self, rows: object, name: str) -> object:
-        """A dataset as the record names its rows, if there is one."""
-        return with_ids(rows, name) if self._names_rows else rows
 
     def _check_size(self, rows: int) -> None:
         prompts = self.args.generation_batch_size // self.num_generations
