@@ -5,7 +5,6 @@ An episode asks the policy by the endpoint for all its turns, and becomes a sequ
 
 import copy
 import importlib.util
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Seq
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
 from salesrl_trl.generation.tasks import GivenUp, Turn
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
@@ -31,7 +30,6 @@ class Played:
     completion: list[Any]  # the messages of that one, behind its first prompt
     reward: dict[str, Any]  # as a row keeps it
     calls: int
-    notes: ConversationNotes
 
 
 class AgentsPart(Part):
@@ -84,16 +82,8 @@ class AgentsPart(Part):
         return access.begin(batch, encoded, sample, ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
-        episode, notes = self._loop.reward, ConversationNotes(track=f"episode {place}")
+        episode, calls = self._loop.reward, AgentCalls(self._form, ask)
         assert isinstance(episode, Episode) and self._endpoint is not None
-
-        def turn(prefix: list[int]) -> Turn:
-            began = time.perf_counter()
-            own = ask(prefix)
-            notes.end_turn(began)
-            return own
-
-        calls = AgentCalls(self._form, turn)
         with self._endpoint.open(calls) as key:
             future = self._loop.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
             reward = playing.reward(episode, future, lambda: calls.idle_s)
@@ -113,7 +103,7 @@ class AgentsPart(Part):
             ends = [none]
             if reward.value is not None:
                 reward = episode.without_number("no_turn", "has not asked the policy for a turn")
-        return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered), notes=notes)
+        return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered))
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
         """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
@@ -136,8 +126,7 @@ class AgentsPart(Part):
         calls, rewritten, untrained, every = self._access.sums(mine).values()
         figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
         metrics = {episode_figure(name): [value] for name, value in figures.items()}
-        spans = [span for each in played for span in each.notes.spans]
-        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, spans=spans)
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
 
     def cancel(self, reason: str) -> None:
         for calls in list(self._under_way):

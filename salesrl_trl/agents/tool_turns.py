@@ -6,7 +6,6 @@ conversations becomes.
 """
 
 import asyncio
-import time
 from asyncio import run_coroutine_threadsafe
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -156,8 +155,7 @@ class ToolTurns:
         """One conversation, in its thread. A failed call that leaves it out ends it."""
         access, form = self._access, self._form
         record = CompletionRecord() if access.keeps_records else None
-        notes = ConversationNotes(track=f"conversation {place}", record=record)
-        notes.end_turn(calls.began)
+        notes = ConversationNotes(record=record, turns=1)
         schemas, functions = access.tools_of(place)
         tools = calls.of(functions, notes)
         talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
@@ -180,9 +178,8 @@ class ToolTurns:
             prefix = [*prompt_ids, *talked.ids, *between]
             turn = Turn([], None if first.logprobs is None else [])
             if notes.failed is None:
-                began = time.perf_counter()
                 turn = ask(prefix)
-                notes.end_turn(began)
+                notes.turns += 1
             own = turn.ids[: form.most_completion - size]
             talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
             if not own:
@@ -242,7 +239,6 @@ class ToolTurns:
         return replace(
             sampled,
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
-            spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
 

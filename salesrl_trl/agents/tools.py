@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
@@ -24,7 +24,6 @@ from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
-from salesrl_trl.timing import Span
 
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
@@ -103,26 +102,10 @@ def tool(
 class ConversationNotes:
     """What is noted of one conversation, by the thread that goes through it and the loop on which its tools run."""
 
-    track: str  # of the trace
     record: CompletionRecord | None = None  # gets its calls, with arguments and results. `None`: they are not recorded
     failed: str | None = None
     """The reason code of the failed call that leaves it out."""
-    spans: list[Span] = field(default_factory=list)  # turns, and calls of tools
     turns: int = 0
-    _calls: int = 0  # of the last turn so far
-
-    def end_turn(self, began: float) -> None:
-        """A turn is there that was asked for at `began`."""
-        self.turns, self._calls = self.turns + 1, 0
-        self._add(f"turn {self.turns}", began, self.track, failed=False)
-
-    def call_track(self) -> str:
-        """The track of the trace for the next call: calls of one turn run at once, and spans of a track do not."""
-        self._calls += 1
-        return f"{self.track} call {self._calls}"
-
-    def _add(self, name: str, began: float, track: str, *, failed: bool) -> None:
-        self.spans.append(Span(name=name, started=began, ended=time.perf_counter(), track=track, failed=failed))
 
 
 class ToolCalls:
@@ -130,7 +113,6 @@ class ToolCalls:
     replay, `recorded` takes the place of calls."""
 
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
-        self.began = time.perf_counter()  # when the first turns are asked for
         self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
         self._tasks: set[asyncio.Task[object]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
@@ -154,7 +136,7 @@ class ToolCalls:
     async def _call(self, tool: Tool, notes: ConversationNotes, /, **arguments: object) -> object:
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
-        began, track, has_failed = time.perf_counter(), notes.call_track(), True
+        began = time.perf_counter()
         task = asyncio.current_task()
         assert task is not None
         counts["calls"] += 1
@@ -162,8 +144,7 @@ class ToolCalls:
         try:
             if self.stopped is not None:
                 raise asyncio.CancelledError
-            result = await self._noted(settings, tool, notes, arguments)
-            has_failed = False
+            return await self._noted(settings, tool, notes, arguments)
         except asyncio.CancelledError:
             if self.stopped is None:
                 raise
@@ -181,8 +162,6 @@ class ToolCalls:
         finally:
             self._tasks.discard(task)
             counts["seconds"] += time.perf_counter() - began
-            notes._add(f"tool_{tool.__name__}", began, track, failed=has_failed)
-        return result
 
     async def _noted(
         self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]

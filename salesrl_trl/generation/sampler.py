@@ -21,7 +21,6 @@ from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
-from salesrl_trl.timing import Span
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
@@ -77,7 +76,6 @@ class Sampled:
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
-    spans: Sequence[Span] = ()  # times beside the trainer's: a generation in the background, turns, calls of tools
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, where they are recorded
     vision: Mapping[str, Any] = field(default_factory=dict)
     """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and

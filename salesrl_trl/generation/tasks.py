@@ -5,8 +5,6 @@ docs/ARCHITECTURE.md has the contract ("The engine loop"). Standard library only
 """
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -101,9 +99,6 @@ class TurnLoop:
 class TaskBatch(Generic[T]):
     """What becomes of the prompts of one generation on this rank, by place. Its first error is that of all."""
 
-    started: float = math.nan  # of completions that a server generates, in seconds of `time.perf_counter`
-    ended: float = math.nan
-    lane = 0  # of a server: differs from those of other batches that are under way
     under_way = 0  # conversations that have begun and not ended
     ahead = False  # whether training goes on before the results are asked for
     by_new_weights = False
@@ -149,7 +144,6 @@ class TaskBatch(Generic[T]):
             if 0 <= place < len(self):
                 self._results[place] = result
             self._left -= 1
-            self.ended = time.perf_counter()
             self.loop.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -196,7 +190,6 @@ class CompletionTasks(TaskBatch[Turn]):
         places = range(-first, len(prompts) - first)
         tasks = [Task(self, *of_task) for of_task in zip(places, prompts, params, strict=True)]
         self._tasks, self._left = tasks[first : first + len(self)], len(tasks)
-        self.started = time.perf_counter()
         self._submit(tasks)
 
     @property

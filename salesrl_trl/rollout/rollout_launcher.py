@@ -4,7 +4,7 @@ Knows neither turns nor steps: `pipeline` and `buffer` say what is generated whe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from salesrl_trl.reward.batch import Completion, Origin
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import KeptRollouts, Rollout
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 
 
@@ -32,7 +31,6 @@ class Launcher:
     """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
     group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
@@ -138,9 +136,6 @@ class Launcher:
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
         rollout.sampled = sampled
-        for span in sampled.spans:
-            lane = rollout.rewards.lane
-            self.record_span(replace(span, track=f"{span.track} ahead {lane}") if lane else span)
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [

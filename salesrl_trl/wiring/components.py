@@ -230,7 +230,6 @@ class Components:
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
             behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
-            record_span=self.instruments.record_generation,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,

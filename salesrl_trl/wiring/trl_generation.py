@@ -7,7 +7,6 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +29,6 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import SERVER_TRACK, Phase
-from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.wiring.components import Components
@@ -87,12 +84,7 @@ class TRLGeneration(GRPOTrainer):
             turns = batch.results()
             logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
             tokens = [turn.ids for turn in turns], logprobs or None
-            sampled = self._sample_made(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
-            if not (ahead and self.vllm_mode == "server"):
-                return sampled
-            track = f"{SERVER_TRACK} {batch.lane + 1}"
-            span = Span(name=Phase.GENERATION, started=batch.started, ended=batch.ended, track=track)
-            return replace(sampled, spans=[span])
+            return self._sample_made(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
 
         return self._begin(batch, encoded, sample, ahead)
 

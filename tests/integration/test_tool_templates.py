@@ -111,7 +111,7 @@ def by_trl(trainer, prompt, prompt_ids, case):
         return [list(turn.ids)], [list(turn.logprobs)]
 
     first = case.turn()
-    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes(track=""))
+    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes())
     other._generate_single_turn, other.async_loop = single_turn, trainer._tools_loop
     other._sync_tool_dicts, other._async_tool_dicts = [{}], [calls]
     message = case.parse(None, first.ids)

@@ -54,7 +54,7 @@ def search():
     ids=["found", "nothing found", "down", "empty", "a number", "another argument"],
 )
 def test_what_the_policy_is_told_of_a_search_and_whose_error_it_was(search, arguments, told, counted, reason):
-    calls, notes = ToolCalls(["search"]), ConversationNotes(track="conversation 0")
+    calls, notes = ToolCalls(["search"]), ConversationNotes()
     tools = calls.of([search.function], notes)
     result = asyncio.run(asyncio.wait_for(_caught(tools["search"](**arguments)), 5))
     assert result == told
@@ -85,7 +85,7 @@ def test_connections_are_closed_on_the_loop_that_opened_them(search):
 
 def test_equal_searches_are_one_request_and_every_conversation_has_its_call_in_the_record(search):
     """Searches that found nothing are asked again."""
-    notes = [ConversationNotes(track=str(number), record=CompletionRecord()) for number in range(3)]
+    notes = [ConversationNotes(record=CompletionRecord()) for number in range(3)]
 
     async def searched(*queries):
         calls = ToolCalls(["search"])

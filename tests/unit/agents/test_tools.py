@@ -24,7 +24,7 @@ class HTTPError(Exception):
 
 def call(function, failed, **arguments):
     """The result of a call, and its counts."""
-    calls, notes = ToolCalls([function.__name__]), ConversationNotes(track="conversation 0")
+    calls, notes = ToolCalls([function.__name__]), ConversationNotes()
     tools = calls.of([function], notes)
     try:
         result = asyncio.run(tools[function.__name__](**arguments))
@@ -101,7 +101,7 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
         time.sleep(0.2)
         return number
 
-    notes = ConversationNotes(track="conversation 0")
+    notes = ConversationNotes()
     tools = ToolCalls(["wait"]).of([wait], notes)
 
     async def turn():
@@ -112,7 +112,6 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
     first, unknown, last = asyncio.run(turn())
     assert time.perf_counter() - began < 0.39
     assert (first, str(unknown), last) == (1, "Tool other not found.", 3)  # TRL's words
-    assert sorted(span.track for span in notes.spans) == ["conversation 0 call 1", "conversation 0 call 2"]
 
 
 @pytest.mark.parametrize("given", [{"on_failure": "ignore"}, {"deadline_s": 0}])
@@ -127,7 +126,7 @@ def ends_of(function, queries, recorded=None):
 
     async def all_of_them():
         for query in queries:
-            notes = ConversationNotes(track="conversation 0", record=kept, turns=1)
+            notes = ConversationNotes(record=kept, turns=1)
             try:
                 result = await calls.of([function], notes)["search"](query=query)
             except Exception as error:

@@ -137,7 +137,6 @@ def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, 
     events, told = served.accelerator.events, queue.SimpleQueue()
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
     batches = [begun(served, lambda *finished: told.put(finished)) for _ in range(2)]
-    assert [batch.lane for batch in batches] == [0, 1]
     assert told.empty()
     push = threading.Thread(target=served.sync_weights)
     push.start()
@@ -150,8 +149,6 @@ def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, 
     assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
     for batch in batches:
         assert ids_of(served, batch) == ANSWERS
-        assert batch.started < batch.ended <= time.perf_counter()
-    assert begun(served).lane == 0
 
 
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by cancelling"])

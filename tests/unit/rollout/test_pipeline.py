@@ -124,7 +124,7 @@ class Run:
         self.loop, self.step, self._first, self.rows = Loop(), start, start, []
         launcher = Launcher(
             sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decode=str, behaviour_logps=behaviour,
-            record_span=pytest.fail, group=lambda: each,
+            group=lambda: each,
         )  # fmt: skip
         self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
         self.buffer = self.pipeline.buffer
