@@ -259,10 +259,8 @@ class SalesGRPOTrainer(SavingTrainer):
         return rollout.sampled.generated
 
     def _tokenize_prompts(self, prompts):
-        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet. Prompts of
-        completions that exist have been encoded."""
-        ids, images, self._vision = self._made.encoded or super()._tokenize_prompts(prompts)
-        return ids, images, self._vision
+        """Prompts of completions that exist have been encoded."""
+        return self._made.encoded or super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
         """Lets another engine generate, if there is one."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
@@ -77,9 +76,6 @@ class Sampled:
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, where they are recorded
-    vision: Mapping[str, Any] = field(default_factory=dict)
-    """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
-    fields with a value for each token of a prompt, a list of B lists."""
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -88,6 +84,10 @@ class Sampled:
     @property
     def completion_ids(self) -> list[list[int]]:
         return self.generated[1]  # type: ignore[no-any-return]
+
+    @property
+    def has_pictures(self) -> bool:
+        return any(self.generated[6] or ())
 
     @property
     def completions(self) -> list[Any]:
@@ -101,8 +101,7 @@ class Sampled:
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
         """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
-        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). With pictures, the fields
-        that the model takes beside them."""
+        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without pictures."""
         tensors: dict[str, Any] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -118,25 +117,7 @@ class Sampled:
         if self.logprobs is not None:
             logps = [torch.tensor(logprob) for logprob in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
-        return tensors | self._pictures(tensors, multiple, device)
-
-    def _pictures(
-        self, tensors: Mapping[str, torch.Tensor], multiple: int | None, device: torch.device
-    ) -> dict[str, Any]:
-        """The fields of `vision` as TRL hands them to the model, and `num_images`, a list of length B."""
-        images = self.generated[6]
-        if not self.vision or images is None:
-            return {}
-        made: dict[str, Any] = {"num_images": [len(image) if image else 0 for image in images]}
-        for name, value in self.vision.items():
-            if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
-                rows = pad(
-                    [torch.tensor(sequence) for sequence in value], padding_side="left", pad_to_multiple_of=multiple
-                )
-                made[name] = torch.cat((rows.to(device), torch.zeros_like(tensors["completion_ids"])), dim=1)
-            else:
-                made[name] = torch.as_tensor(np.array(value)).to(device)
-        return made
+        return tensors
 
 
 class Generate(Protocol):

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from salesrl_trl.names import Phase
 from salesrl_trl.rollout.buffer import Buffer
@@ -94,10 +93,7 @@ class Pipeline:
         def begin(inputs: list[Example]) -> None:
             if inside_trl:
                 return
-            rollout = self.evaluate(inputs, update, group)
-            if rollout.sampled is not None:  # pictures are read anew when log-probs are computed
-                rollout.sampled = replace(rollout.sampled, vision={})
-            self._evaluated.append(rollout)
+            self._evaluated.append(self.evaluate(inputs, update, group))
 
         def most(inputs: list[Example]) -> int:
             names, size = reward_loop.reward.names, len(inputs)

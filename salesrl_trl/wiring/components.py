@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
@@ -229,7 +231,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
+            behaviour_logps=self._behaviour_logps,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
@@ -293,6 +295,14 @@ class Components:
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
+
+    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        check(
+            not sampled.has_pictures,
+            "completions of prompts with pictures are generated ahead of training by an engine that gives no "
+            "log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`.",
+        )
+        return self._trl.logps_of(padded(sampled, self._trl, self._args))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a

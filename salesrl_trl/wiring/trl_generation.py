@@ -7,7 +7,6 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ class TRLGeneration(GRPOTrainer):
     updates: bool
     _made = Made()  # what exists already, while TRL's `_generate` runs around it
     _last_loaded_step: int
-    _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
 
     @property
     def _mode(self) -> str:
@@ -69,11 +67,9 @@ class TRLGeneration(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        vision: Mapping[str, Any] = {}
         if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-            vision = self._vision
-        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def _stream(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
         """Begin completions on vLLM, each of which is reported when it is finished."""
