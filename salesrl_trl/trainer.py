@@ -300,15 +300,15 @@ class SalesGRPOTrainer(SavingTrainer):
     def _compute_loss(self, model, inputs):
         """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
-        # 1. advantages, coefficients and the number of micro-batches make up for failed completions
-        share, recorded = components.normaliser.share, {name: len(values) for name, values in metrics.items()}
-        inputs = share.of(inputs)
-        penalty = None if kl is None else kl.penalty(inputs, share.policy)
+        # 1. advantages and coefficients make up for failed completions
+        factor, recorded = components.normaliser.factor, {name: len(values) for name, values in metrics.items()}
+        if factor != 1:
+            inputs = {**inputs, "advantages": inputs["advantages"] * factor}
+        penalty = None if kl is None else kl.penalty(inputs, factor)
         inputs = inputs if penalty is None else penalty.inputs
         # 2. TRL's loss, with the penalty in place of its own
         beta = patched(self, "beta", self.beta if penalty is None else penalty)
-        scaled = self._with_fewer_micro_batches(share.micro_batches)
-        with beta, scaled, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
+        with beta, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
             if kl is not None and penalty is not None:
                 kl.add(penalty)

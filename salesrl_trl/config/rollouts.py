@@ -68,7 +68,7 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
             f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
             "failed, each of these parts counts as if none had, and not each completion as much as any other"
         )
-    return Normaliser(args.loss_type, can_rescale=can_rescale, has_bonus=has_entropy_bonus)
+    return Normaliser(args.loss_type, can_rescale=can_rescale)
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:

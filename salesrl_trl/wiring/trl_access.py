@@ -118,18 +118,6 @@ class TRLAccess(TRLGeneration):
             return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]
 
     @contextlib.contextmanager
-    def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
-        """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
-        if factor == 1:  # an evaluation has no micro-batches
-            yield
-            return
-        with (
-            patched(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
-            patched(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
-        ):
-            yield
-
-    @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:
         """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
         was_training = self.model.training
