@@ -75,11 +75,8 @@ class AgentsPart(Part):
             finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
             return played
 
-        def sample() -> Sampled:
-            return self._sampled(prompts, batch.results())
-
         batch = Episodes(len(rows), access.loop, talk, lambda: playing.cut_off("given_up"))
-        return access.begin(batch, encoded, sample, ahead)
+        return access.begin(batch, encoded, lambda: self._sampled(prompts, batch.results()), ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
         episode, calls = self._loop.reward, AgentCalls(self._form, ask)

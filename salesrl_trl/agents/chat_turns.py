@@ -1,11 +1,5 @@
-"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence.
-
-Owns which request continues which, the tokens between two turns, and the sequence of an episode that trains. Tokens of
-a turn are those that the engine sampled: they are appended, never decoded and encoded again. `policy_endpoint` has the
-form of requests and answers; `agents_part` asks for what trains.
-
-`ForeignText` owns the marks that the result of a tool and the message of an agent may not contain, because they open
-or end turns.
+"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence. Tokens of
+a turn are those that the engine sampled: they are appended, never decoded and encoded again.
 """
 
 import contextlib
@@ -41,7 +35,8 @@ _NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # prompts name it, e.g. `<th
 
 
 class ForeignText:
-    """Spaces out the marks of one model and its chat template, as `fencing` does for a judge."""
+    """Spaces out the marks of one model and its chat template, as `fencing` does for a judge: those that the result of
+    a tool and the message of an agent may not contain, because they open or end turns."""
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -95,7 +90,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatForm:
-    """A chat template with its tokenizer, which threads may share, and the lengths of the run."""
+    """A chat template with its tokenizer, and the lengths of the run."""
 
     tokenizer: Any
     foreign: ForeignText

@@ -7,8 +7,7 @@
 
     trainer = SalesGRPOTrainer(model, reward_funcs=[episode], ...)
 
-Owns what the end of an episode means. An episode runs where its tokens are generated (`wiring.trl_access`, with the
-endpoint of `policy_endpoint`); its reward comes with the row when the completion is scored.
+An episode runs where its tokens are generated (`agents_part`); its reward comes with the row when it is scored.
 """
 
 import inspect

@@ -1,7 +1,6 @@
 """The policy in training as an OpenAI-compatible endpoint on loopback: chat completions, and the list of its model.
 
-Owns the form of requests and answers, the keys of episodes, and the thread of the server. `chat_turns` makes sequences
-of what is asked. `wiring.trl_access` opens an episode and closes it.
+Owns the form of requests and answers, the keys of episodes, and the thread of the server.
 """
 
 import asyncio

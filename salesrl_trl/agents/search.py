@@ -1,8 +1,4 @@
-"""The packaged tool `search`: the policy asks the RAG service in the midst of a conversation.
-
-`launch.checks.reward` makes it, where a recipe's `tools` names it. `launch.assembly` connects it, when services have
-addresses. `tools` says what its failures mean.
-"""
+"""The packaged tool `search`: the policy asks the RAG service in the midst of a conversation."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,8 +1,6 @@
 """Calls of tools in the midst of a conversation: how they are made, and what a failed one means.
 
-Owns `@tool`, the difference between an error of the policy and a failure of a service, the counts of calls, and the
-notes of a conversation. TRL's loop asks for calls; it gets a text, or an error that it tells the policy. Calls of one
-turn run at once.
+Owns `@tool`, the difference between an error of the policy and a failure of a service, and the counts of calls.
 """
 
 import asyncio

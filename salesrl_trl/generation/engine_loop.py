@@ -1,7 +1,4 @@
-"""The loops over vLLM in this process, over a vLLM server, and over transformers' `generate`.
-
-Owns what is under way in each of them between two generations.
-"""
+"""The loops over vLLM in this process, over a vLLM server, and over transformers' `generate`."""
 
 import contextlib
 import math

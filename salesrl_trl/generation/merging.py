@@ -1,8 +1,7 @@
 """What a push of weights to vLLM needs beside TRL's own: for adapters, a CPU, engines that quantise, and pictures.
 
-The policy's weights with its adapter are computed without a change of its base model. TRL merges the
-adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base drifts from push to
-push. The base is the reference of the KL, and what a saved adapter is loaded onto.
+TRL merges an adapter into its base in place, and subtracts it after the push. In 16 bits both round, so the base
+drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
 
-Owns how generation is started, when a completion is reported, and greedy sampling. Another engine is a class with the
-two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
+Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
 """
 
 import contextlib
@@ -179,26 +178,16 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A `Handle` of a generation that is over."""
-
-    sampled: Sampled
-    is_ready = True
-
-    def result(self) -> Sampled:
-        return self.sampled
-
-    def give_up(self) -> None:
-        """Nothing is under way."""
-
-
-@dataclass(frozen=True, slots=True)
 class Begun:
-    """A `Handle` of a generation that is under way."""
+    """A `Handle` of a generation that is under way, or over."""
 
     result: Callable[[], Sampled]
     give_up: Callable[[], None]
     is_ready: bool = False
+
+
+def ready(sampled: Sampled) -> Begun:
+    return Begun(lambda: sampled, lambda: None, is_ready=True)
 
 
 Start = Callable[[Sequence[object], Finished, bool], Handle]
@@ -212,7 +201,7 @@ class WholeBatch:
         self._generate, self._owner = generate, owner
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return Ready(self._generate(prompts))
+        return ready(self._generate(prompts))
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
@@ -256,18 +245,6 @@ def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]
     sizes = {"logits_to_keep": batch["completion_ids"].size(1), "batch_size": batch_size}
     vision = {name: batch[name] for name in VISION_FIELDS if name in batch}
     return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
-
-
-def why_not_conversing(*, pictures: bool, splits: int, has_own_engine: bool) -> str | None:
-    """The reason why conversations can't go through their turns one by one. `None` if they can. `pictures`: whether
-    the policy reads pictures. `splits`: processes among which tensor parallelism splits a colocated engine."""
-    if has_own_engine:
-        return "`sampler` is an engine of its own, which generates whole batches"
-    if pictures:
-        return "the policy's processor makes pictures of a whole batch"
-    if splits > 1:
-        return "tensor parallelism generates one batch in several processes"
-    return None
 
 
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:

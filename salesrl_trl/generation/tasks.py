@@ -1,6 +1,5 @@
 """The terms of the loop that turns prompts into tokens: tasks, their batches, and what each loop does with them.
 
-`engine_loop` has the loops over vLLM in this process, a vLLM server, and transformers.
 docs/ARCHITECTURE.md has the contract ("The engine loop"). Standard library only.
 """
 

@@ -40,7 +40,6 @@ from salesrl_trl.generation.sampler import (
     Streamed,
     Upstream,
     WholeBatch,
-    why_not_conversing,
     why_not_streamed,
 )
 from salesrl_trl.kl.branched import BranchedKL
@@ -203,8 +202,13 @@ class Components:
         args = self._args
         if trl.tools is None and not self.reward.is_played:
             return None
-        splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
-        reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
+        splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
+        reasons = {
+            "`sampler` is an engine of its own, which generates whole batches": has_own_engine,
+            "the policy's processor makes pictures of a whole batch": trl.reads_pictures,
+            "tensor parallelism generates one batch in several processes": splits,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
         if self.reward.is_played:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
@@ -268,7 +272,7 @@ class Components:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
                 self._partial = args.partial_rollouts
-                trl.engine.leave_unfinished(args.most_unfinished)
+                trl.engine.loop.most_unfinished = args.most_unfinished
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.reward.is_played:
