@@ -95,7 +95,6 @@ class SalesGRPOTrainer(SavingTrainer):
         sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
         parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
-        """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
             raise ConfigError("`args` is no `SalesGRPOConfig`. Expected one: a plain `GRPOConfig` is TRL's trainer's.")
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
@@ -259,7 +258,6 @@ class SalesGRPOTrainer(SavingTrainer):
         return rollout.sampled.generated
 
     def _tokenize_prompts(self, prompts):
-        """Prompts of completions that exist have been encoded."""
         return self._made.encoded or super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
@@ -401,7 +399,6 @@ class RolloutTrainer(SalesGRPOTrainer):
     updates = False
 
     def training_step(self, model, inputs, *_, **__):
-        """Generates and scores the rollouts that are due."""
         with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
             model.train()
             self._prepare_inputs(inputs)

@@ -24,8 +24,6 @@ from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """An episode that has ended."""
-
     ends: Sequence[Sequenced]  # its sequences. The first trains.
     completion: list[Any]  # the messages of that one, behind its first prompt
     reward: dict[str, Any]  # as a row keeps it
@@ -33,8 +31,6 @@ class Played:
 
 
 class AgentsPart(Part):
-    """The calls and episodes under way, and the endpoint at which episodes ask the policy."""
-
     name = AGENTS
 
     def connect(self, run: PartContext) -> None:

@@ -81,8 +81,6 @@ Tools = list[dict[str, Any]] | None
 
 
 class Refused(Exception):
-    """A request for which the policy is not asked, or gets no answer."""
-
     def __init__(self, words: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(words)
         self.code, self.status = code, status
@@ -90,8 +88,6 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatForm:
-    """A chat template with its tokenizer, and the lengths of the run."""
-
     tokenizer: Any
     foreign: ForeignText
     template: str | None  # `None`: the tokenizer's own
@@ -118,7 +114,6 @@ class ChatForm:
         return form
 
     def shared(self) -> "ChatForm":
-        """The same for several threads."""
         return replace(self, tokenizer=_Locked(self.tokenizer))
 
     def follows(self, message: Message) -> bool:
@@ -160,7 +155,7 @@ class ChatForm:
 
 
 class _Locked:
-    """An object whose methods one thread at a time calls. Threads share no tokenizer otherwise."""
+    """One thread at a time calls its methods. Threads share no tokenizer otherwise."""
 
     def __init__(self, shared: object) -> None:
         self._shared, self._lock = shared, threading.RLock()

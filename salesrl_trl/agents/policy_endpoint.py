@@ -138,7 +138,6 @@ async def _in_thread(function: Callable[..., object], *arguments: object) -> Any
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """The fields of a request for a chat completion. Raises `Refused` for those that can't be answered."""
     try:
         async with asyncio.timeout(BODY_S):
             asked: Any = await request.json()

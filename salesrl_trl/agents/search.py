@@ -38,7 +38,6 @@ class Search:
         ToolSettings.of(self.function).counted[:] = [rag.backend.transports["rag_8b"]]
 
     def close(self) -> None:
-        """Close the connections, on the event loops that opened them."""
         rag, self._rag = self._rag, None
         for loop in self._loops:
             if rag is not None and loop.is_running():

@@ -86,7 +86,6 @@ class Conversations(TaskBatch[T]):
         return self.loop.ask(Task(self, place, {"prompt_token_ids": ids}, self._params[place]))
 
     def cancel(self) -> None:
-        """A conversation ends when it wants its next turn, or waits for it."""
         super().cancel()
         self._end_calls()
 
@@ -102,8 +101,6 @@ class Episodes(Conversations[T]):
 
 @dataclass(kw_only=True, slots=True)
 class Talked:
-    """A conversation, as far as it has gone."""
-
     first: Turn
     notes: ConversationNotes
     ids: list[int]  # behind the prompt, those of tools' results too
@@ -121,15 +118,12 @@ class Talked:
 
 
 class ToolTurns:
-    """The conversations with tools of one trainer."""
-
     def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
         tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
-        """Begin a conversation with each prompt: its first turn, and then what its calls of tools make of it."""
         access = self._access
         encoded = access.encode(prompts)
 

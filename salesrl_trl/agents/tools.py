@@ -34,8 +34,6 @@ _SETTINGS = "salesrl_tool"  # attribute of a function that has settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSettings:
-    """How a tool is called: the arguments of `tool`."""
-
     transport: Transport | None = None
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"

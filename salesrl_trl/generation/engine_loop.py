@@ -160,7 +160,6 @@ class ServerLoop(TurnLoop):
             Thread(target=self._work, args=(queue,), name="vLLM requests", daemon=True).start()
 
     def ask(self, task: Task) -> Turn:
-        """In the caller's thread."""
         with self._slots:
             if task.batch.is_over:
                 raise GivenUp

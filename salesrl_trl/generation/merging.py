@@ -106,7 +106,6 @@ def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Te
 
 
 def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
-    """A copy in float32, or in the weight's number format if that is wider."""
     if not weight.is_floating_point():  # 4 bits: peft makes others from it, in their places
         packed = copy.copy(weight)
         vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would write its layer

@@ -90,12 +90,10 @@ class Sampled:
 
     @property
     def completions(self) -> list[Any]:
-        """Texts, or lists of chat messages."""
         return self.generated[3]  # type: ignore[no-any-return]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        """The sampler's, if it gives them."""
         return self.generated[4]  # type: ignore[no-any-return]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
@@ -289,8 +287,6 @@ def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -
 
 
 class Encoded(NamedTuple):
-    """What TRL's `_tokenize_prompts` makes of B prompts."""
-
     ids: list[list[int]]
     images: list[Any] | None
     fields: Mapping[str, Any]  # what the processor makes beside tokens
@@ -307,16 +303,12 @@ class Made:
 
 
 class ToolsOf(NamedTuple):
-    """The tools of one conversation."""
-
     schemas: list[Any]  # as the chat template gets them
     functions: Sequence[Callable[..., object]]  # those that are called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnAccess:
-    """Values and bound callables of one trainer."""
-
     loop: TurnLoop
     encode: Callable[[Sequence[object]], Encoded]
     begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]

@@ -22,8 +22,6 @@ class GivenUp(BaseException):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote in one turn."""
-
     ids: list[int]
     logprobs: list[float] | None  # the sampler's, of the sampled tokens. `None` if it gives none.
 
@@ -33,8 +31,6 @@ NO_TURN = Turn([], None)
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A turn that an engine is asked for."""
-
     batch: "TaskBatch[Any]"
     place: int
     prompt: Prompt
@@ -125,7 +121,6 @@ class TaskBatch(Generic[T]):
         self.loop.submit(tasks)
 
     def _came(self, place: int, answer: "Future[Turn]") -> None:
-        """The first task of a place is over. From any thread."""
         raise NotImplementedError
 
     @property
@@ -164,13 +159,11 @@ class TaskBatch(Generic[T]):
         return [result for result in self._results if result is not None]
 
     def cancel(self) -> None:
-        """Nobody will ask for the results."""
         self.is_cancelled = True
         self.loop.cancel(self)
 
     @contextlib.contextmanager
     def cancelled_by_errors(self) -> Iterator[None]:
-        """Whatever interrupts the block cancels the batch."""
         try:
             yield
         except BaseException:

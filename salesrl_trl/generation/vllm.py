@@ -118,7 +118,6 @@ class SalesVLLMGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()  # no process asks before the weights are there
 
     def settle(self) -> None:
-        """Wait until a server has answered all requests for completions of this process."""
         if isinstance(self.loop, ServerLoop):
             self.loop.settle()
 

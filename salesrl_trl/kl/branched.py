@@ -44,8 +44,7 @@ class BranchedKL:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def drain_sums(self) -> torch.Tensor:
-        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
-        without any."""
+        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64."""
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
         sums, self._sums = self._sums, None
@@ -56,8 +55,7 @@ class BranchedKL:
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
-        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log; `is_logged`:
-        this rank logs."""
+        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log."""
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:

@@ -64,8 +64,6 @@ class Decision:
 
 @dataclass(kw_only=True, slots=True)
 class _WindowCounts:
-    """What a branch's controller has counted, by the names in checkpoints."""
-
     kl_sum: float = 0.0
     tokens: float = 0.0
     steps: int = 0
@@ -156,7 +154,6 @@ class BranchController:
         return math.sqrt(noise / self._at.tokens) <= READABLE * far
 
     def _noise_seen(self) -> float | None:
-        """The noise of windows before, and of this one."""
         kl = self._at.kl_sum / self._at.tokens if self._at.tokens else 0.0
         if not self._at.pairs or kl <= 0:
             return self._at.noise
@@ -210,8 +207,7 @@ class KLControl:
         return [branch.share for branch in self.branches]
 
     def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step: by branch id, the sum of the KL in nats and the number of tokens, over all
-        ranks. Returns the moves."""
+        """Take in one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks."""
         decisions = [branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)]
         return [decision for decision in decisions if decision is not None]
 
@@ -219,7 +215,6 @@ class KLControl:
         return {branch.branch: branch.state_dict() for branch in self.branches}
 
     def load_state_dict(self, state: Mapping[str, State]) -> None:
-        """Go on from `state_dict`. A branch without a saved state starts as configured."""
         for branch in self.branches:
             if branch.branch in state:
                 branch.load_state_dict(state[branch.branch])

@@ -66,8 +66,6 @@ class ByArrival:
 
 
 class Turnover(NamedTuple):
-    """The groups that leave the buffer in a turn, of one rank."""
-
     uniform: int
     groups: int
     rewards: float  # their sum
@@ -98,7 +96,6 @@ class Refilled(ByArrival):
         return count - sum(not group.is_uniform for group in groups)
 
     def drops(self, group: PromptGroup, following: Sequence[int]) -> bool:
-        """A uniform one, or one that is too old for the next turn."""
         return group.is_uniform or (bool(following) and group.version + self.max_age < following[0])
 
     def turnover(self, leaving: Sequence[PromptGroup]) -> Turnover:
@@ -158,8 +155,6 @@ def policy_of(most_lookahead: int, max_staleness: int = 0, refill_groups: int = 
 
 
 class _Turn(NamedTuple):
-    """A turn of the step under way."""
-
     launched: Rollout  # its own rows
     trained: Rollout  # the groups that it trains on
 
@@ -188,7 +183,6 @@ class Buffer:
         self.turns.restart(micro_step, update, has_batch)
 
     def cancel(self) -> None:
-        """Give up everything in flight, with the batch of an interrupted step."""
         flying = [*self._behind, *(turn.launched for turn in self._taken.values()), *self.turns.restart(0, 0, False)]
         self._kept, self._taken, self._behind, self._refilled = {}, {}, [], 0
         for rollout in flying:
@@ -234,8 +228,7 @@ class Buffer:
 
     def in_flight(self, micro_step: int, update: int) -> dict[int, KeptRollouts]:
         """The completions of each turn that was launched before this step and not trained on by its end, by the
-        micro-steps until it is first trained on: a run that goes on counts them anew in each epoch. Of a step that is
-        undone nothing counts."""
+        micro-steps until it is first trained on. Of a step that is undone nothing counts."""
         taken = {first: turn for first, turn in self._taken.items() if first >= micro_step}
         launched = self.turns.launched()
         turns = {first: turn.launched for first, turn in taken.items()} | launched
@@ -270,8 +263,7 @@ class Buffer:
         return bool(self.turns.lookahead or self.policy.max_age)
 
     def _restored(self, kept: KeptRollouts, inputs: list[Example], update: int) -> Rollout:
-        """A turn of an earlier start of the run; a collective. Where a rank has not kept its completions, or has those
-        of other rows, all generate again."""
+        """A turn of an earlier start; a collective. Where a rank lacks its completions, all generate again."""
         group, device, chooses = self.launcher.group(), PartialState().device, self.chooses
         if (kept.inputs or not kept.rows) and (chooses or len(kept.inputs) == len(inputs)):
             inputs = kept.inputs
@@ -329,8 +321,7 @@ class Buffer:
     def _wait(
         self, policy: ByArrival, flying: Sequence[Rollout], groups: Sequence[PromptGroup], following: Sequence[int]
     ) -> None:
-        """Wait until the policy has chosen, or all groups are scored, on every rank; a collective. An error of the
-        policy on one rank is raised on all."""
+        """Wait until the policy has chosen, or all groups are scored, on every rank; a collective."""
         error: Exception | None = None
 
         def is_decided() -> bool:
@@ -371,7 +362,6 @@ class Buffer:
         return drawn
 
     def _at_random(self, groups: int, update: int) -> list[Example]:
-        """Rows of this rank's own, for so many groups."""
         loader: Any = self.updates.dataloader
         draw = random.Random(f"{self.seed} {PartialState().process_index} {update} {self._refilled}")
         drawn = [loader.dataset[draw.randrange(len(loader.dataset))] for _ in range(groups)]

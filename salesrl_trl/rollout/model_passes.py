@@ -245,8 +245,6 @@ class Passes:
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> LogProbs:
-        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns` are those of
-        `Columns`."""
         if self._held:
             held = self._held.popleft()
             self.has_prompt = held.has_prompt

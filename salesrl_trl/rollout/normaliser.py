@@ -106,7 +106,6 @@ class Normaliser:
         return loss + (factor - 1) * self._loss
 
     def _factor_of(self, part: Sequence[MicroBatch]) -> float:
-        """The factor of micro-batches that are all known."""
         if FAILED not in part[0]:
             self.is_empty = False
             return 1.0

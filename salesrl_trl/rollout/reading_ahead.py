@@ -22,8 +22,6 @@ Update = tuple[MicroBatches, object]
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class GenerationWindow(Generic[R]):
-    """A generation batch to come."""
-
     first: int  # micro-step at which it is first trained on
     update: int  # optimizer steps done by then
     inputs: list[Example]
@@ -66,8 +64,7 @@ class RolloutSchedule(Generic[R]):
 
     def due(self, micro_step: int, update: int) -> list[GenerationWindow[R]]:
         """The batches to generate before `micro_step` of optimizer step `update`, the earliest first. Without
-        lookahead it is the one that this micro-step trains on, so that generation and shuffle draw random numbers in
-        TRL's order."""
+        lookahead it is the one that this micro-step trains on, so that random numbers are drawn in TRL's order."""
         waiting = (window for window in self._windows if window.rollout is None)
         if not self.lookahead:
             return [window for window in waiting if window.first == micro_step]
@@ -83,7 +80,6 @@ class RolloutSchedule(Generic[R]):
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}
 
     def take(self, micro_step: int, inputs: object) -> R | None:
-        """Take the rollout of these inputs out of the schedule. `None` if there is none."""
         while self._windows and self._windows[0].first < micro_step:
             self._windows.popleft()
         if not self._windows or self._windows[0].first != micro_step or self._windows[0].inputs is not inputs:
@@ -111,11 +107,8 @@ class UpdatesAhead:
     def next(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], left: int
     ) -> Update:
-        """Micro-batches of the next optimizer step: the whole of reading ahead.
-
-        `epoch` is in training, `iterator` has its micro-batches, and `left` steps are to come, with this one. `pull`
-        takes the micro-batches of one step; none at the end.
-        """
+        """Micro-batches of the next optimizer step. `epoch` is in training, `iterator` has its micro-batches, and
+        `left` steps are to come, with this one. `pull` takes the micro-batches of one step; none at the end."""
         # 1. the epoch that is read: it may be later than the one in training, whose iterator is left aside then
         if self._iterator is None or self.epoch < epoch:
             self._iterator, self.epoch = iterator, epoch

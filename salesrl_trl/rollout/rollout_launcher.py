@@ -22,8 +22,6 @@ from salesrl_trl.types import Example
 
 @dataclass(eq=False, kw_only=True)
 class Launcher:
-    """Begins rollouts, and collects those that are generated in the background."""
-
     sampler: Sampler
     reward_loop: RewardLoop
     timeline: Timeline
@@ -70,7 +68,6 @@ class Launcher:
         return rollout
 
     def collect(self, rollout: Rollout) -> None:
-        """Wait for the completions of a rollout, if they are generated in the background."""
         if rollout.sampled is not None or rollout.handle is None:
             return
         with self.timeline.phase(Phase.GENERATION):
@@ -92,7 +89,6 @@ class Launcher:
     def generate_inside(
         self, rollout: Rollout, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Generate inside TRL's scoring: the prompts as it uses them, and each one's environment."""
         rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
@@ -134,7 +130,7 @@ class Launcher:
         return finished
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
-        """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
+        """Keep the completions, and start the rewards that have not."""
         rollout.sampled = sampled
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
@@ -161,7 +157,6 @@ def prompts_of(inputs: Sequence[Example]) -> list[object]:
 
 
 def _pictures(example: Example) -> list[Any] | None:
-    """The pictures of a row: TRL takes a column `images`, or one picture in a column `image`."""
     if "images" in example:
         return example["images"]  # type: ignore[no-any-return]
     return None if example.get("image") is None else [example["image"]]

@@ -67,8 +67,6 @@ class CompletedBatch:
 
 
 class LooksOn(Protocol):
-    """A part of the trainer that is shown each batch."""
-
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         """May make a collective. Returns figures, the same on all ranks."""
 
@@ -91,8 +89,6 @@ class ScoringSettings:
 
 @dataclass(eq=False, kw_only=True)
 class RolloutScoring:
-    """The way of a generation batch through TRL's scoring."""
-
     pipeline: Pipeline
     reward_loop: RewardLoop
     figures: RewardFigures
@@ -117,15 +113,13 @@ class RolloutScoring:
         return self.rollout
 
     def forget(self) -> None:
-        """Forget the batch of an interrupted run."""
         self.rollout, self._waiting, self._has_scored = None, None, False
 
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these B examples, after so many micro-steps and optimizer steps. `in_groups`: scored groups
-        are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
-        shuffles them."""
+        """The batch of these B examples. `in_groups`: scored groups are trained on first. `in_order`: a group's
+        completions stay together when all are scored; else TRL shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.buffer.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
@@ -255,8 +249,7 @@ class RolloutScoring:
         return rewards, result
 
     def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor | None:
-        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
-        collective."""
+        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
         functions = self.reward_loop.reward.names.functions
         numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(functions)
@@ -365,8 +358,7 @@ class RolloutScoring:
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
-        """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
-        collective in a replay."""
+        """In a replay: the recorded order of these parts; `None` where a rank has none. A collective in a replay."""
         reward = self.reward_loop.reward
         if not reward.is_replay:
             return None

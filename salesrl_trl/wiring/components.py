@@ -188,7 +188,6 @@ class Components:
             part.cancel(reason)
 
     def _who_generates(self) -> str:
-        """What a generation that lasts is busy with, for the heartbeat."""
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
         if self._args.use_vllm:
@@ -363,7 +362,6 @@ class Components:
             raise
 
     def forget_run(self) -> None:
-        """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
         self.scoring.forget()
         self.passes.forget()

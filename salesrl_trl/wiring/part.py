@@ -254,7 +254,6 @@ def layer(module: str, asked_by: str = "") -> Any:
 
 
 def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
-    """The error of a setting that asks for a layer, of which a package is not installed."""
     extra = f"[{layer}]" if layer in EXTRAS else ""
     return ConfigError(
         f"{asked_by or 'it'} needs the layer `salesrl_trl.{layer}`, and `{package}` is not installed. Expected all "
@@ -272,6 +271,5 @@ BBQ_COLUMN = "stereotyped_groups"
 
 
 def _columns(dataset: Any) -> list[Sequence[str]]:
-    """The columns of each dataset of an evaluation."""
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return [getattr(each, "column_names", None) or () for each in datasets]

@@ -60,7 +60,6 @@ class Policy:
             yield
 
     def identity(self, rows: object, branches: Branches) -> Identity:
-        """That of a run of this policy on these rows."""
         return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
 
     def _look(self, model: PreTrainedModel) -> None:
@@ -85,13 +84,11 @@ class Reference:
                 leave_out_no_pictures(one_model)
 
     def raise_adapter(self, model: torch.nn.Module, args: SalesGRPOConfig, device: torch.device) -> None:
-        """Make the policy's adapter float32, without casts that autocast takes back."""
         if self.has_adapter:
             raise_adapters(model, args.bf16 or args.fp16)
             spare_casts(model, device.type)
 
     def is_active(self, model: torch.nn.Module) -> bool:
-        """Whether `model` stands for the reference policy now."""
         if self._tuner is None:
             return model is self._ref_model
         return bool(self._tuner.disable_adapters or "ref" in self._tuner.active_adapters)

@@ -20,8 +20,6 @@ from salesrl_trl.wiring.trl_access import TRLAccess
 
 
 class SavingTrainer(TRLAccess):
-    """A trainer whose checkpoints are whole or absent, and whose pushes have the policy and its card alone."""
-
     push_in_progress: PushInProgress | None = None
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
@@ -62,7 +60,6 @@ class SavingTrainer(TRLAccess):
     def _upload(
         self, policy: Path, message: str, inside: str | None, token: str | None = None, revision: str | None = None
     ) -> Future[Any]:
-        """Uploads what may leave the machine, in one commit."""
         args = self.args
         self.callback_handler.on_push_begin(args, self.state, self.control)
         place = staged(policy, Path(args.output_dir), inside)

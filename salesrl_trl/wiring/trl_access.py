@@ -25,8 +25,6 @@ from salesrl_trl.wiring.trl_generation import TRLGeneration
 
 
 class TRLAccess(TRLGeneration):
-    """TRL's trainer, with what the components may use of it."""
-
     updates: bool
     _timeline: Timeline
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes

@@ -35,8 +35,6 @@ from salesrl_trl.wiring.part import AGENTS
 
 
 class TRLGeneration(GRPOTrainer):
-    """TRL's trainer, which begins completions, conversations and episodes."""
-
     args: SalesGRPOConfig
     components: Components
     updates: bool
@@ -121,18 +119,15 @@ class TRLGeneration(GRPOTrainer):
         return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
     def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin conversations, whose turns may call tools."""
         handle: Handle = self._agents.converse(self._turn_access, prompts, finished, ahead)
         return handle
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row."""
         handle: Handle = self._agents.play(self._turn_access, rows, finished, ahead)
         return handle
 
     @property
     def _agents(self) -> Any:
-        """The part of tools and episodes, where one is given."""
         return next(part for part in self.components.parts if part.name == AGENTS)
 
     @functools.cached_property
