@@ -154,19 +154,6 @@ def test_without_tools_what_looks_like_a_call_is_text_and_trains_as_it_was_sampl
     assert trained.ids[: len(policy.sampled[0])] == policy.sampled[0]
 
 
-def test_an_address_that_is_not_there_is_answered_with_those_that_are(endpoint, tokenizer):
-    policy = Policy(tokenizer, [])
-
-    async def asked():
-        with endpoint.open(policy.calls) as key:
-            async with openai.AsyncOpenAI(base_url=endpoint.address, api_key=key, max_retries=0) as client:
-                for ask in (client.responses.create(model="any", input="Hi"), client.models.retrieve("policy")):
-                    with pytest.raises(openai.NotFoundError, match=r"/v1/chat/completions.* /v1/models"):
-                        await ask
-
-    asyncio.run(asked())
-
-
 def test_a_turn_is_cut_where_the_request_or_the_run_ends_it(endpoint, tokenizer):
     policy = Policy(tokenizer, ["Too many words.", "Too many words."], most_completion=40)
 

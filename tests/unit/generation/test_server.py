@@ -5,7 +5,6 @@ import resource
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -116,21 +115,6 @@ def test_all_batches_together_have_no_more_requests_in_flight_than_may_be(served
     client.gate.set()
     served.settle()
     assert len(client.asked) == 2 * len(PROMPTS)
-
-
-def test_only_waiting_for_a_server_is_profiled(served):
-    entered = []
-
-    @contextmanager
-    def profiler():
-        entered.append("waits")
-        yield
-
-    served.vllm_client.gate.set()
-    begun(served, profiler=profiler())
-    assert entered == []
-    begun(served, profiler=profiler(), ahead=False)
-    assert entered == ["waits"]
 
 
 def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):

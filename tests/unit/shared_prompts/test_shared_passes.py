@@ -153,12 +153,6 @@ def test_a_model_or_a_setting_that_cant_goes_trls_way(build, given, reason, capl
     assert prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH) == "TRL's"
 
 
-def test_a_batch_with_a_picture_goes_trls_way():
-    prompts, picture = shared(small("qwen2", **SMALL)), torch.ones(1)
-    theirs = prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH, pixel_values=picture)
-    assert theirs == "TRL's"
-
-
 def test_a_reference_with_another_attention_goes_trls_way(caplog):
     """`model_init_kwargs` may give it one. Nothing would tell that attention what a token sees."""
     policy, reference = small("qwen2", **SMALL), small("qwen2", **SMALL, attn_implementation="eager")
