@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
@@ -22,6 +22,9 @@ from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
+
+if TYPE_CHECKING:
+    from salesrl_trl.judged.rag_client import RagAnswers
 
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
@@ -242,3 +245,48 @@ async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
         if transport.budget is not None:
             transport.budget.settle()
     return traffic
+
+
+class Search:
+    """Makes the packaged tool `search`: `function`. It asks the 8B endpoint with a query alone, and tells the policy
+    the passages. What was asked before, or is under way, is not asked again, as for the reward.
+
+    `deadline_s` is for a call with its retries. An empty query, or one that is no text, is the policy's error.
+    """
+
+    def __init__(self, *, deadline_s: float) -> None:
+        self._rag: RagAnswers | None = None
+        self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
+
+        @tool(deadline_s=deadline_s)
+        async def search(query: str) -> str:
+            """Searches the knowledge base.
+
+            Args:
+                query: What to look for, in a few words.
+
+            Returns:
+                The passages that fit best, a paragraph each.
+            """
+            return await self._passages(query)
+
+        self.function: Callable[[str], Awaitable[str]] = search
+
+    def connect(self, rag: "RagAnswers") -> None:
+        """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""
+        self._rag = rag
+        ToolSettings.of(self.function).counted[:] = [rag.backend.transports["rag_8b"]]
+
+    def close(self) -> None:
+        rag, self._rag = self._rag, None
+        for loop in self._loops:
+            if rag is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
+
+    async def _passages(self, query: object) -> str:
+        if not isinstance(query, str) or not query.strip():
+            raise ValueError("`query` is empty or no text.")
+        assert self._rag is not None, "`connect` comes first"
+        self._loops.add(asyncio.get_running_loop())
+        answer = await self._rag.search(query)
+        return "\n\n".join(passage.text for passage in answer.passages) or answer.text

@@ -3,12 +3,14 @@
 `reading_ahead` owns the order of prompts, `launcher` generates, `buffer` owns what is in flight.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from salesrl_trl.names import Phase
 from salesrl_trl.rollout.buffer import Buffer
 from salesrl_trl.rollout.in_flight import KeptRollouts, Rollout
-from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead, begun_ahead
+from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
 
@@ -84,20 +86,26 @@ class Pipeline:
     ) -> Iterator[list[Example]]:
         """The batches of an evaluation, each to be handed to `evaluate`, generated in their order. Those behind are
         generated before the rewards of one are waited for: twice as many as the reward takes at once."""
-        inside_trl, reward_loop = self.launcher.inside_trl, self.launcher.reward_loop
-
-        def begin(inputs: list[Example]) -> None:
-            if inside_trl:
-                return
-            self._evaluated.append(self.evaluate(inputs, update, group))
-
-        def most(inputs: list[Example]) -> int:
-            names, size = reward_loop.reward.names, len(inputs)
-            at_once = names.at_once * names.together.size(group or self.launcher.group(), size)
-            return 1 if inside_trl else max(min(2 * at_once, MOST_AHEAD) // size, 1)
-
+        names, inside_trl = self.launcher.reward_loop.reward.names, self.launcher.inside_trl
+        waiting: deque[list[Example]] = deque()
+        loader: Any = batches
+        limit = 0
         try:
-            yield from begun_ahead(batches, begin, most)
+            for inputs in batches:
+                size = len(inputs)
+                if not inside_trl:
+                    self._evaluated.append(self.evaluate(inputs, update, group))
+                waiting.append(inputs)
+                if not limit:  # the first batch's, so that it is the same on all ranks
+                    at_once = names.at_once * names.together.size(group or self.launcher.group(), size)
+                    limit = 1 if inside_trl else max(min(2 * at_once, MOST_AHEAD) // size, 1)
+                # accelerate's dataloader says of the batch that is read that it is the last: say so of the one out
+                is_end = getattr(loader, "end_of_dataloader", False)
+                while waiting and (is_end or len(waiting) >= limit):
+                    if is_end:
+                        loader.end_of_dataloader = len(waiting) == 1
+                    yield waiting.popleft()
+            yield from waiting
         finally:  # of an evaluation that was left: nobody will ask for them
-            reward_loop.give_up([rollout.rewards for rollout in self._evaluated])
+            self.launcher.reward_loop.give_up([rollout.rewards for rollout in self._evaluated])
             self._evaluated = []

@@ -140,28 +140,6 @@ class UpdatesAhead:
         return itertools.chain(first, micro_batches)
 
 
-def begun_ahead(batches: Iterable[T], begin: Callable[[T], object], most: Callable[[T], int]) -> Iterator[T]:
-    """The batches of an evaluation, in their order. `begin` gets each once, the later ones before the first is handed
-    out. `most` of the first batch is the number of those that are begun and not handed out. It is the same on all
-    ranks, which have equally many batches: so their collectives come in the same order.
-
-    A dataloader of accelerate says whether the last batch is out (`end_of_dataloader`), by which a loss is gathered.
-    It says so of the batch that is handed out, and not of the one that was read."""
-    waiting: deque[T] = deque()
-    loader: Any = batches
-    limit = 0
-    for batch in batches:
-        limit = limit or most(batch)
-        begin(batch)
-        waiting.append(batch)
-        is_end = getattr(loader, "end_of_dataloader", False)
-        while waiting and (is_end or len(waiting) >= limit):
-            if is_end:
-                loader.end_of_dataloader = len(waiting) == 1
-            yield waiting.popleft()
-    yield from waiting
-
-
 class LoaderAhead:
     """A dataloader whose batches come by way of `ahead`. All else is the dataloader's."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.branched import KLControl
 from salesrl_trl.names import (
     ALL_KL,
     FAILURE_REASONS,

@@ -214,11 +214,6 @@ class Components:
         self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
-        elif args.most_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
-            logger.info(
-                "off: training while tools are out, because `vllm_enable_sleep_mode` frees the engine's memory "
-                "between two generations: conversations end before training goes on"
-            )
         return reason or ("environments have the prompts" if trl.tools == "an environment" else None)
 
     def _connect_rollouts(

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.utils import get_json_schema
 
-from salesrl_trl.agents.search import Search
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
+from salesrl_trl.agents.tools import ConversationNotes, Search, ToolCalls
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kl_plant import TARGETS
 from benchmarks.kl_simulate import out_of_reach
-from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
+from salesrl_trl.kl.branched import BranchController, KLControl, WindowSettings
 from salesrl_trl.kl.law import (
     ANSWER,
     FIRST_STEP,

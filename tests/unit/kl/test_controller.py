@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.kl_laws import FactorLaw
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import BranchController, KLControl, WindowSettings
+from salesrl_trl.kl.branched import BranchController, KLControl, WindowSettings
 from salesrl_trl.kl.law import FAR, LEAST_BETA, AdaptiveLaw, KLTarget
 
 BARE = {"recentre": 0.0, "trend_windows": 0.0}

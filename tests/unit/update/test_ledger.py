@@ -17,7 +17,7 @@ from salesrl_trl.judged.budget import (
     reported,
 )
 from salesrl_trl.judged.meter_part import Spending
-from salesrl_trl.kl.controller import KLControl, WindowSettings
+from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
 from salesrl_trl.parts.step_lines import spent
