@@ -27,7 +27,7 @@ from benchmarks.common import device, device_name, dtype, now, parser, quiet, ro
 from benchmarks.pipeline import TEMPLATE, WORDS
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.generation.sampler import Ready
+from salesrl_trl.generation.sampler import ready
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -90,7 +90,7 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
         began = now()
         sampled = start(*arguments, **named).result()
         whole.append(now() - began)
-        return Ready(sampled)
+        return ready(sampled)
 
     loop.run, llm.enqueue, sampler.start = timed, noted, timed_start
     trainer.train()

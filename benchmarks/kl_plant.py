@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from salesrl_trl.kl.controller import KLControl, WindowSettings
+from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLLaw, KLTarget
 
 TARGETS = {

@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks.common import SHAPES, allocated, device, device_name, dtype, now, parser, peak, write_json
-from salesrl_trl.rollout.model_passes import Ahead
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.shared_prompts.shared_passes import LogProbs, PassSettings, SharedPrompts
 
 GROUP, GROUPS, MOST = 8, 8, 256
@@ -128,12 +128,12 @@ class Bench:
 
     def train(self, batches: Sequence[dict[str, torch.Tensor]], per_pass: int | None, *, trl: bool = False) -> None:
         """Forward and backward for all micro-batches."""
-        ahead = Ahead(self._prompts, per_pass or 1, 1)
+        ahead = Passes(self._prompts, per_pass or 1, 1)
         for place, batch in enumerate(batches):
             ahead.begin(batches[place:], len(batches), is_last=place + 1 == len(batches))
             given = {"compute_entropy": True, "compute_aux_loss": False}
             args = (self._model, *self._arguments(batch))
-            logps = self._trl(*args, **given)[0] if trl else ahead.log_probs(self._trl, *args, **given)[0]
+            logps = self._trl(*args, **given)[0] if trl else ahead.log_probs({}, self._trl, *args, **given)[0]
             assert self._prompts.is_on
             (logps * batch["weights"]).sum().backward()  # type: ignore[no-untyped-call]
 

@@ -328,7 +328,7 @@ class Bench:
         """As `partial_rollouts: 0.5` does, or not."""
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         if self._args.server is None:
-            trainer.vllm_generation.leave_unfinished(size // 2 if is_partial else 0)
+            trainer.vllm_generation.loop.most_unfinished = size // 2 if is_partial else 0
 
     def close(self) -> None:
         """Close connections and instruments."""

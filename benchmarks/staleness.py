@@ -53,7 +53,7 @@ from salesrl_trl.names import STALENESS, STALENESS_MAX
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.buffer_policy import first_in, policy_of
+from salesrl_trl.rollout.buffer import first_in, policy_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Reward
 

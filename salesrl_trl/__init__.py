@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
     from salesrl_trl.reward.reward_funcs import soft_overlong_punishment as soft_overlong_punishment
-    from salesrl_trl.rollout.buffer_policy import ByArrival as ByArrival
+    from salesrl_trl.rollout.buffer import ByArrival as ByArrival
     from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
     from salesrl_trl.trainer import SalesGRPOTrainer as SalesGRPOTrainer
@@ -96,7 +96,7 @@ _MODULES = {
     "DatasetFormat": "launch.data.formats.dataset_format",
     "Figure": "config.quick_evaluations",
     "Judge": "judged.judge_interface",
-    "ByArrival": "rollout.buffer_policy",
+    "ByArrival": "rollout.buffer",
     "KLLaw": "kl.law",
     "Part": "wiring.part",
     "RagBackend": "judged.rag_client",

@@ -61,7 +61,7 @@ MOVED = {
     "rollout.chat_turns": "agents.chat_turns",
     "rollout.greedy": "launch.evaluation.greedy",
     "rollout.policy_endpoint": "agents.policy_endpoint",
-    "rollout.search": "agents.search",
+    "rollout.search": "agents.tools",
     "rollout.tools": "agents.tools",
     "run": "launch",
     "run.launch": "launch.process",

@@ -133,7 +133,6 @@ STALENESS = "rollout/staleness"
 STALENESS_MAX = "rollout/staleness_max"
 TURNOVER = REFILLED, EQUAL, REWARD_OF_ALL = "refill/groups", "refill/equal", "refill/reward"
 LEFT_OUT = "rollout/left_out"
-BOUNDED = "rollout/bounded"
 
 
 def is_largest(name: str) -> bool:
@@ -250,7 +249,6 @@ HELD_OUT_FILE = "held_out.json"  # every evaluation of the held-out rows
 DATASET = "dataset"  # in a record of this file: the name of its dataset among several
 BY_ROW = "reward_by_row"  # in the first one: the mean reward of each row, none for one that was not scored
 TRACE_FILE = "trace.json"
-SERVER_TRACK = "vLLM server"  # in it, with a number: what a server generated
 START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of the first step
 LOG_FILE = "run.log"  # the lines that the console showed
 SETTINGS_FILE = "config.yaml"  # every setting of the run, as a recipe

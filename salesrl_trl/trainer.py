@@ -31,9 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.datasets_of_users import check_not_taken
+from salesrl_trl.data.datasets_of_users import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
 from salesrl_trl.ground.changed_code import warn_of_changes
@@ -42,8 +41,8 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, check_stock
-from salesrl_trl.rollout.buffer_policy import BufferPolicy
+from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs
+from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
@@ -52,19 +51,14 @@ from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.saving import SavingTrainer
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 
-@in_force_if("is_extended")  # with a plain `GRPOConfig` each method is TRL's own
 class SalesGRPOTrainer(SavingTrainer):
     """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
-
-    With a plain `GRPOConfig`, or none, it is TRL's own to the bit. All that this package adds comes with a
-    `SalesGRPOConfig`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
@@ -73,8 +67,8 @@ class SalesGRPOTrainer(SavingTrainer):
             As in TRL: functions, reward models or their ids. Beside them a `SalesReward`, and functions with
             `@per_completion` or `@per_group`, whose rewards start before the batch is generated. Or one function with
             `@per_episode`, an agent that asks the policy.
-        args (`SalesGRPOConfig` or `GRPOConfig`, *optional*):
-            Settings.
+        args (`SalesGRPOConfig`):
+            Settings. A plain `GRPOConfig` is for TRL's own trainer.
         instruments (`Instruments`, *optional*):
             Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
@@ -101,11 +95,8 @@ class SalesGRPOTrainer(SavingTrainer):
         sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
         parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
-        """Gives vLLM the engine options that TRL does not pass through, and builds the components."""
         if not isinstance(args, SalesGRPOConfig):
-            check_stock(reward_funcs, instruments, quick_eval, kl_law, sampler)
-            super().__init__(model, reward_funcs, args, *more, **kwargs)
-            return
+            raise ConfigError("`args` is no `SalesGRPOConfig`. Expected one: a plain `GRPOConfig` is TRL's trainer's.")
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
         if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
             args = copy.copy(args)
@@ -122,13 +113,13 @@ class SalesGRPOTrainer(SavingTrainer):
         rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)
         check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter, parts)
-        self.is_extended = True
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
             super().__init__(model, rewards.functions, args, *more, **kwargs)
-        is_named = args.record or components.reward.is_replay
-        self._names_rows = is_named and not has_more  # an environment gets all columns, and may not know this one
+        if (args.record or components.reward.is_replay) and not has_more:  # an environment may not know the column
+            self.train_dataset = with_ids(self.train_dataset)
+            self.eval_dataset = with_ids(self.eval_dataset, "held-out")
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
         self.__dict__.update(
             evaluate=phased(self._timeline, Phase.EVALUATION, self.evaluate),
@@ -153,7 +144,9 @@ class SalesGRPOTrainer(SavingTrainer):
         """
         if self.args.process_index == 0:
             warn_of_changes()
-        self.components.forget_run()  # first: a stop that is asked for from here on is this run's
+        if isinstance(self.train_dataset, Sized):
+            self._check_size(len(self.train_dataset))
+        self.components.forget_run()  # before all else: a stop that is asked for from here on is this run's
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
@@ -176,31 +169,12 @@ class SalesGRPOTrainer(SavingTrainer):
         return epochs, micro_steps
 
     def request_stop(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too. With a
-        plain `GRPOConfig` training ends without a checkpoint."""
-        if self.is_extended:
-            self.components.stopping.request(reason)
-        else:
-            self.control.should_training_stop = True
+        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
+        self.components.stopping.request(reason)
 
     def finish(self) -> None:
         """Close the reward's connections and the instruments. The trainer can't score after this."""
-        if self.is_extended:
-            self.components.close()
-
-    def get_train_dataloader(self):
-        """Names the rows for the record, which leaves the dataset as it is. Refuses rows without a single step."""
-        if isinstance(self.train_dataset, Sized):
-            self._check_size(len(self.train_dataset))
-        with patched(self, "train_dataset", self._named(self.train_dataset, "row")):
-            return super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset=None):
-        """The same for held-out rows."""
-        held_out = self._named(self.eval_dataset, "held-out")
-        asked = held_out if eval_dataset is self.eval_dataset else eval_dataset
-        with patched(self, "eval_dataset", held_out):
-            return super().get_eval_dataloader(asked)
+        self.components.close()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
@@ -284,28 +258,22 @@ class SalesGRPOTrainer(SavingTrainer):
         return rollout.sampled.generated
 
     def _tokenize_prompts(self, prompts):
-        """Keeps what the processor makes of pictures, for log-probs of completions that are not scored yet. Prompts of
-        completions that exist have been encoded."""
-        ids, images, self._vision = self._made.encoded or super()._tokenize_prompts(prompts)
-        return ids, images, self._vision
+        return self._made.encoded or super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, if there is one. Heartbeats say so in the midst of tools."""
-        with patched(self.components, "calls_tools", False):
-            if self._made.tokens is not None:
-                return self._made.tokens(prompt_ids, num_generations)
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-            )
+        """Lets another engine generate, if there is one."""
+        if self._made.tokens is not None:
+            return self._made.tokens(prompt_ids, num_generations)
+        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def _tool_call_loop(self, *args, **kwargs):
         """Returns what conversations have become. Refuses tools that TRL does not know of."""
         if not self.tools:
-            raise ConfigError(NO_TOOLS.format("a `rollout_func`"))
-        if self._made.talked is not None:
-            return self._made.talked
-        with patched(self.components, "calls_tools", True):
-            return super()._tool_call_loop(*args, **kwargs)
+            raise ConfigError(
+                "a `rollout_func` calls tools that TRL was not given: completions are generated before TRL asks for "
+                "them. Expected `tools` or an `environment_factory` of the trainer."
+            )
+        return self._made.talked or super()._tool_call_loop(*args, **kwargs)
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
@@ -330,15 +298,15 @@ class SalesGRPOTrainer(SavingTrainer):
     def _compute_loss(self, model, inputs):
         """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
         components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
-        # 1. advantages, coefficients and the number of micro-batches make up for failed completions
-        share, recorded = components.normaliser.share, {name: len(values) for name, values in metrics.items()}
-        inputs = share.of(inputs)
-        penalty = None if kl is None else kl.penalty(inputs, share.policy)
+        # 1. advantages and coefficients make up for failed completions
+        factor, recorded = components.normaliser.factor, {name: len(values) for name, values in metrics.items()}
+        if factor != 1:
+            inputs = {**inputs, "advantages": inputs["advantages"] * factor}
+        penalty = None if kl is None else kl.penalty(inputs, factor)
         inputs = inputs if penalty is None else penalty.inputs
         # 2. TRL's loss, with the penalty in place of its own
         beta = patched(self, "beta", self.beta if penalty is None else penalty)
-        scaled = self._with_fewer_micro_batches(share.micro_batches)
-        with beta, scaled, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
+        with beta, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
             if kl is not None and penalty is not None:
                 kl.add(penalty)
@@ -431,7 +399,6 @@ class RolloutTrainer(SalesGRPOTrainer):
     updates = False
 
     def training_step(self, model, inputs, *_, **__):
-        """Generates and scores the rollouts that are due."""
         with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
             model.train()
             self._prepare_inputs(inputs)

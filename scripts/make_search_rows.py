@@ -4,7 +4,7 @@
     .venv/bin/python scripts/make_search_rows.py [--out FOLDER]
 
 They are the dataset `demo_search`. A question needs its document of the demo's catalogue. A greeting needs none. The
-policy answers itself, and may search before (`agents.search`).
+policy answers itself, and may search before (`agents.tools.Search`).
 """
 
 import argparse

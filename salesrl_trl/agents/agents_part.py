@@ -1,61 +1,67 @@
 """What tools and episodes do in a run: who begins their calls, who ends them, and what a heartbeat reports of them.
 
-Tools with an `example` are called once before training. `wiring.trl_access` loads this module where completions may
-call tools or an episode is given. An episode asks the policy by the endpoint for all its turns, and becomes a sequence
-that trains.
+An episode asks the policy by the endpoint for all its turns, and becomes a sequence that trains.
 """
 
 import copy
 import importlib.util
-import math
-import time
-from asyncio import run_coroutine_threadsafe
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
-
-from accelerate.logging import get_logger
 
 from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tried
-from salesrl_trl.checkpoint.keeper import agreed
-from salesrl_trl.errors import ConfigError, ServiceError
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
 from salesrl_trl.generation.tasks import GivenUp, Turn
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
-from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    """An episode that has ended."""
-
     ends: Sequence[Sequenced]  # its sequences. The first trains.
     completion: list[Any]  # the messages of that one, behind its first prompt
     reward: dict[str, Any]  # as a row keeps it
     calls: int
-    notes: ConversationNotes
 
 
-class EpisodeTurns:
-    """The episodes of one trainer: `episode` plays each, on the loop of the rewards."""
+class AgentsPart(Part):
+    name = AGENTS
 
-    def __init__(self, access: TurnAccess, episode: Episode, endpoint: PolicyEndpoint, rewards: RewardLoop) -> None:
-        self._access, self._episode, self._endpoint, self._rewards = access, episode, endpoint, rewards
-        self._form = ChatForm.of(access.tokenizer, access.template, **access.form).shared()
-        self._has_told_rewritten = False
+    def connect(self, run: PartContext) -> None:
+        if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
+            raise lacking("agents", "a function with `@per_episode`", "openai")
+        self._trl, self._loop = run.trl, run.reward_loop
+        self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
+        self._latest: ToolCalls | None = None
+        self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
+        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
+        self._tool_turns: ToolTurns | None = None
 
-    def start(self, rows: Sequence[Example], finished: Finished, ahead: bool, playing: Playing) -> Handle:
-        """Begin an episode with each row."""
-        access, prompts = self._access, [row["prompt"] for row in rows]
+    def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Begin a conversation with each prompt, whose turns may call tools."""
+        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
+        reward, has_state = self._loop.reward, self._trl.tools == "an environment"
+        # in a replay the record answers, but not for an environment, whose methods change its state
+        recorded = reward.recorded_call if reward.is_replay and not has_state else None
+        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), recorded)
+        calls.stopped = self._loop.stopped
+        self._under_way.add(calls)
+        return self._tool_turns.start(prompts, finished, ahead, calls)
+
+    def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Begin an episode with each row, played on the loop of the rewards."""
+        if self._endpoint is None:  # before the threads that share it
+            self._endpoint, self._access = PolicyEndpoint(), access
+            self._form = ChatForm.of(access.tokenizer, access.template, **access.form).shared()
+        playing = Playing(self._loop.stopped)
+        self._under_way.add(playing)
+        prompts = [row["prompt"] for row in rows]
         encoded = access.encode(prompts)
 
         def talk(place: int, first: Turn, ask: Ask) -> Played:
@@ -65,24 +71,14 @@ class EpisodeTurns:
             finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
             return played
 
-        def sample() -> Sampled:
-            return self._sampled(prompts, batch.results())
-
         batch = Episodes(len(rows), access.loop, talk, lambda: playing.cut_off("given_up"))
-        return access.begin(batch, encoded, sample, ahead)
+        return access.begin(batch, encoded, lambda: self._sampled(prompts, batch.results()), ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
-        episode, notes = self._episode, ConversationNotes(track=f"episode {place}")
-
-        def turn(prefix: list[int]) -> Turn:
-            began = time.perf_counter()
-            own = ask(prefix)
-            notes.end_turn(began)
-            return own
-
-        calls = AgentCalls(self._form, turn)
+        episode, calls = self._loop.reward, AgentCalls(self._form, ask)
+        assert isinstance(episode, Episode) and self._endpoint is not None
         with self._endpoint.open(calls) as key:
-            future = self._rewards.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
+            future = self._loop.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
             reward = playing.reward(episode, future, lambda: calls.idle_s)
         if calls.is_full:
             reward = episode.named_full(reward)
@@ -100,7 +96,7 @@ class EpisodeTurns:
             ends = [none]
             if reward.value is not None:
                 reward = episode.without_number("no_turn", "has not asked the policy for a turn")
-        return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered), notes=notes)
+        return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered))
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
         """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
@@ -121,84 +117,9 @@ class EpisodeTurns:
             "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
         }  # fmt: skip
         calls, rewritten, untrained, every = self._access.sums(mine).values()
-        if rewritten and not self._has_told_rewritten:
-            self._has_told_rewritten = True
-            logger.warning(
-                f"{rewritten:.0f} episodes of a batch are several sequences: they have rewritten their history, or "
-                f"asked beside it. Of each the sequence with most tokens trains: {untrained:.0f} of {every:.0f} "
-                "tokens do not. `episodes/rewritten` and `episodes/untrained` go on counting"
-            )
         figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
         metrics = {episode_figure(name): [value] for name, value in figures.items()}
-        spans = [span for each in played for span in each.notes.spans]
-        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, spans=spans)
-
-
-logger = get_logger(__name__)
-
-
-class AgentsPart(Part):
-    """The calls and episodes under way, and the endpoint at which episodes ask the policy."""
-
-    name = AGENTS
-
-    def connect(self, run: PartContext) -> None:
-        if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
-            raise lacking("agents", "a function with `@per_episode`", "openai")
-        self._trl, self._loop = run.trl, run.reward_loop
-        self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
-        self._latest: ToolCalls | None = None
-        self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
-        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
-        self._tool_turns: ToolTurns | None = None
-        self._episode_turns: EpisodeTurns | None = None
-
-    def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin a conversation with each prompt, whose turns may call tools."""
-        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
-        calls = self.begin_calls(tool.__name__ for tool in access.tools)
-        return self._tool_turns.start(prompts, finished, ahead, calls)
-
-    def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row. The endpoint is there before their threads, which share it."""
-        if self._endpoint is None or self._episode_turns is None:
-            episode = self._loop.reward
-            assert isinstance(episode, Episode)
-            self._endpoint = PolicyEndpoint()
-            self._episode_turns = EpisodeTurns(access, episode, self._endpoint, self._loop)
-        playing = Playing(self._loop.stopped)
-        self._under_way.add(playing)
-        return self._episode_turns.start(rows, finished, ahead, playing)
-
-    def begin_calls(self, names: Iterable[str]) -> ToolCalls:
-        """The calls of a batch of conversations. In a replay the record answers, but not for an environment, whose
-        methods change its state."""
-        reward, has_state = self._loop.reward, self._trl.tools == "an environment"
-        calls = ToolCalls(names, reward.recorded_call if reward.is_replay and not has_state else None)
-        calls.stopped = self._loop.stopped
-        self._latest = calls
-        self._under_way.add(calls)
-        return calls
-
-    def begin(self, resumed: str | None, run_id: str) -> None:
-        if self._trl.tools == "tools" and resumed is None:
-            agreed(self._try_tools)
-
-    def _try_tools(self) -> None:
-        """Call tools once, on the main process. Raises `ConfigError` for one that fails."""
-        if not self._trl.accelerator.is_main_process or self._loop.reward.is_replay:
-            return
-        ended_by_name = run_coroutine_threadsafe(tried(self._trl.functions), self._trl.tools_loop()).result()
-        for name, ended in ended_by_name.items():
-            if isinstance(ended, ServiceError):
-                raise ConfigError(
-                    f"the tool `{name}` failed with its `example` ({ended.code}): conversations that call it would be "
-                    "left out. Expected an answer. Mend the service or the example, and launch again."
-                )
-            if math.isnan(ended):
-                logger.info(f"off: a call of the tool `{name}` before training, because its `@tool` has no `example`")
-            else:
-                logger.info(f"[WarmUp] tool_{name}: {ended:.2f} s")
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
 
     def cancel(self, reason: str) -> None:
         for calls in list(self._under_way):

@@ -1,11 +1,5 @@
-"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence.
-
-Owns which request continues which, the tokens between two turns, and the sequence of an episode that trains. Tokens of
-a turn are those that the engine sampled: they are appended, never decoded and encoded again. `policy_endpoint` has the
-form of requests and answers; `agents_part` asks for what trains.
-
-`ForeignText` owns the marks that the result of a tool and the message of an agent may not contain, because they open
-or end turns.
+"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence. Tokens of
+a turn are those that the engine sampled: they are appended, never decoded and encoded again.
 """
 
 import contextlib
@@ -41,7 +35,8 @@ _NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # prompts name it, e.g. `<th
 
 
 class ForeignText:
-    """Spaces out the marks of one model and its chat template, as `fencing` does for a judge."""
+    """Spaces out the marks of one model and its chat template, as `fencing` does for a judge: those that the result of
+    a tool and the message of an agent may not contain, because they open or end turns."""
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -86,8 +81,6 @@ Tools = list[dict[str, Any]] | None
 
 
 class Refused(Exception):
-    """A request for which the policy is not asked, or gets no answer."""
-
     def __init__(self, words: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(words)
         self.code, self.status = code, status
@@ -95,8 +88,6 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatForm:
-    """A chat template with its tokenizer, which threads may share, and the lengths of the run."""
-
     tokenizer: Any
     foreign: ForeignText
     template: str | None  # `None`: the tokenizer's own
@@ -123,7 +114,6 @@ class ChatForm:
         return form
 
     def shared(self) -> "ChatForm":
-        """The same for several threads."""
         return replace(self, tokenizer=_Locked(self.tokenizer))
 
     def follows(self, message: Message) -> bool:
@@ -165,7 +155,7 @@ class ChatForm:
 
 
 class _Locked:
-    """An object whose methods one thread at a time calls. Threads share no tokenizer otherwise."""
+    """One thread at a time calls its methods. Threads share no tokenizer otherwise."""
 
     def __init__(self, shared: object) -> None:
         self._shared, self._lock = shared, threading.RLock()

@@ -7,8 +7,7 @@
 
     trainer = SalesGRPOTrainer(model, reward_funcs=[episode], ...)
 
-Owns what the end of an episode means. An episode runs where its tokens are generated (`wiring.trl_access`, with the
-endpoint of `policy_endpoint`); its reward comes with the row when the completion is scored.
+An episode runs where its tokens are generated (`agents_part`); its reward comes with the row when it is scored.
 """
 
 import inspect
@@ -33,8 +32,6 @@ PLAYED = "episode_reward"  # column of a row: the reward of the episode that was
 
 
 class Episode(RewardFunction):
-    """The function of `per_episode`, as the only reward function of a trainer."""
-
     is_played = True
 
     def __init__(self, function: Function, *, deadline_s: float = DEADLINE_S) -> None:
@@ -71,7 +68,6 @@ class Episode(RewardFunction):
             await self._client.close()
 
     def without_number(self, what: str, words: str) -> Reward:
-        """The reward of an episode that counts for nothing, with its reason code."""
         return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")
 
     def named_full(self, reward: Reward) -> Reward:
@@ -88,8 +84,6 @@ class Episode(RewardFunction):
 
 
 class Playing:
-    """The episodes of a batch that are under way."""
-
     def __init__(self, stopped: str | None) -> None:
         self.stopped = stopped  # the reason code of all that have no reward, once they are cut off
         self._out: set[Future[Reward]] = set()

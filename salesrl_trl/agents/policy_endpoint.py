@@ -1,7 +1,6 @@
 """The policy in training as an OpenAI-compatible endpoint on loopback: chat completions, and the list of its model.
 
-Owns the form of requests and answers, the keys of episodes, and the thread of the server. `chat_turns` makes sequences
-of what is asked. `wiring.trl_access` opens an episode and closes it.
+Owns the form of requests and answers, the keys of episodes, and the thread of the server.
 """
 
 import asyncio
@@ -9,11 +8,10 @@ import contextlib
 import functools
 import json
 import logging
-import resource
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -28,23 +26,19 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MODEL = "policy"
-MOST_CHOICES = 64
 MAX_BODY_BYTES = 64 * 1024 * 1024
 HEAD_S = 30.0  # for the head of a connection's next request. Clients keep an idle connection for 5 to 15 s.
 BODY_S = 60.0
 CLOSE_S = 0.5  # twice: for open requests to end, and to be cancelled
 _READ = {
-    "model", "messages", "tools", "stream", "stream_options", "n", "logprobs", "max_tokens", "max_completion_tokens",
-    "user", "store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key",
+    "model", "messages", "tools", "max_tokens", "max_completion_tokens", "user", "store", "metadata", "service_tier",
+    "parallel_tool_calls", "prompt_cache_key",
 }  # fmt: skip
 """Fields of a request that are followed, or that say nothing about how the policy answers."""
-_USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}}  # these ask for nothing
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
-_KINDS: dict[str, Any] = {
-    "tools": list, "stream": bool, "stream_options": dict, "logprobs": bool, "response_format": dict,
-    "tool_choice": str | dict, "stop": str | list, **dict.fromkeys(_NUMBERS, float | int),
-}  # fmt: skip
-_SETTLED_S = 0.02  # after which a new connection is among those of the server
+_USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}, "stream": False, "n": 1, "logprobs": False}
+"""These ask for nothing."""
+_REFUSED = ("stream", "n", "logprobs", "top_logprobs", "stop")
+"""Without what these ask for an agent can't read the answer."""
 _QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp quotes what is not HTTP
 
 
@@ -63,33 +57,16 @@ class PolicyEndpoint:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy endpoint", daemon=True)
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        host, port = self._runner.addresses[0]
+        self.address = f"http://{host}:{port}/v1"
 
-    async def _listen(self) -> asyncio.Server:
+    async def _listen(self) -> None:
         await self._runner.setup()
-        return await self._loop.create_server(self._connection, "127.0.0.1", 0)
-
-    def _connection(self) -> asyncio.BaseProtocol:
-        """A new connection, which the server knows a moment later."""
-        server = self._runner.server
-        assert server is not None
-        self._loop.call_later(_SETTLED_S, self._close_surplus, server)
-        return server()
-
-    def _close_surplus(self, server: web.Server) -> None:
-        """Above half of the files that the process may open, the oldest connections are closed; of these first those
-        without a request."""
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        transports = ((each, each.transport) for each in server.connections)
-        is_open = [each for each, transport in transports if transport is not None and not transport.is_closing()]
-        surplus = len(is_open) - most if most >= 0 else 0
-        for oldest in sorted(is_open, key=lambda each: each._request_in_progress)[: max(surplus, 0)]:
-            oldest.force_close()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
 
     def close(self) -> None:
         """End within seconds, whatever agents have left open."""
-        self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -135,24 +112,13 @@ class PolicyEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         calls, asked = self._calls(request), await _body(request)
         assert calls is not None
-        for name in sorted(asked.keys() - _READ):
-            if asked[name] is not None and asked[name] != _USUAL.get(name):
-                what = f"`{name}`" if name in _KINDS else "a field of another name"  # there may be any number
-                self._tell(f"off: {what} in requests of episodes. The policy samples with the run's own settings")
-        started = await _in_thread(calls.start, asked["messages"], asked.get("tools") or None)
-        ask = functools.partial(_in_thread, calls.turn, started, asked["max_tokens"])
-        turns = await asyncio.gather(*(ask() for _ in range(asked["n"])))
-        answer = _answer(calls, turns, has_logprobs=bool(asked.get("logprobs")))
-        chunks = [*_chunks(answer, has_usage=bool((asked.get("stream_options") or {}).get("include_usage")))]
-        calls.answered += turns  # not those of a request that was left
-        if not asked.get("stream"):
-            return web.json_response(answer)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for chunk in chunks:
-            await response.write(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        if any(name not in _READ and value != _USUAL.get(name) for name, value in asked.items()):
+            self._tell("off: sampling settings in requests of episodes. The policy samples with the run's own")
+        started = await _in_thread(calls.start, asked["messages"], asked.get("tools"))
+        turn = await _in_thread(calls.turn, started, asked["max_tokens"])
+        answer = _answer(calls, turn)
+        calls.answered.append(turn)  # not that of a request that was left
+        return web.json_response(answer)
 
 
 def _is_tool(tool: object) -> bool:
@@ -172,7 +138,6 @@ async def _in_thread(function: Callable[..., object], *arguments: object) -> Any
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """The fields of a request for a chat completion. Raises `Refused` for those that can't be answered."""
     try:
         async with asyncio.timeout(BODY_S):
             asked: Any = await request.json()
@@ -181,40 +146,24 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if not isinstance(asked, dict) or is_deep(asked):
         raise Refused(f"The body is not a JSON object, is nested too deeply, or took longer than {BODY_S:g} s.")
     asked = encodable(asked, "a request of an agent")
-    given = {name: value for name, value in asked.items() if value is not None}
-    messages, count = given.get("messages"), given.get("n", 1)
-    most = given.get("max_completion_tokens", given.get("max_tokens"))
-    refusals = {
-        "`messages`: expected a list of messages.":
-            not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages),
-        **{f"`{name}` has the type {type(given[name]).__name__}.": not isinstance(given[name], kind)
-            for name, kind in _KINDS.items() if name in given},
-        "`tools`: expected functions, each with a `name`.": not all(map(_is_tool, given.get("tools") or ())),
-        f"`n`: expected a number from 1 to {MOST_CHOICES}.": not (type(count) is int and 1 <= count <= MOST_CHOICES),
-        "`max_tokens`: expected a number above 0.": most is not None and not (type(most) is int and most > 0),
-        "`stop`: a turn of the policy ends with its own token.": bool(asked.get("stop")),
-        "`top_logprobs`: the log-probs of sampled tokens alone are there.": bool(asked.get("top_logprobs")),
-    }  # fmt: skip
-    for words, holds in refusals.items():
-        if holds:
-            raise Refused(words)
-    return {**asked, "n": count, "max_tokens": most}
+    given = {name: value for name, value in asked.items() if value is not None and value != []}
+    messages, most = given.get("messages"), given.get("max_completion_tokens", given.get("max_tokens"))
+    tools = given.get("tools", [])
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise Refused("`messages`: expected a list of messages.")
+    if not isinstance(tools, list) or not all(map(_is_tool, tools)):
+        raise Refused("`tools`: expected functions, each with a `name`.")
+    if most is not None and not (type(most) is int and most > 0):
+        raise Refused("`max_tokens`: expected a number above 0.")
+    for name in _REFUSED:
+        if name in given and given[name] != _USUAL.get(name):
+            raise Refused(f"`{name}`: an answer is one whole turn, without log-probs, up to the policy's own end.")
+    return {**given, "max_tokens": most}
 
 
-def _answer(calls: AgentCalls, turns: Sequence[Sequenced], *, has_logprobs: bool) -> dict[str, Any]:
-    prompt, written = len(turns[0].prompt_ids) + len(turns[0].ids) - turns[0].own, sum(turn.own for turn in turns)
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [{"index": place, **_choice(calls, turn, has_logprobs)} for place, turn in enumerate(turns)],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
-    }
-
-
-def _choice(calls: AgentCalls, turn: Sequenced, has_logprobs: bool) -> dict[str, Any]:
-    read, own = turn.messages[-1], turn.ids[-turn.own :]
+def _answer(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
+    read, written = turn.messages[-1], turn.own
+    prompt = len(turn.prompt_ids) + len(turn.ids) - written
     functions = [call.get("function", call) for call in read.get("tool_calls") or ()]
     message: dict[str, Any] = {"role": "assistant", "content": read["content"] or (None if functions else "")}
     if thought := read.get("reasoning_content"):
@@ -225,29 +174,12 @@ def _choice(calls: AgentCalls, turn: Sequenced, has_logprobs: bool) -> dict[str,
                 "name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
             for function in functions
         ]  # fmt: skip
-    logprobs = None
-    if has_logprobs:
-        if turn.logprobs is None:
-            raise Refused("`logprobs`: the engine gives none.")
-        texts = [calls.form.tokenizer.decode([token]) for token in own]
-        logprobs = {"refusal": None, "content": [
-            {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
-            for text, logprob in zip(texts, turn.logprobs[-turn.own :], strict=True)
-        ]}  # fmt: skip
-    end = "length" if own[-1] not in calls.form.ends else "tool_calls" if functions else "stop"
-    return {"message": message, "finish_reason": end, "logprobs": logprobs}
-
-
-def _chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
-    """An answer as a stream sends it: of each choice its message in one piece, then its end."""
-    common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for choice in answer["choices"]:
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-        piece = {"index": choice["index"], "logprobs": choice["logprobs"], "delta": delta, "finish_reason": None}
-        yield {**common, "choices": [piece]}
-        end = {"index": choice["index"], "logprobs": None, "delta": {}, "finish_reason": choice["finish_reason"]}
-        yield {**common, "choices": [end]}
-    if has_usage:
-        yield {**common, "choices": [], "usage": answer["usage"]}
+    end = "length" if turn.ids[-1] not in calls.form.ends else "tool_calls" if functions else "stop"
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": end}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+    }

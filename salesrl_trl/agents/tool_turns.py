@@ -1,12 +1,8 @@
-"""Conversations of a batch, each in a thread of its own. Their turns call tools: parse, call, append, and ask again.
-
-Owns these threads, whose turns an engine loop answers; one conversation's way through its turns, as TRL's
-`_tool_call_loop` goes through those of a batch (its test compares them token by token); and what a batch of
-conversations becomes.
+"""Conversations of a batch, each in a thread of its own, whose turns an engine loop answers: parse, call tools,
+append, and ask again, as TRL's `_tool_call_loop` goes through a batch (a test compares them token by token).
 """
 
 import asyncio
-import time
 from asyncio import run_coroutine_threadsafe
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -49,8 +45,7 @@ class Conversations(TaskBatch[T]):
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         self._params = params
-        tasks = [Task(self, place, prompt, params[place]) for place, prompt in enumerate(prompts)]
-        self._submit(tasks)
+        self._submit([Task(self, place, prompt, params[place]) for place, prompt in enumerate(prompts)])
 
     def _came(self, place: int, answer: "Future[Turn]") -> None:
         if self.is_over:
@@ -91,7 +86,6 @@ class Conversations(TaskBatch[T]):
         return self.loop.ask(Task(self, place, {"prompt_token_ids": ids}, self._params[place]))
 
     def cancel(self) -> None:
-        """A conversation ends when it wants its next turn, or waits for it."""
         super().cancel()
         self._end_calls()
 
@@ -107,8 +101,6 @@ class Episodes(Conversations[T]):
 
 @dataclass(kw_only=True, slots=True)
 class Talked:
-    """A conversation, as far as it has gone."""
-
     first: Turn
     notes: ConversationNotes
     ids: list[int]  # behind the prompt, those of tools' results too
@@ -117,10 +109,8 @@ class Talked:
     completion: list[Message] = field(default_factory=list)
     calls: int = 0
     failures: int = 0  # of calls, as TRL counts them
-    images: list[Any] = field(default_factory=list)  # of results
 
     def add(self, between: Sequence[int], turn: Turn) -> None:
-        """The tokens of results, and the turn behind them."""
         self.ids += [*between, *turn.ids]
         self.mask += [0] * len(between) + [1] * len(turn.ids)
         if self.logprobs is not None and turn.logprobs is not None:
@@ -128,15 +118,12 @@ class Talked:
 
 
 class ToolTurns:
-    """The conversations with tools of one trainer."""
-
     def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
         tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
-        """Begin a conversation with each prompt: its first turn, and then what its calls of tools make of it."""
         access = self._access
         encoded = access.encode(prompts)
 
@@ -146,18 +133,14 @@ class ToolTurns:
                 finished(place, talked.ids, talked.completion, talked.notes.failed)
             return talked
 
-        def sample() -> Sampled:
-            return self._sampled(prompts, encoded, calls, batch.results())
-
         batch = Conversations(len(prompts), access.loop, talk, lambda: calls.cut_off("given_up"))
-        return access.begin(batch, encoded, sample, ahead)
+        return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
 
     def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
         """One conversation, in its thread. A failed call that leaves it out ends it."""
         access, form = self._access, self._form
         record = CompletionRecord() if access.keeps_records else None
-        notes = ConversationNotes(track=f"conversation {place}", record=record)
-        notes.end_turn(calls.began)
+        notes = ConversationNotes(record=record, turns=1)
         schemas, functions = access.tools_of(place)
         tools = calls.of(functions, notes)
         talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
@@ -176,13 +159,11 @@ class ToolTurns:
             if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
                 break
             talked.completion += messages
-            talked.images += [part["image"] for message in messages for part in _pictures(message)]
             prefix = [*prompt_ids, *talked.ids, *between]
             turn = Turn([], None if first.logprobs is None else [])
             if notes.failed is None:
-                began = time.perf_counter()
                 turn = ask(prefix)
-                notes.end_turn(began)
+                notes.turns += 1
             own = turn.ids[: form.most_completion - size]
             talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
             if not own:
@@ -227,7 +208,7 @@ class ToolTurns:
         loop = (
             [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [each.images for each in talked],
+            [[] for _ in talked],
         )  # fmt: skip
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None
@@ -242,12 +223,5 @@ class ToolTurns:
         return replace(
             sampled,
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
-            spans=[span for each in talked for span in each.notes.spans],
             calls=[record.calls for record in records],
         )
-
-
-def _pictures(message: Message) -> list[Any]:
-    """The parts of a result that are pictures."""
-    parts = message["content"] if isinstance(message["content"], list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]

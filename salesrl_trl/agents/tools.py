@@ -1,31 +1,30 @@
 """Calls of tools in the midst of a conversation: how they are made, and what a failed one means.
 
-Owns `@tool`, the difference between an error of the policy and a failure of a service, the counts of calls, and the
-notes of a conversation. TRL's loop asks for calls; it gets a text, or an error that it tells the policy. Calls of one
-turn run at once.
+Owns `@tool`, the difference between an error of the policy and a failure of a service, and the counts of calls.
 """
 
 import asyncio
 import functools
 import inspect
-import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
 from salesrl_trl.reward.watched_loop import THREADS
-from salesrl_trl.service.event_loop import deadline, seconds_or_error
+from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
-from salesrl_trl.timing import Span
+
+if TYPE_CHECKING:
+    from salesrl_trl.judged.rag_client import RagAnswers
 
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
@@ -38,12 +37,9 @@ _SETTINGS = "salesrl_tool"  # attribute of a function that has settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSettings:
-    """How a tool is called: the arguments of `tool`."""
-
     transport: Transport | None = None
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
-    example: Mapping[str, object] | None = None
     counted: list[Transport]
     """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
 
@@ -60,7 +56,6 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, object] | None = None,
 ) -> Callable[[F], F]: ...
 def tool(
     function: F | None = None,
@@ -69,7 +64,6 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-    example: Mapping[str, object] | None = None,
 ) -> F | Callable[[F], F]:
     """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
 
@@ -85,8 +79,6 @@ def tool(
             Seconds for a call, with its retries. `None` for no end.
         on_failure (`str`, *optional*, defaults to `"leave_out"`):
             `"leave_out"` leaves the conversation out. `"tell"` tells the policy the failure's code as an error.
-        example (`dict`, *optional*):
-            Arguments with which a function of `tools` is called once before training. A failure ends the start.
 
     Raises `ConfigError` for another `on_failure`, or for seconds that are not positive.
     """
@@ -96,11 +88,10 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        settings = ToolSettings(
-            transport=transport, deadline_s=deadline_s, on_failure=on_failure, example=example,
-            counted=[] if transport is None else [transport],
-        )  # fmt: skip
-        setattr(function, _SETTINGS, settings)
+        counted = [] if transport is None else [transport]
+        vars(function)[_SETTINGS] = ToolSettings(
+            transport=transport, deadline_s=deadline_s, on_failure=on_failure, counted=counted
+        )
         return function
 
     return with_settings if function is None else with_settings(function)
@@ -110,26 +101,10 @@ def tool(
 class ConversationNotes:
     """What is noted of one conversation, by the thread that goes through it and the loop on which its tools run."""
 
-    track: str  # of the trace
     record: CompletionRecord | None = None  # gets its calls, with arguments and results. `None`: they are not recorded
     failed: str | None = None
     """The reason code of the failed call that leaves it out."""
-    spans: list[Span] = field(default_factory=list)  # turns, and calls of tools
     turns: int = 0
-    _calls: int = 0  # of the last turn so far
-
-    def end_turn(self, began: float) -> None:
-        """A turn is there that was asked for at `began`."""
-        self.turns, self._calls = self.turns + 1, 0
-        self._add(f"turn {self.turns}", began, self.track, failed=False)
-
-    def call_track(self) -> str:
-        """The track of the trace for the next call: calls of one turn run at once, and spans of a track do not."""
-        self._calls += 1
-        return f"{self.track} call {self._calls}"
-
-    def _add(self, name: str, began: float, track: str, *, failed: bool) -> None:
-        self.spans.append(Span(name=name, started=began, ended=time.perf_counter(), track=track, failed=failed))
 
 
 class ToolCalls:
@@ -137,7 +112,6 @@ class ToolCalls:
     replay, `recorded` takes the place of calls."""
 
     def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
-        self.began = time.perf_counter()  # when the first turns are asked for
         self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
         self._tasks: set[asyncio.Task[object]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
@@ -161,7 +135,7 @@ class ToolCalls:
     async def _call(self, tool: Tool, notes: ConversationNotes, /, **arguments: object) -> object:
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
-        began, track, has_failed = time.perf_counter(), notes.call_track(), True
+        began = time.perf_counter()
         task = asyncio.current_task()
         assert task is not None
         counts["calls"] += 1
@@ -169,8 +143,7 @@ class ToolCalls:
         try:
             if self.stopped is not None:
                 raise asyncio.CancelledError
-            result = await self._noted(settings, tool, notes, arguments)
-            has_failed = False
+            return await self._noted(settings, tool, notes, arguments)
         except asyncio.CancelledError:
             if self.stopped is None:
                 raise
@@ -188,8 +161,6 @@ class ToolCalls:
         finally:
             self._tasks.discard(task)
             counts["seconds"] += time.perf_counter() - began
-            notes._add(f"tool_{tool.__name__}", began, track, failed=has_failed)
-        return result
 
     async def _noted(
         self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
@@ -276,16 +247,46 @@ async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
     return traffic
 
 
-async def tried(tools: Sequence[Tool]) -> dict[str, float | ServiceError]:
-    """Call each tool that has an example once, all at once. Returns by name the seconds, or the error; NaN for a tool
-    without one."""
+class Search:
+    """Makes the packaged tool `search`: `function`. It asks the 8B endpoint with a query alone, and tells the policy
+    the passages. What was asked before, or is under way, is not asked again, as for the reward.
 
-    async def once(tool: Tool) -> float | ServiceError:
-        settings = ToolSettings.of(tool)
-        if settings.example is None:
-            return math.nan
-        service = f"tool_{tool.__name__}"
-        return await seconds_or_error(functools.partial(_within, settings, service, tool, settings.example))
+    `deadline_s` is for a call with its retries. An empty query, or one that is no text, is the policy's error.
+    """
 
-    ended = await asyncio.gather(*map(once, tools))
-    return {tool.__name__: result for tool, result in zip(tools, ended, strict=True)}
+    def __init__(self, *, deadline_s: float) -> None:
+        self._rag: RagAnswers | None = None
+        self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
+
+        @tool(deadline_s=deadline_s)
+        async def search(query: str) -> str:
+            """Searches the knowledge base.
+
+            Args:
+                query: What to look for, in a few words.
+
+            Returns:
+                The passages that fit best, a paragraph each.
+            """
+            return await self._passages(query)
+
+        self.function: Callable[[str], Awaitable[str]] = search
+
+    def connect(self, rag: "RagAnswers") -> None:
+        """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""
+        self._rag = rag
+        ToolSettings.of(self.function).counted[:] = [rag.backend.transports["rag_8b"]]
+
+    def close(self) -> None:
+        rag, self._rag = self._rag, None
+        for loop in self._loops:
+            if rag is not None and loop.is_running():
+                asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
+
+    async def _passages(self, query: object) -> str:
+        if not isinstance(query, str) or not query.strip():
+            raise ValueError("`query` is empty or no text.")
+        assert self._rag is not None, "`connect` comes first"
+        self._loops.add(asyncio.get_running_loop())
+        answer = await self._rag.search(query)
+        return "\n\n".join(passage.text for passage in answer.passages) or answer.text

@@ -138,7 +138,7 @@ class Keeper:
         for first, rollout in flying.items():
             content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
             sampled = rollout.sampled
-            if sampled is not None and self.args.save_rollouts and not sampled.vision:
+            if sampled is not None and self.args.save_rollouts and not sampled.has_pictures:
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
                 rollouts[first] = {**content, "sampled": tokens}

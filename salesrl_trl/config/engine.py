@@ -6,7 +6,6 @@ The banner asks too, so vLLM is imported only where options are made. `generatio
 
 from enum import Enum
 
-import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from salesrl_trl.config.checks import check
@@ -34,26 +33,10 @@ def engine_start(args: SalesGRPOConfig) -> Start:
     return Start.EAGER if eager else Start.COMPILED
 
 
-def _sequences(args: SalesGRPOConfig) -> int:
+def sequences(args: SalesGRPOConfig) -> int:
     """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
     of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     return of_trl + args.most_unfinished
-
-
-def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
-    """The settings that vLLM compiles an engine for: with others it compiles again. `model`: folder or hub name."""
-    parallel = args.vllm_tensor_parallel_size
-    return {
-        "model": model,
-        "number_format": [args.bf16, args.fp16],
-        "max_model_length": args.vllm_max_model_length,
-        "sequences": _sequences(args),
-        "tensor_parallel_size": parallel,
-        "sleep_mode": args.vllm_enable_sleep_mode,
-        "implementation": args.vllm_model_impl,
-        "further": args.parsed_engine_kwargs(),
-        "device": torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type,
-    }
 
 
 def _check_head_size(model: PretrainedConfig) -> None:
@@ -97,7 +80,7 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         "seed": args.seed * 1000 + group,
     }
     if args.most_unfinished:
-        options["max_num_seqs"] = _sequences(args)
+        options["max_num_seqs"] = sequences(args)
     if start is Start.GRAPHS:
         options["compilation_config"] = GRAPHS_ALONE
     return options | extra

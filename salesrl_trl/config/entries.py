@@ -7,9 +7,9 @@ from typing import Annotated, Any, cast
 from salesrl_trl.config.checks import check, load_object
 from salesrl_trl.config.ranges import Positive, Range, check_names
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.kl.controller import WindowSettings
-from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
+from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, check_law
+from salesrl_trl.kl.penalty import ESTIMATORS, LARGEST_CLAMP
 
 KL_SETTINGS = "settings"
 """An entry of `branch_kl` that is no branch."""

@@ -16,7 +16,7 @@ from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.scorer import RewardNames
-from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
+from salesrl_trl.rollout.buffer import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
 from salesrl_trl.rollout.model_passes import CorrectionAtStep, Passes
 from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser
@@ -26,11 +26,6 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
-
-NO_TOOLS = (
-    "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
-    "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
-)
 
 
 def _first(reasons: Mapping[str, object]) -> str | None:
@@ -73,7 +68,7 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
             f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
             "failed, each of these parts counts as if none had, and not each completion as much as any other"
         )
-    return Normaliser(args.loss_type, can_rescale=can_rescale, has_bonus=has_entropy_bonus)
+    return Normaliser(args.loss_type, can_rescale=can_rescale)
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
@@ -200,22 +195,21 @@ def passes_of(
         logger.info(f"TRL's shuffle may part the completions of a prompt, because {in_trls_order}")
     return Passes(
         prompts,
-        most_tokens=1 if args.is_sharded else args.pass_tokens,
-        weights=sum(parameter.numel() for parameter in model.parameters()),
+        1 if args.is_sharded else args.pass_tokens,
+        sum(parameter.numel() for parameter in model.parameters()),
         is_light=args.gradient_checkpointing and is_half_on_gpu,
-        correction=correction_at_step(args),
-        ledger=ledger,
+        correction=correction_at_step(args, ledger),
         in_order=prompts.is_on and in_trls_order is None,
     )
 
 
-def correction_at_step(args: SalesGRPOConfig) -> CorrectionAtStep | None:
+def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtStep | None:
     """The correction for the sampler's distribution from the pass that trains; `None` where TRL's own pass for old
     log-probs is needed: without vLLM's correction, or with several updates of a generation batch."""
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
-    return CorrectionAtStep(*args.sampler_correction)
+    return CorrectionAtStep(args.sampler_correction, ledger)
 
 
 def buffer_policy_of(

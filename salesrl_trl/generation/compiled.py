@@ -1,14 +1,10 @@
 """The folder of compiled code: kernels and graphs that later starts load in place of compiling them again.
 
-Owns the environment variables that name it, and the notes about engines that were compiled. vLLM, torch, Triton,
-FlashInfer and CUDA's driver write the files. Standard library only.
+Owns the environment variables that name it. vLLM, torch, Triton, FlashInfer and CUDA's driver write the files.
+Standard library only.
 """
 
-import contextlib
-import hashlib
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from salesrl_trl.errors import ConfigError
@@ -25,7 +21,6 @@ FOLDERS = {
 """Environment variable to the folder that it gets. All of them are read when the first file is looked for."""
 _CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
 """vLLM before 0.26 makes this path, which lies under HOME, a part of the key of its compiled code."""
-_ENGINES = "engines"
 
 
 def folder_of(setting: str | None) -> Path | None:
@@ -39,9 +34,9 @@ def folder_of(setting: str | None) -> Path | None:
 def use(folder: Path) -> None:
     """Let all compilers of this process and its children keep results there. `ConfigError` if it can't be written."""
     try:
-        for name in (*FOLDERS.values(), _ENGINES):
+        for name in FOLDERS.values():
             (folder / name).mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder / _ENGINES, os.W_OK)
+        writable = os.access(folder, os.W_OK)
     except OSError:
         writable = False
     if not writable:
@@ -53,29 +48,9 @@ def use(folder: Path) -> None:
 
 
 def content_of(folder: Path) -> str:
-    """`12 files, 34 MiB, 1 compiled engine`, or `cold`."""
+    """`12 files, 34 MiB`, or `cold`."""
     files = [Path(path, name) for path, _, names in os.walk(folder) for name in names]
     if not files:
         return "cold"
     mib = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
-    engines = sum(file.parent == folder / _ENGINES for file in files)
-    return f"{len(files)} files, {mib:.0f} MiB, {engines} compiled engine{'s' * (engines != 1)}"
-
-
-def has_engine(folder: Path, engine: Mapping[str, object]) -> bool:
-    """Whether an engine with these settings was compiled before."""
-    return _note(folder, engine).is_file()
-
-
-def keep_engine(folder: Path, engine: Mapping[str, object]) -> None:
-    """Note that an engine with these settings was compiled, and its code is kept."""
-    path = _note(folder, engine)
-    partial = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # on a full disk: then the next engine of these settings counts as a new one
-        partial.write_text(json.dumps(engine, indent=2, default=str) + "\n", encoding="utf-8")
-        partial.replace(path)
-
-
-def _note(folder: Path, engine: Mapping[str, object]) -> Path:
-    text = json.dumps(engine, sort_keys=True, default=str)
-    return folder / _ENGINES / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return f"{len(files)} files, {mib:.0f} MiB"

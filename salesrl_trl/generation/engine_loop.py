@@ -1,10 +1,6 @@
-"""The loops over vLLM in this process, over a vLLM server, and over transformers' `generate`.
-
-Owns what is under way in each of them between two generations.
-"""
+"""The loops over vLLM in this process, over a vLLM server, and over transformers' `generate`."""
 
 import contextlib
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -158,17 +154,12 @@ class ServerLoop(TurnLoop):
 
     def submit(self, tasks: list[Task]) -> None:
         with self.changed:
-            taken = {task.batch.lane for task in self._open}
-            lane = next(number for number in itertools.count() if number not in taken)
             self._open.update(tasks)
-        for task in tasks:
-            task.batch.lane = lane
         queue = deque(tasks)
         for _ in range(min(len(tasks), MOST_REQUESTS)):
             Thread(target=self._work, args=(queue,), name="vLLM requests", daemon=True).start()
 
     def ask(self, task: Task) -> Turn:
-        """In the caller's thread."""
         with self._slots:
             if task.batch.is_over:
                 raise GivenUp

@@ -1,8 +1,7 @@
 """What a push of weights to vLLM needs beside TRL's own: for adapters, a CPU, engines that quantise, and pictures.
 
-The policy's weights with its adapter are computed without a change of its base model. TRL merges the
-adapter into the base in place, and subtracts it after the push. In 16 bits both round, so the base drifts from push to
-push. The base is the reference of the KL, and what a saved adapter is loaded onto.
+TRL merges an adapter into its base in place, and subtracts it after the push. In 16 bits both round, so the base
+drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
 """
 
 import contextlib
@@ -107,7 +106,6 @@ def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Te
 
 
 def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
-    """A copy in float32, or in the weight's number format if that is wider."""
     if not weight.is_floating_point():  # 4 bits: peft makes others from it, in their places
         packed = copy.copy(weight)
         vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would write its layer

@@ -1,7 +1,6 @@
 """From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
 
-Owns how generation is started, when a completion is reported, and greedy sampling. Another engine is a class with the
-two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
+Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
@@ -21,7 +19,6 @@ from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
-from salesrl_trl.timing import Span
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
@@ -77,11 +74,7 @@ class Sampled:
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
-    spans: Sequence[Span] = ()  # times beside the trainer's: a generation in the background, turns, calls of tools
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, where they are recorded
-    vision: Mapping[str, Any] = field(default_factory=dict)
-    """What the processor made of the prompts' pictures: `pixel_values` and others, of all pictures together; and
-    fields with a value for each token of a prompt, a list of B lists."""
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -92,19 +85,20 @@ class Sampled:
         return self.generated[1]  # type: ignore[no-any-return]
 
     @property
+    def has_pictures(self) -> bool:
+        return any(self.generated[6] or ())
+
+    @property
     def completions(self) -> list[Any]:
-        """Texts, or lists of chat messages."""
         return self.generated[3]  # type: ignore[no-any-return]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        """The sampler's, if it gives them."""
         return self.generated[4]  # type: ignore[no-any-return]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
         """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
-        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). With pictures, the fields
-        that the model takes beside them."""
+        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without pictures."""
         tensors: dict[str, Any] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -120,25 +114,7 @@ class Sampled:
         if self.logprobs is not None:
             logps = [torch.tensor(logprob) for logprob in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
-        return tensors | self._pictures(tensors, multiple, device)
-
-    def _pictures(
-        self, tensors: Mapping[str, torch.Tensor], multiple: int | None, device: torch.device
-    ) -> dict[str, Any]:
-        """The fields of `vision` as TRL hands them to the model, and `num_images`, a list of length B."""
-        images = self.generated[6]
-        if not self.vision or images is None:
-            return {}
-        made: dict[str, Any] = {"num_images": [len(image) if image else 0 for image in images]}
-        for name, value in self.vision.items():
-            if isinstance(value, list) and value and isinstance(value[0], list):  # of each token
-                rows = pad(
-                    [torch.tensor(sequence) for sequence in value], padding_side="left", pad_to_multiple_of=multiple
-                )
-                made[name] = torch.cat((rows.to(device), torch.zeros_like(tensors["completion_ids"])), dim=1)
-            else:
-                made[name] = torch.as_tensor(np.array(value)).to(device)
-        return made
+        return tensors
 
 
 class Generate(Protocol):
@@ -200,26 +176,16 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A `Handle` of a generation that is over."""
-
-    sampled: Sampled
-    is_ready = True
-
-    def result(self) -> Sampled:
-        return self.sampled
-
-    def give_up(self) -> None:
-        """Nothing is under way."""
-
-
-@dataclass(frozen=True, slots=True)
 class Begun:
-    """A `Handle` of a generation that is under way."""
+    """A `Handle` of a generation that is under way, or over."""
 
     result: Callable[[], Sampled]
     give_up: Callable[[], None]
     is_ready: bool = False
+
+
+def ready(sampled: Sampled) -> Begun:
+    return Begun(lambda: sampled, lambda: None, is_ready=True)
 
 
 Start = Callable[[Sequence[object], Finished, bool], Handle]
@@ -233,7 +199,7 @@ class WholeBatch:
         self._generate, self._owner = generate, owner
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return Ready(self._generate(prompts))
+        return ready(self._generate(prompts))
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
@@ -279,18 +245,6 @@ def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]
     return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
 
 
-def why_not_conversing(*, pictures: bool, splits: int, has_own_engine: bool) -> str | None:
-    """The reason why conversations can't go through their turns one by one. `None` if they can. `pictures`: whether
-    the policy reads pictures. `splits`: processes among which tensor parallelism splits a colocated engine."""
-    if has_own_engine:
-        return "`sampler` is an engine of its own, which generates whole batches"
-    if pictures:
-        return "the policy's processor makes pictures of a whole batch"
-    if splits > 1:
-        return "tensor parallelism generates one batch in several processes"
-    return None
-
-
 def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
     """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
     if not use_vllm:
@@ -333,8 +287,6 @@ def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -
 
 
 class Encoded(NamedTuple):
-    """What TRL's `_tokenize_prompts` makes of B prompts."""
-
     ids: list[list[int]]
     images: list[Any] | None
     fields: Mapping[str, Any]  # what the processor makes beside tokens
@@ -351,16 +303,12 @@ class Made:
 
 
 class ToolsOf(NamedTuple):
-    """The tools of one conversation."""
-
     schemas: list[Any]  # as the chat template gets them
     functions: Sequence[Callable[..., object]]  # those that are called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnAccess:
-    """Values and bound callables of one trainer."""
-
     loop: TurnLoop
     encode: Callable[[Sequence[object]], Encoded]
     begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]

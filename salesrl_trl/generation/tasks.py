@@ -1,12 +1,9 @@
 """The terms of the loop that turns prompts into tokens: tasks, their batches, and what each loop does with them.
 
-`engine_loop` has the loops over vLLM in this process, a vLLM server, and transformers.
 docs/ARCHITECTURE.md has the contract ("The engine loop"). Standard library only.
 """
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -25,8 +22,6 @@ class GivenUp(BaseException):
 
 
 class Turn(NamedTuple):
-    """What the policy wrote in one turn."""
-
     ids: list[int]
     logprobs: list[float] | None  # the sampler's, of the sampled tokens. `None` if it gives none.
 
@@ -36,8 +31,6 @@ NO_TURN = Turn([], None)
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A turn that an engine is asked for."""
-
     batch: "TaskBatch[Any]"
     place: int
     prompt: Prompt
@@ -101,9 +94,6 @@ class TurnLoop:
 class TaskBatch(Generic[T]):
     """What becomes of the prompts of one generation on this rank, by place. Its first error is that of all."""
 
-    started: float = math.nan  # of completions that a server generates, in seconds of `time.perf_counter`
-    ended: float = math.nan
-    lane = 0  # of a server: differs from those of other batches that are under way
     under_way = 0  # conversations that have begun and not ended
     ahead = False  # whether training goes on before the results are asked for
     by_new_weights = False
@@ -131,7 +121,6 @@ class TaskBatch(Generic[T]):
         self.loop.submit(tasks)
 
     def _came(self, place: int, answer: "Future[Turn]") -> None:
-        """The first task of a place is over. From any thread."""
         raise NotImplementedError
 
     @property
@@ -149,7 +138,6 @@ class TaskBatch(Generic[T]):
             if 0 <= place < len(self):
                 self._results[place] = result
             self._left -= 1
-            self.ended = time.perf_counter()
             self.loop.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -171,13 +159,11 @@ class TaskBatch(Generic[T]):
         return [result for result in self._results if result is not None]
 
     def cancel(self) -> None:
-        """Nobody will ask for the results."""
         self.is_cancelled = True
         self.loop.cancel(self)
 
     @contextlib.contextmanager
     def cancelled_by_errors(self) -> Iterator[None]:
-        """Whatever interrupts the block cancels the batch."""
         try:
             yield
         except BaseException:
@@ -196,7 +182,6 @@ class CompletionTasks(TaskBatch[Turn]):
         places = range(-first, len(prompts) - first)
         tasks = [Task(self, *of_task) for of_task in zip(places, prompts, params, strict=True)]
         self._tasks, self._left = tasks[first : first + len(self)], len(tasks)
-        self.started = time.perf_counter()
         self._submit(tasks)
 
     @property

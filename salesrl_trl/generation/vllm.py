@@ -37,12 +37,8 @@ _NOTHING: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logpr
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation, with engine options, a loop over tasks, and a weight push on a CPU.
 
-    - Beside TRL's arguments the engine gets `engine_options` (from `config.engine`). Every process has a client of the
-      server, with as many connections as it has requests in flight.
-    - While a `batch` is set, `generate` begins it on the `loop`, and returns nothing.
-    - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,
-      and for an engine that quantises, it reloads all weights through the worker. An adapter is merged beside its
-      base.
+    Every process has a client of the server. While a `batch` is set, `generate` begins it on the `loop`, and returns
+    nothing. `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy.
     """
 
     vllm_client: Any
@@ -92,11 +88,6 @@ class SalesVLLMGeneration(VLLMGeneration):
         client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
         self.loop = ServerLoop()
 
-    def leave_unfinished(self, most: int) -> None:
-        """Let a generation ahead of training leave so many tasks of an engine in this process."""
-        assert isinstance(self.loop, EngineLoop)
-        self.loop.most_unfinished = most
-
     def sync_weights(self) -> None:
         """Push the training weights into vLLM and drop its caches. The base of an adapter is not written."""
         with merged_beside(self.model) if self._merges_beside else contextlib.nullcontext():
@@ -127,7 +118,6 @@ class SalesVLLMGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()  # no process asks before the weights are there
 
     def settle(self) -> None:
-        """Wait until a server has answered all requests for completions of this process."""
         if isinstance(self.loop, ServerLoop):
             self.loop.settle()
 

@@ -209,15 +209,13 @@ class RagAnswers:
         """Ask for the row's 32B answer ahead of the completions that need it."""
         await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_32b_to_keep)
 
-    async def search(self, query: str, *, anew: bool = False) -> Answer:
-        """The 8B answer to a query alone. `anew`: asked for whatever is kept."""
+    async def search(self, query: str) -> Answer:
+        """The 8B answer to a query alone."""
         retrieval = self._retrieval
 
         async def ask() -> Answer:
             return await self.backend.chat_8b(query, self.plain_action(query), *retrieval, ids=RequestIds())
 
-        if anew:
-            return await ask()
         key = cache_key("search", self.backend.identity, await self._state(), query, retrieval)
         return await self.answer_cache.get(key, ask, _check_passages)
 

@@ -1,26 +1,228 @@
-"""The KL of all branches during training: penalty, windows, controller and saved state in one place.
+"""The KL of all branches during training: windows over which it is measured, coefficients that a law moves at their
+ends, the penalty, and the saved state.
 
-Of an optimizer step: `penalty` and `add` for each micro-batch, `drain_sums` for this rank's sums, which
-`Components.end_kl_step` adds up over ranks, and `end_step` takes the totals, moves the coefficients and logs each
-move.
+The same measurements give the same decisions, on every rank and after a resume. Of an optimizer step: `penalty` and
+`add` for each micro-batch, `drain_sums` for this rank's sums, which `Components.end_kl_step` adds up over ranks, and
+`end_step` takes the totals, moves the coefficients and logs each move.
 """
 
 import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from accelerate.logging import get_logger
 
-from salesrl_trl.kl.controller import KLControl, WindowSettings
-from salesrl_trl.kl.law import KLLaw, KLTarget
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
 from salesrl_trl.kl.penalty import BranchPenalty, MicroBatch, PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE, kl_of
 
 logger = get_logger(__name__)  # its lines begin with the rank
 _PLAIN_LOGGER = logging.getLogger(__name__)
+
+READABLE = 0.4
+"""A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the
+distance from the band's centre where that is more."""
+MOST_WINDOWS = 6  # A window ends after so many times its steps, readable or not
+FEWEST_PAIRS = 4  # neighbouring steps from which on a branch's noise is known
+KNOWN_NOISE = 0.7  # share of the old value in a branch's noise, when a window has ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSettings:
+    """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
+
+    update_steps: int = 5
+    """The least number. A window whose KL is too noisy to be read goes on, up to `MOST_WINDOWS` times as long."""
+    cooldown_steps: int = 0  # optimizer steps after a move that belong to no window, for a policy that reacts late
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("branch_kl.settings.update_steps", self.update_steps, 1),
+            ("law_settings.cooldown_steps", self.cooldown_steps, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    branch: str
+    kl: float  # of the window, in nats per token
+    target: KLTarget
+    before: float  # of the window, as asked for
+    after: float  # what the law asks for from the next step on
+    steps: int | None = None  # of the window, if it went on because its KL was too noisy
+
+    def __str__(self) -> str:
+        place = "in" if self.target.contains(self.kl) else "outside"
+        grown = f", over {self.steps} steps because of its noise" if self.steps else ""
+        return (
+            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}]{grown}, "
+            f"beta {self.before:.4g} -> {self.after:.4g}"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _WindowCounts:
+    kl_sum: float = 0.0
+    tokens: float = 0.0
+    steps: int = 0
+    last: list[float] | None = None  # KL and tokens of the step before, in the same window
+    squares: float = 0.0
+    pairs: int = 0
+    """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""
+    noise: float | None = None
+    """Variance of a token's KL around the window's, divided by the square of that. `None` before it was seen."""
+    seen: int = 0  # pairs of the windows before
+    cooldown: int = 0
+    measured_steps: int = 0
+    steps_in_band: int = 0
+
+
+class BranchController:
+    """The coefficient of one branch. Without a `law` it stays, and only the share of steps in the band is counted."""
+
+    def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
+        self.branch = branch
+        self.target = target
+        self.asked = target.beta  # coefficient that the law asks for, within the target's `reach`
+        self._law = law if target.has_band else None
+        self._law_state: State = {}
+        self._windows = windows
+        self._at = _WindowCounts()
+
+    @property
+    def beta(self) -> float:
+        return min(self.asked, self.target.bounds[1])
+
+    @property
+    def share(self) -> float:
+        """By how much the branch's rewards count: 1, or less if the law asks for more than the largest coefficient.
+        The quotient of coefficient and share is what the law asks for."""
+        return self.beta / self.asked if self.asked > self.beta else 1.0
+
+    @property
+    def share_in_band(self) -> float:
+        """Share of the measured steps whose KL lay in the band. NaN without a band or a measurement."""
+        if not self.target.has_band or not self._at.measured_steps:
+            return math.nan
+        return self._at.steps_in_band / self._at.measured_steps
+
+    @property
+    def notice(self) -> str:
+        """The law's sentence about the last window, for the log. Empty if there is none."""
+        return str(self._law_state.get(NOTICE, ""))
+
+    def observe(self, kl_sum: float, tokens: float) -> Decision | None:
+        """Take in one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
+        nats. Returns the move, which holds from the next step on; `None` if the coefficient stays. A step without
+        tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
+        measured = tokens > 0 and math.isfinite(kl_sum)
+        if measured:
+            self._at.measured_steps += 1
+            self._at.steps_in_band += self.target.contains(kl_sum / tokens)
+        if self._law is None:
+            return None
+        if self._at.cooldown > 0:
+            self._at.cooldown -= 1
+            return None
+        if measured:
+            self._add(kl_sum / tokens, tokens)
+        self._at.steps += 1
+        least = self._windows.update_steps
+        if self._at.steps < least or (self._at.steps < least * MOST_WINDOWS and not self._is_readable):
+            return None
+        return self._close_window(self._law)
+
+    def _add(self, kl: float, tokens: float) -> None:
+        self._at.kl_sum += kl * tokens
+        self._at.tokens += tokens
+        if self._at.last is not None:  # neighbours: a KL that drifts is no noise
+            before, count = self._at.last
+            self._at.squares += (kl - before) ** 2 / (1 / tokens + 1 / count)
+            self._at.pairs += 1
+        self._at.last = [kl, tokens]
+
+    @property
+    def _is_readable(self) -> bool:
+        """Whether the window's KL is known well enough for its distance from the band's centre to mean something."""
+        noise = self._noise_seen()
+        if not self._at.tokens or noise is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
+            return True
+        low, high = self.target.edges
+        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(self._at.kl_sum / self._at.tokens)))
+        return math.sqrt(noise / self._at.tokens) <= READABLE * far
+
+    def _noise_seen(self) -> float | None:
+        kl = self._at.kl_sum / self._at.tokens if self._at.tokens else 0.0
+        if not self._at.pairs or kl <= 0:
+            return self._at.noise
+        now = self._at.squares / self._at.pairs / kl**2
+        return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
+
+    def _close_window(self, law: KLLaw) -> Decision | None:
+        kl_sum, tokens, steps, self._at.noise = self._at.kl_sum, self._at.tokens, self._at.steps, self._noise_seen()
+        self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
+        self._at.seen += self._at.pairs
+        self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
+        if not tokens:
+            return None
+        kl, before = kl_sum / tokens, self.asked
+        least, most = self.target.reach
+        window = Window(target=self.target, beta=before, kl=kl, tokens=tokens)
+        after, self._law_state = moved(law, window, self._law_state)
+        self.asked = max(least, min(most, after))
+        if self.asked == before:
+            return None
+        self._at.cooldown = self._windows.cooldown_steps
+        grown = steps if steps > self._windows.update_steps else None
+        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked, steps=grown)
+
+    def state_dict(self) -> State:
+        law = None if self._law is None else name_of(self._law)
+        return {"beta": self.asked, **asdict(self._at), "law": law, "law_state": self._law_state}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
+        stays the configured one. A law of another class starts with an empty state."""
+        self._at = _WindowCounts(**{name: state[name] for name in _WindowCounts.__slots__ if name in state})
+        if self._law is not None:
+            least, most = self.target.reach
+            self.asked = max(least, min(most, state["beta"]))
+            self._law_state = state["law_state"] if state.get("law") == name_of(self._law) else {}
+
+
+class KLControl:
+    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` they stay."""
+
+    def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
+        self.branches = [BranchController(branch, target, law, windows) for branch, target in targets.items()]
+
+    @property
+    def betas(self) -> list[float]:
+        return [branch.beta for branch in self.branches]
+
+    @property
+    def shares(self) -> list[float]:
+        return [branch.share for branch in self.branches]
+
+    def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
+        """Take in one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks."""
+        decisions = [branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)]
+        return [decision for decision in decisions if decision is not None]
+
+    def state_dict(self) -> dict[str, State]:
+        return {branch.branch: branch.state_dict() for branch in self.branches}
+
+    def load_state_dict(self, state: Mapping[str, State]) -> None:
+        for branch in self.branches:
+            if branch.branch in state:
+                branch.load_state_dict(state[branch.branch])
 
 
 class BranchedKL:
@@ -44,8 +246,7 @@ class BranchedKL:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def drain_sums(self) -> torch.Tensor:
-        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64. Raises `RuntimeError`
-        without any."""
+        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64."""
         if self._sums is None:
             raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
         sums, self._sums = self._sums, None
@@ -56,8 +257,7 @@ class BranchedKL:
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
-        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log; `is_logged`:
-        this rank logs."""
+        `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log."""
         before = [branch.notice for branch in self.control.branches]
         decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:

@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, compiled_engine, engine_start
+from salesrl_trl.config.engine import engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.demo.packaged import CASSETTE
@@ -64,7 +64,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *(("budget", line) for line in _budget(reward, training)),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
-        *([("compiled", _compiled(training, config.policy_path))] if training.compiled else []),
+        *([("compiled", _compiled(training))] if training.compiled else []),
         ("versions", ", ".join((f"salesrl_trl {code()}", *versions, f"Python {platform.python_version()}"))),
         record_line(training),
         *hub_lines(training),
@@ -152,18 +152,13 @@ def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
     return [budget_text(budget), *([uncounted] if own else [])]
 
 
-def _compiled(training: SalesGRPOConfig, policy_path: str) -> str:
+def _compiled(training: SalesGRPOConfig) -> str:
     """The state of the folder of compiled code, and the engine's start that follows from it."""
     assert training.compiled is not None
     state = f"{training.compiled}: {compiled.content_of(training.compiled)}"
     if not training.use_vllm or training.vllm_mode == "server":
         return state
-    start = engine_start(training)
-    if start is not Start.COMPILED:
-        return f"{state}. vLLM starts {start.value}"
-    is_kept = compiled.has_engine(training.compiled, compiled_engine(training, policy_path))
-    how = ", from this folder" if is_kept else ": it compiles this engine now, once"
-    return f"{state}. vLLM starts {start.value}{how}"
+    return f"{state}. vLLM starts {engine_start(training).value}"
 
 
 def _replay(replay: ReplaySettings, reward: RewardConfig, training: SalesGRPOConfig) -> str:

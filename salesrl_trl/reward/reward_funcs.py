@@ -4,7 +4,6 @@ Owns who calls what: TRL runs reward models, the reward loop calls all functions
 `wiring.components` asks it. Has TRL's soft overlong punishment too, for each completion as soon as it is finished.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +16,6 @@ from salesrl_trl.reward.functions import RewardFunction, reward_of
 from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Per, Scorer
-from salesrl_trl.telemetry.logs import show_lines
-
-logger = logging.getLogger(__name__)
 
 RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., object] | Scorer | RewardLoop
 """As TRL has it: a function, a reward model, or its id; or a reward of this package."""
@@ -97,22 +93,6 @@ class RewardFuncs:
         if size > group and self.reward_loop.reward.names.together.size(group, size) == size:
             return "a reward function scores a whole batch; `@per_completion` and `@per_group` need not wait for it"
         return None
-
-
-def check_stock(reward_funcs: object, *further: object) -> None:
-    """Log that a plain `GRPOConfig` leaves TRL's trainer as it is. `further` are arguments that it does not have."""
-    if isinstance(reward_funcs, RewardLoop) or any(argument is not None for argument in further):
-        raise ConfigError(
-            "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "
-            "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
-        )
-    functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if any(isinstance(function, Scorer) and function.is_played for function in functions):
-        raise ConfigError(
-            "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
-        )
-    show_lines()
-    logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")
 
 
 def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:

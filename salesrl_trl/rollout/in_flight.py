@@ -105,7 +105,7 @@ class ScoredGroups:
 
     @property
     def following(self) -> list[MicroBatch]:
-        """The micro-batches behind the next one, as far as they are known: passes may be shared with them."""
+        """The micro-batches behind the next one, as far as they are known."""
         return list(self._queue)[: self._seen[self._taken - 1] if self._taken <= len(self._seen) else None]
 
     @property
@@ -160,12 +160,10 @@ class Rollout:
 
     @property
     def newest(self) -> int:
-        """The latest version among the completions; -1 without any."""
         return max(self.steps, default=-1)
 
     @property
     def is_complete(self) -> bool:
-        """Whether TRL has gone over the batch with all rewards in."""
         return self.groups is None or self.groups.complete
 
     def drain_metrics(self) -> tuple[Mapping[str, list[float]], int]:
@@ -205,7 +203,6 @@ class PromptGroup(NamedTuple):
         return self.rollout.rewards.is_equal(self.places)
 
     def cut(self, column: Sequence[Any]) -> list[Any]:
-        """This group's part of a column with an entry for each completion of the rollout."""
         return [column[place] for place in self.places]
 
 
@@ -239,14 +236,11 @@ class KeptRollouts:
 
 
 def _padded(logps: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One tensor of several, each of which is padded as its rollout was."""
     width = max((piece.size(1) for piece in logps), default=0)
     return torch.cat([pad(piece, (0, width - piece.size(1))) for piece in logps]) if logps else None
 
 
 def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figures: Sampled) -> Sampled:
-    """The completions of each group, whose rollout's are at the same place of `sampled`."""
-
     def column(values: Sequence[Any]) -> Any:
         first = values[0]
         if isinstance(first, Mapping):  # of a `rollout_func`

@@ -22,6 +22,7 @@ from torch import nn
 
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.shared_prompts.row_layout import Group
@@ -65,98 +66,6 @@ class _Held:
     logps: torch.Tensor
     entropies: torch.Tensor
     has_prompt: list[bool]
-
-
-class Ahead:
-    """Passes with gradients, for the micro-batch under way and for those that follow it in the same update.
-    `most_tokens` limits a pass for several micro-batches; without it `unasked_tokens` does, with `weights` and
-    `is_light`."""
-
-    def __init__(
-        self, prompts: SharedPrompts, most_tokens: int | None, weights: int, *, is_light: bool = False
-    ) -> None:
-        self._prompts = prompts
-        self._most = most_tokens
-        self._weights, self._is_light = weights, is_light
-        self.has_prompt: list[bool] | None = None
-        """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
-        for TRL's way."""
-        self._held: deque[_Held] = deque()
-        self.forget()
-
-    def forget(self) -> None:
-        self._held.clear()
-        self._batches: list[MicroBatch] = []
-        self._left = 0
-
-    def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> None:
-        """Begin a micro-batch, the first of `batches`; the others come after it, as far as they are known. `update`:
-        micro-batches of this update; `is_last`: it is its last. The first one of an update is a collective, as
-        `SharedPrompts.begin_update`."""
-        if self._held and self._held[0].batch is not batches[0]:
-            raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
-        if not self._left:
-            self._prompts.begin_update()
-        self._left = 0 if is_last else (self._left or update) - 1
-        self._batches = [*batches[: self._left + 1]]
-
-    def log_probs(
-        self,
-        upstream: Callable[..., LogProbs],
-        model: nn.Module,
-        *columns: Any,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **others: Any,
-    ) -> LogProbs:
-        """As TRL's method, which is `upstream`, for the micro-batch that was begun. `columns` are those of
-        `Columns`."""
-        if self._held:
-            held = self._held.popleft()
-            self.has_prompt = held.has_prompt
-            return held.logps, held.entropies, None
-        wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        # The router's loss is one of a micro-batch. With sharded weights every rank makes one pass for each.
-        alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
-        own = Columns(*columns)
-        batch = own if alone else Columns.of(self._batches)
-        groups = self._prompts.groups(upstream, model, batch, others)
-        self.has_prompt = None
-        if groups is None:
-            return upstream(model, *own, **wanted, **others)
-        count = 1 if alone else self._together(groups, batch)
-        size = len(own.ids)
-        groups = [part for group in groups if (part := group.below(count * size)).rows]
-        firsts = {group.rows[0] for group in groups}
-        has_prompt = [row in firsts for row in range(count * size)]
-        self.has_prompt = has_prompt[:size]
-        if count == 1:
-            return self._prompts.of(model, own, groups, **wanted)
-        batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
-        # A pass through DDP prepares for the backward pass that sums over ranks: the update's last one.
-        syncs = count == self._left + 1 and hasattr(model, "require_backward_grad_sync")
-        with patched(model, "require_backward_grad_sync", True) if syncs else contextlib.nullcontext():
-            logps, entropies, _ = self._prompts.of(model, batch, groups, compute_entropy=True)
-        assert entropies is not None
-        (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
-        for place, (own_logps, own_entropies) in enumerate(rest, start=1):
-            own_prompts = has_prompt[place * size : (place + 1) * size]
-            self._held.append(_Held(self._batches[place], own_logps, own_entropies, own_prompts))
-        return first_logps, first_entropies, None
-
-    def _together(self, groups: Sequence[Group], batch: Columns) -> int:
-        """How many of the micro-batches go into one pass: as few passes as they fit into, of about the same size."""
-        count = len(self._batches)
-        size = len(batch.ids) // count
-        most = self._most
-        if most is None:
-            most = unasked_tokens(self._weights, size * batch.ids.size(1), is_light=self._is_light)
-        fitting = (
-            number
-            for number in range(count, 1, -1)
-            if sum(group.below(number * size).tokens for group in groups) <= most
-        )
-        return math.ceil(count / math.ceil(count / next(fitting, 1)))
 
 
 def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -209,10 +118,11 @@ def importance_ratio(
 
 
 class CorrectionAtStep:
-    """The correction of a generation batch by micro-batches. The arguments are those of `importance_ratio`."""
+    """The correction of a generation batch by micro-batches. `bounds` are the last arguments of
+    `importance_ratio`."""
 
-    def __init__(self, mode: str, low: float | None, high: float | None) -> None:
-        self._bounds = (mode, low, high)
+    def __init__(self, bounds: tuple[str, float | None, float | None], ledger: Ledger) -> None:
+        self._bounds, self._ledger = bounds, ledger
         self.forget()
 
     def forget(self) -> None:
@@ -237,7 +147,7 @@ class CorrectionAtStep:
         counts = left if ratio.size(1) == 1 else mask
         sums = [
             torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
-            *correction_sums(ratio, inputs["completion_mask"], *self._bounds),
+            *left_out_sums(ratio, inputs["completion_mask"], self._bounds[0]),
         ]  # fmt: skip
         self._sums.append(torch.stack([figure.double() for figure in sums]))
         highest = [
@@ -247,9 +157,8 @@ class CorrectionAtStep:
         ]
         self._highest.append(torch.stack([figure.double() for figure in highest]))
 
-    def drain(self) -> tuple[dict[str, float], list[float]]:
-        """The figures of the micro-batches since the last call: TRL's by name, and the sums of
-        `correction_sums` over all ranks; a collective."""
+    def drain(self) -> dict[str, float]:
+        """TRL's figures of the micro-batches since the last call, by name; a collective."""
         apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
         furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
         self.forget()
@@ -262,55 +171,58 @@ class CorrectionAtStep:
         ))  # fmt: skip
         mean, most, least, mean_ratio, most_ratio = gather(local[None]).unbind(dim=1)  # each (world size,)
         figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
-        totals = reduce(torch.stack(effect), "sum").tolist()
-        return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True)), totals
+        self._ledger.add("train", LEFT_OUT, *reduce(torch.stack(effect), "sum").tolist())
+        return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True))
 
 
-def correction_sums(
-    ratio: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
-) -> torch.Tensor:
-    """Count what TRL's correction for the sampler's distribution left out or bounded: tokens or completions left out,
-    bounded, and in all. Shape (3,), float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions;
-    `mask` is the completion mask, (B, T). The others are as in `importance_ratio`."""
+def left_out_sums(ratio: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
+    """Tokens or completions that TRL's correction for the sampler's distribution leaves out, and all. Shape (2,),
+    float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions; `mask` is the completion mask,
+    (B, T); `mode` as in `importance_ratio`."""
     counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
-    left_out = (ratio == 0) if mode.endswith("_mask") else torch.zeros_like(counts)
-    bounded = torch.zeros_like(counts)
-    if mode.endswith("_truncate"):
-        for bound, beyond in ((low, torch.le), (high, torch.ge)):
-            if bound is not None:
-                bounded = bounded | beyond(ratio, bound)
-    return torch.stack([(which & counts).sum() for which in (left_out, bounded, counts)]).to(torch.float64)
+    left_out = (ratio == 0) & counts if mode.endswith("_mask") else torch.zeros_like(counts)
+    return torch.stack([left_out.sum(), counts.sum()]).to(torch.float64)
 
 
 class Passes:
-    """The passes of one trainer, made by `prompts`. `most_tokens`, `weights` and `is_light`: as in `Ahead`.
-    `correction` is that of the pass that trains; `None` where TRL's own pass for old log-probs is needed. `in_order`:
-    a group's completions stay together. Else TRL shuffles a generation batch."""
+    """The passes of one trainer, made by `prompts`: those with gradients for the micro-batch under way, and for those
+    that follow it in the same update.
+
+    `most_tokens` limits a pass for several micro-batches; without it `unasked_tokens` does, with `weights` and
+    `is_light`. `correction` is that of the pass that trains; `None` where TRL's own pass for old log-probs is needed.
+    `in_order`: a group's completions stay together. Else TRL shuffles a generation batch.
+    """
 
     def __init__(
-        self,
-        prompts: SharedPrompts,
-        *,
-        most_tokens: int | None,
-        weights: int,
-        is_light: bool,
-        correction: CorrectionAtStep | None,
-        ledger: Ledger,
-        in_order: bool,
-    ) -> None:
-        self.in_order = in_order
-        self._prompts = prompts
-        self._ahead = Ahead(prompts, most_tokens, weights, is_light=is_light)
+        self, prompts: SharedPrompts, most_tokens: int | None, weights: int, *, is_light: bool = False,
+        correction: CorrectionAtStep | None = None, in_order: bool = False,
+    ) -> None:  # fmt: skip
+        self.prompts, self.in_order = prompts, in_order
+        self._most, self._weights, self._is_light = most_tokens, weights, is_light
         self._correction = correction
-        self._ledger = ledger
+        self.has_prompt: list[bool] | None = None
+        """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
+        for TRL's way."""
+        self._held: deque[_Held] = deque()
+        self.forget()
 
     def forget(self) -> None:
-        self._ahead.forget()
+        self._held.clear()
+        self._batches: list[MicroBatch] = []
+        self._left = 0
         if self._correction is not None:
             self._correction.forget()
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> MicroBatch:
-        self._ahead.begin(batches, update, is_last=is_last)
+        """Begin a micro-batch, the first of `batches`, and return it; the others come after it, as far as they are
+        known. `update`: micro-batches of this update; `is_last`: it is its last. The first one of an update is a
+        collective, as `SharedPrompts.begin_update`."""
+        if self._held and self._held[0].batch is not batches[0]:
+            raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
+        if not self._left:
+            self.prompts.begin_update()
+        self._left = 0 if is_last else (self._left or update) - 1
+        self._batches = [*batches[: self._left + 1]]
         return batches[0]
 
     def log_probs(
@@ -318,20 +230,67 @@ class Passes:
     ) -> LogProbs:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
         if inputs is None or not torch.is_grad_enabled():
-            return self._prompts.log_probs(upstream, *args, **kwargs)
-        passed = self._ahead.log_probs(upstream, *args, **kwargs)
+            return self.prompts.log_probs(upstream, *args, **kwargs)
+        passed = self._log_probs(upstream, *args, **kwargs)
         if self._correction is not None:
             self._correction.apply(inputs, passed[0])
         return passed
 
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether a batch has gone that way, and was compared with TRL's."""
-        return self._prompts.is_on and self._prompts.is_checked
+    def _log_probs(
+        self,
+        upstream: Callable[..., LogProbs],
+        model: nn.Module,
+        *columns: Any,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> LogProbs:
+        if self._held:
+            held = self._held.popleft()
+            self.has_prompt = held.has_prompt
+            return held.logps, held.entropies, None
+        wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
+        # The router's loss is one of a micro-batch. With sharded weights every rank makes one pass for each.
+        alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
+        own = Columns(*columns)
+        batch = own if alone else Columns.of(self._batches)
+        groups = self.prompts.groups(upstream, model, batch, others)
+        self.has_prompt = None
+        if groups is None:
+            return upstream(model, *own, **wanted, **others)
+        count = 1 if alone else self._together(groups, batch)
+        size = len(own.ids)
+        groups = [part for group in groups if (part := group.below(count * size)).rows]
+        firsts = {group.rows[0] for group in groups}
+        has_prompt = [row in firsts for row in range(count * size)]
+        self.has_prompt = has_prompt[:size]
+        if count == 1:
+            return self.prompts.of(model, own, groups, **wanted)
+        batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
+        # A pass through DDP prepares for the backward pass that sums over ranks: the update's last one.
+        syncs = count == self._left + 1 and hasattr(model, "require_backward_grad_sync")
+        with patched(model, "require_backward_grad_sync", True) if syncs else contextlib.nullcontext():
+            logps, entropies, _ = self.prompts.of(model, batch, groups, compute_entropy=True)
+        assert entropies is not None
+        (first_logps, first_entropies), *rest = _divided(logps, entropies, size)
+        for place, (own_logps, own_entropies) in enumerate(rest, start=1):
+            own_prompts = has_prompt[place * size : (place + 1) * size]
+            self._held.append(_Held(self._batches[place], own_logps, own_entropies, own_prompts))
+        return first_logps, first_entropies, None
 
-    @property
-    def has_prompt(self) -> list[bool] | None:
-        return self._ahead.has_prompt
+    def _together(self, groups: Sequence[Group], batch: Columns) -> int:
+        """How many of the micro-batches go into one pass: as few passes as they fit into, of about the same size."""
+        count = len(self._batches)
+        size = len(batch.ids) // count
+        most = self._most
+        if most is None:
+            most = unasked_tokens(self._weights, size * batch.ids.size(1), is_light=self._is_light)
+        fitting = (
+            number
+            for number in range(count, 1, -1)
+            if sum(group.below(number * size).tokens for group in groups) <= most
+        )
+        return math.ceil(count / math.ceil(count / next(fitting, 1)))
 
     def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
         """Whether the pass that trains gives the old log-probs of a rollout. `are_weights_checked`: the check of
@@ -346,6 +305,5 @@ class Passes:
         whose tokens went through no model."""
         if self._correction is None or not self._correction.is_due:
             return {}
-        figures, effect = self._correction.drain()
-        self._ledger.record_correction("train", *effect)
+        figures = self._correction.drain()
         return dict.fromkeys(figures, math.nan) if is_skipped else figures

@@ -7,7 +7,6 @@ micro-batch's loss where the update is known when it begins. Else the gradient i
 
 import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -30,31 +29,20 @@ NO_MEANS_OF_TOKENS = ("entropy_coef", "aux_loss")
 """Figures that TRL's loss records beside means over a micro-batch's tokens."""
 
 
-class Share(NamedTuple):
-    """What a micro-batch's loss is scaled by."""
-
-    policy: float = 1.0
-    """Factor of the advantages and of the KL coefficients. TRL's policy losses are in proportion to the advantages."""
-    micro_batches: float = 1.0
-    """Micro-batches of the update by those with tokens left, over all ranks: for the entropy bonus, a mean of each."""
-
-    def of(self, inputs: MicroBatch) -> MicroBatch:
-        return inputs if self.policy == 1 else {**inputs, "advantages": inputs["advantages"] * self.policy}
-
-
 class Normaliser:
     """The factor of one trainer's updates. `can_rescale`: a gradient may be multiplied as a whole, before it is
     clipped. Not with DeepSpeed, which steps in `backward`, and not where the loss has further terms. Each generation
-    batch of an update then has its own factor. `has_bonus`: the loss has an entropy bonus."""
+    batch of an update then has its own factor."""
 
-    def __init__(self, loss_type: str, *, can_rescale: bool, has_bonus: bool) -> None:
+    def __init__(self, loss_type: str, *, can_rescale: bool) -> None:
         self._unit = UNITS.get(loss_type, COMPLETIONS)
         self._can_rescale = can_rescale
-        self._has_bonus = has_bonus
         self.forget()
 
     def forget(self) -> None:
-        self.share = Share()  # of the micro-batch under way
+        self.factor = 1.0
+        """Of the advantages and the KL coefficients of the micro-batch under way: TRL's policy losses are in
+        proportion to the advantages."""
         self.is_empty = False
         """Whether nothing of the update is left, on any rank. Known when its last micro-batch went backward."""
         self._left = self._known = 0
@@ -79,7 +67,7 @@ class Normaliser:
         part = batches[:left]
         if not self._can_rescale or (begins and len(part) == left and not in_parts):
             self._known = len(part) - 1
-            self.share = self._share(part)
+            self.factor = self._factor_of(part)
             return
         counts = self._counts_of(batches[0], update if in_parts else None)
         self._counts = counts if self._counts is None else self._counts + counts
@@ -88,8 +76,7 @@ class Normaliser:
     def begin_evaluation(self, batch: MicroBatch) -> None:
         """Begin a batch of an evaluation, which is no part of an update; a collective where completions failed."""
         self.is_empty = True
-        share = self._share([batch])
-        self.share = Share(share.policy * share.micro_batches)
+        self.factor = self._factor_of([batch])
         self._evaluated += 1
         self._filled += not self.is_empty
 
@@ -110,7 +97,7 @@ class Normaliser:
         if not self._has_failed:
             self.is_empty = False
             return loss
-        factor, _ = self._factors(self._counts)
+        factor = self._factor(self._counts)
         if factor == 1:
             return loss
         for weight in weights:
@@ -118,24 +105,20 @@ class Normaliser:
                 weight.grad.mul_(factor)
         return loss + (factor - 1) * self._loss
 
-    def _share(self, part: Sequence[MicroBatch]) -> Share:
-        """The share of micro-batches that are all known."""
+    def _factor_of(self, part: Sequence[MicroBatch]) -> float:
         if FAILED not in part[0]:
             self.is_empty = False
-            return Share()
-        factor, more = self._factors(torch.stack([self._counts_of(batch) for batch in part]).sum(dim=0))
-        return Share(factor / more, more) if self._has_bonus else Share(factor)
+            return 1.0
+        return self._factor(torch.stack([self._counts_of(batch) for batch in part]).sum(dim=0))
 
-    def _factors(self, counts: torch.Tensor) -> tuple[float, float]:
-        """All units by those that are left, and all micro-batches by those with something left; a collective."""
-        every, left, micro_batches, filled = reduce(counts, "sum").tolist()
-        if not filled:
-            return 1.0, 1.0
-        self.is_empty = False
-        return every / left if left else 1.0, micro_batches / filled
+    def _factor(self, counts: torch.Tensor) -> float:
+        """All units by those that are left; a collective."""
+        every, left, filled = reduce(counts, "sum").tolist()
+        self.is_empty = self.is_empty and not filled
+        return every / left if filled and left else 1.0
 
     def _counts_of(self, batch: MicroBatch, update: int | None = None) -> torch.Tensor:
-        """Units of a micro-batch and of what is left of it; 1, and 1 if anything is. Shape (4,), float64. `update`:
+        """Units of a micro-batch and of what is left of it, and 1 if anything is. Shape (3,), float64. `update`:
         the micro-batches of the update, where `num_items_in_batch` has the failed completions' tokens too."""
         mask = batch["completion_mask"]
         failed = batch.get(FAILED, torch.zeros(len(mask), dtype=torch.bool, device=mask.device))  # (B,)
@@ -150,7 +133,7 @@ class Normaliser:
         else:  # all micro-batches' add up to the tokens' share
             tokens = loss_mask(batch).sum().double()
             units = (1, tokens * update * PartialState().num_processes / items.clamp(min=1))
-        return torch.stack([torch.as_tensor(count, device=mask.device).double() for count in (*units, 1, filled)])
+        return torch.stack([torch.as_tensor(count, device=mask.device).double() for count in (*units, filled)])
 
 
 def leave_out_empty(metrics: MutableMapping[str, list[float]], before: Mapping[str, int]) -> None:

@@ -22,8 +22,6 @@ Update = tuple[MicroBatches, object]
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class GenerationWindow(Generic[R]):
-    """A generation batch to come."""
-
     first: int  # micro-step at which it is first trained on
     update: int  # optimizer steps done by then
     inputs: list[Example]
@@ -66,8 +64,7 @@ class RolloutSchedule(Generic[R]):
 
     def due(self, micro_step: int, update: int) -> list[GenerationWindow[R]]:
         """The batches to generate before `micro_step` of optimizer step `update`, the earliest first. Without
-        lookahead it is the one that this micro-step trains on, so that generation and shuffle draw random numbers in
-        TRL's order."""
+        lookahead it is the one that this micro-step trains on, so that random numbers are drawn in TRL's order."""
         waiting = (window for window in self._windows if window.rollout is None)
         if not self.lookahead:
             return [window for window in waiting if window.first == micro_step]
@@ -83,7 +80,6 @@ class RolloutSchedule(Generic[R]):
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}
 
     def take(self, micro_step: int, inputs: object) -> R | None:
-        """Take the rollout of these inputs out of the schedule. `None` if there is none."""
         while self._windows and self._windows[0].first < micro_step:
             self._windows.popleft()
         if not self._windows or self._windows[0].first != micro_step or self._windows[0].inputs is not inputs:
@@ -111,11 +107,8 @@ class UpdatesAhead:
     def next(
         self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], left: int
     ) -> Update:
-        """Micro-batches of the next optimizer step: the whole of reading ahead.
-
-        `epoch` is in training, `iterator` has its micro-batches, and `left` steps are to come, with this one. `pull`
-        takes the micro-batches of one step; none at the end.
-        """
+        """Micro-batches of the next optimizer step. `epoch` is in training, `iterator` has its micro-batches, and
+        `left` steps are to come, with this one. `pull` takes the micro-batches of one step; none at the end."""
         # 1. the epoch that is read: it may be later than the one in training, whose iterator is left aside then
         if self._iterator is None or self.epoch < epoch:
             self._iterator, self.epoch = iterator, epoch
@@ -145,28 +138,6 @@ class UpdatesAhead:
             micro_batches = iter(self.dataloader)
             first = list(itertools.islice(micro_batches, 1))
         return itertools.chain(first, micro_batches)
-
-
-def begun_ahead(batches: Iterable[T], begin: Callable[[T], object], most: Callable[[T], int]) -> Iterator[T]:
-    """The batches of an evaluation, in their order. `begin` gets each once, the later ones before the first is handed
-    out. `most` of the first batch is the number of those that are begun and not handed out. It is the same on all
-    ranks, which have equally many batches: so their collectives come in the same order.
-
-    A dataloader of accelerate says whether the last batch is out (`end_of_dataloader`), by which a loss is gathered.
-    It says so of the batch that is handed out, and not of the one that was read."""
-    waiting: deque[T] = deque()
-    loader: Any = batches
-    limit = 0
-    for batch in batches:
-        limit = limit or most(batch)
-        begin(batch)
-        waiting.append(batch)
-        is_end = getattr(loader, "end_of_dataloader", False)
-        while waiting and (is_end or len(waiting) >= limit):
-            if is_end:
-                loader.end_of_dataloader = len(waiting) == 1
-            yield waiting.popleft()
-    yield from waiting
 
 
 class LoaderAhead:

@@ -4,27 +4,24 @@ Knows neither turns nor steps: `pipeline` and `buffer` say what is generated whe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
+from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Sampler, ready
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import Completion, Origin
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import KeptRollouts, Rollout
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 
 
 @dataclass(eq=False, kw_only=True)
 class Launcher:
-    """Begins rollouts, and collects those that are generated in the background."""
-
     sampler: Sampler
     reward_loop: RewardLoop
     timeline: Timeline
@@ -32,7 +29,6 @@ class Launcher:
     """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
     behaviour_logps: Callable[[Sampled], torch.Tensor]
     """Log-probs of completions under the current policy, where the sampler gives none."""
-    record_span: Callable[[Span], None]  # gets times of a generation that went on beside training
     group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
     reward_arguments: Callable[[], Mapping[str, object]] = dict
     """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
@@ -72,7 +68,6 @@ class Launcher:
         return rollout
 
     def collect(self, rollout: Rollout) -> None:
-        """Wait for the completions of a rollout, if they are generated in the background."""
         if rollout.sampled is not None or rollout.handle is None:
             return
         with self.timeline.phase(Phase.GENERATION):
@@ -87,14 +82,13 @@ class Launcher:
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
         """A rollout of an earlier start of the run, with its completions. Its rewards start anew, from the cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
-        rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
+        rollout.handle, rollout.behaviour_logps, rollout.steps = ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)
         return rollout
 
     def generate_inside(
         self, rollout: Rollout, prompts: Sequence[object], environments: Sequence[object] | None
     ) -> None:
-        """Generate inside TRL's scoring: the prompts as it uses them, and each one's environment."""
         rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
@@ -136,11 +130,8 @@ class Launcher:
         return finished
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
-        """Keep the completions, and start the rewards that have not. `rows`: the batch's, with more in them."""
+        """Keep the completions, and start the rewards that have not."""
         rollout.sampled = sampled
-        for span in sampled.spans:
-            lane = rollout.rewards.lane
-            self.record_span(replace(span, track=f"{span.track} ahead {lane}") if lane else span)
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [
@@ -166,7 +157,6 @@ def prompts_of(inputs: Sequence[Example]) -> list[object]:
 
 
 def _pictures(example: Example) -> list[Any] | None:
-    """The pictures of a row: TRL takes a column `images`, or one picture in a column `image`."""
     if "images" in example:
         return example["images"]  # type: ignore[no-any-return]
     return None if example.get("image") is None else [example["image"]]

@@ -24,6 +24,7 @@ from salesrl_trl.errors import FunctionError
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
+    LEFT_OUT,
     SINGLE_SCORED,
     SKIPPED_UPDATE,
     STALENESS,
@@ -35,7 +36,7 @@ from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, co
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups, parts
-from salesrl_trl.rollout.model_passes import OLD, RATIO, correction_sums
+from salesrl_trl.rollout.model_passes import OLD, RATIO, left_out_sums
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.run_events import RunEvents
@@ -66,8 +67,6 @@ class CompletedBatch:
 
 
 class LooksOn(Protocol):
-    """A part of the trainer that is shown each batch."""
-
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         """May make a collective. Returns figures, the same on all ranks."""
 
@@ -85,13 +84,11 @@ class ScoringSettings:
     """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
     scale_rewards: str
     held_out_examples: int
-    sampler_correction: tuple[str, float | None, float | None]
+    vllm_importance_sampling_mode: str
 
 
 @dataclass(eq=False, kw_only=True)
 class RolloutScoring:
-    """The way of a generation batch through TRL's scoring."""
-
     pipeline: Pipeline
     reward_loop: RewardLoop
     figures: RewardFigures
@@ -116,15 +113,13 @@ class RolloutScoring:
         return self.rollout
 
     def forget(self) -> None:
-        """Forget the batch of an interrupted run."""
         self.rollout, self._waiting, self._has_scored = None, None, False
 
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these B examples, after so many micro-steps and optimizer steps. `in_groups`: scored groups
-        are trained on first. `in_order`: a group's completions stay together when all are scored; else TRL
-        shuffles them."""
+        """The batch of these B examples. `in_groups`: scored groups are trained on first. `in_order`: a group's
+        completions stay together when all are scored; else TRL shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.buffer.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
@@ -197,8 +192,8 @@ class RolloutScoring:
                 for place, name in enumerate(TURNOVER):
                     self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])
             if RATIO in output and not rollout.is_corrected_at_step:
-                sums = correction_sums(output[RATIO], output["completion_mask"], *settings.sampler_correction)
-                self.ledger.record_correction(rollout.mode, *reduce(sums, "sum").tolist())
+                sums = left_out_sums(output[RATIO], output["completion_mask"], settings.vllm_importance_sampling_mode)
+                self.ledger.add(rollout.mode, LEFT_OUT, *reduce(sums, "sum").tolist())
         # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)
@@ -254,8 +249,7 @@ class RolloutScoring:
         return rewards, result
 
     def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor | None:
-        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in. A
-        collective."""
+        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
         functions = self.reward_loop.reward.names.functions
         numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(functions)
@@ -364,8 +358,7 @@ class RolloutScoring:
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
-        """In a replay: the recorded order of these parts. `None` where a rank has none, so that all go the same way. A
-        collective in a replay."""
+        """In a replay: the recorded order of these parts; `None` where a rank has none. A collective in a replay."""
         reward = self.reward_loop.reward
         if not reward.is_replay:
             return None

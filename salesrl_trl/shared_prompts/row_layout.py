@@ -95,7 +95,6 @@ class Layout:
 
     @cached_property
     def parts(self) -> Bounds:
-        """Of the prefixes and segments. Each attends to itself."""
         lengths = [*self.prefixes, *(length for group in self.segments for length in group)]
         bounds, most = self.bounds(lengths), max(lengths)
         return bounds, bounds, most, most, True
@@ -116,7 +115,6 @@ class Layout:
 
     @cached_property
     def weight(self) -> torch.Tensor:
-        """`weights` on the device, float32."""
         return torch.from_numpy(self.weights).to(self.device, non_blocking=True)
 
 
@@ -221,7 +219,6 @@ class Row:
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
-        """The row of a padded batch. The tensors and `width` are as in `groups_of`."""
         columns = input_ids.size(1)
         column, row = layout.index % columns, layout.index // columns
         following = layout.index + (column + 1 < columns)

@@ -67,7 +67,6 @@ def backward(
     state: tuple[torch.Tensor, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """PyTorch's kernel: gradients to `q`, `k` and `v`."""
     q_bounds, k_bounds, most_q, most_k, is_causal = bounds
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
         grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
@@ -205,7 +204,6 @@ def _over_padded(
 
 
 def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """From (1, heads, S, channels) to (B, heads, T, channels), at places of shape (B, T)."""
     taken = row[0].index_select(1, places.flatten())  # (heads, B * T, channels)
     return taken.view(len(taken), *places.shape, -1).transpose(0, 1)
 

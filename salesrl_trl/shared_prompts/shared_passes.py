@@ -116,8 +116,7 @@ class SharedPrompts:
         compute_aux_loss: bool = False,
         **vision: Any,
     ) -> LogProbs:
-        """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. A batch that can't go this way goes
-        TRL's."""
+        """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. Some batches go TRL's way."""
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
         groups = self.groups(upstream, model, batch, vision)
@@ -253,7 +252,6 @@ class SharedPrompts:
             return None, f"such a pass fails ({said[:MOST_OF_AN_ERROR]})"
 
     def _tell(self, reason: str, *, everywhere: bool = False) -> None:
-        """Log a reason once: on this rank if `everywhere`, else on the main one."""
         if reason not in self._reported:
             self._reported.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
@@ -270,7 +268,6 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
-        """Of TRL's micro-batches of one generation batch, one below the other."""
         ids, mask = (
             torch.cat([torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for batch in batches])
             for kind in ("ids", "mask")
@@ -298,7 +295,6 @@ def _apart(ours: torch.Tensor, theirs: torch.Tensor, counted: torch.Tensor) -> f
 
 
 def _split_off(packs: list[list[Group]]) -> list[Group]:
-    """Take about half of the pack with the most completions out of it."""
     largest = max(packs, key=lambda pack: sum(len(group.rows) for group in pack))
     if len(largest) > 1:
         half = len(largest) // 2

@@ -143,10 +143,6 @@ class Instruments(RunEvents):
         if len(self._lengths) >= BATCHES_KEPT:
             self._count_lengths()
 
-    def record_generation(self, span: Span) -> None:
-        if self.timeline.enabled:
-            self._trace.add(self.step + 1, [span])
-
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:

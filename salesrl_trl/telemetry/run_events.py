@@ -37,9 +37,6 @@ class RunEvents:
         shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the model with
         another one."""
 
-    def record_generation(self, span: Span) -> None:
-        """A batch of this step was generated in the background."""
-
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:

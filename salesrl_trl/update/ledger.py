@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from salesrl_trl.kl.controller import KLControl
+from salesrl_trl.kl.branched import KLControl
 from salesrl_trl.names import (
     ALL_KL,
-    BOUNDED,
     FAILURE_REASONS,
-    LEFT_OUT,
     beta_of,
     kl_of,
     line_names,
@@ -69,10 +67,6 @@ class Ledger:
         figures.batches += 1
         if mode == "eval":
             figures.rewards += self._rewards.column(table, VALUE).tolist()
-
-    def record_correction(self, mode: str, left_out: float, bounded: float, count: float) -> None:
-        self.add(mode, LEFT_OUT, left_out, count)
-        self.add(mode, BOUNDED, bounded, count)
 
     def record_kl(
         self, mode: str, totals: Sequence[Sequence[float]], betas: Sequence[float], shares: Sequence[float],

@@ -2,7 +2,7 @@
 `trainer` does.
 
 - `components`: builds the components and says which one gets which.
-- `hooks`, `trl_access`: what they use of TRL, and the trainer below the overrides, which makes it.
-- `part`: the interface of a part, and which settings ask for which. It loads layers by name.
-- `policy`, `overrides`: the policy while TRL builds its trainer, and overrides that some objects do without.
+- `part`: the interface of a part, which settings ask for which, and what all of them use of TRL (`Hooks`).
+- `trl_access`, `trl_generation`: the trainer below the overrides, which makes it.
+- `policy`: the policy while TRL builds its trainer.
 """

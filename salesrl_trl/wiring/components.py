@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
@@ -38,7 +40,6 @@ from salesrl_trl.generation.sampler import (
     Streamed,
     Upstream,
     WholeBatch,
-    why_not_conversing,
     why_not_streamed,
 )
 from salesrl_trl.kl.branched import BranchedKL
@@ -46,7 +47,7 @@ from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.rollout.buffer_policy import BufferPolicy
+from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
@@ -56,8 +57,7 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.wiring.hooks import Hooks
-from salesrl_trl.wiring.part import Part, PartContext, connect_parts, layer
+from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts, layer
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -88,8 +88,6 @@ class Components:
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.converses = False  # whether completions that may call tools go through their turns one by one
-        self.calls_tools = False
-        """Whether TRL's own loop over tools runs now."""
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
@@ -190,9 +188,6 @@ class Components:
             part.cancel(reason)
 
     def _who_generates(self) -> str:
-        """What a generation that lasts is busy with, for the heartbeat."""
-        if self.calls_tools:
-            return "the tools that completions call are running"
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
         if self._args.use_vllm:
@@ -206,19 +201,19 @@ class Components:
         args = self._args
         if trl.tools is None and not self.reward.is_played:
             return None
-        splits = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
-        reason = why_not_conversing(pictures=trl.reads_pictures, splits=splits, has_own_engine=has_own_engine)
+        splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
+        reasons = {
+            "`sampler` is an engine of its own, which generates whole batches": has_own_engine,
+            "the policy's processor makes pictures of a whole batch": trl.reads_pictures,
+            "tensor parallelism generates one batch in several processes": splits,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
         if self.reward.is_played:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
         self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
         if reason is not None:
             logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
-        elif args.most_lookahead and args.use_vllm and args.vllm_enable_sleep_mode:
-            logger.info(
-                "off: training while tools are out, because `vllm_enable_sleep_mode` frees the engine's memory "
-                "between two generations: conversations end before training goes on"
-            )
         return reason or ("environments have the prompts" if trl.tools == "an environment" else None)
 
     def _connect_rollouts(
@@ -234,8 +229,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
-            record_span=self.instruments.record_generation,
+            behaviour_logps=self._behaviour_logps,
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
@@ -272,7 +266,7 @@ class Components:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
                 self._partial = args.partial_rollouts
-                trl.engine.leave_unfinished(args.most_unfinished)
+                trl.engine.loop.most_unfinished = args.most_unfinished
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.reward.is_played:
@@ -299,6 +293,14 @@ class Components:
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
+
+    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        check(
+            not sampled.has_pictures,
+            "completions of prompts with pictures are generated ahead of training by an engine that gives no "
+            "log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`.",
+        )
+        return self._trl.logps_of(padded(sampled, self._trl, self._args))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
@@ -355,7 +357,6 @@ class Components:
             raise
 
     def forget_run(self) -> None:
-        """Forget an earlier run. It may have ended anywhere, also by an interruption."""
         self.pipeline.forget()
         self.scoring.forget()
         self.passes.forget()

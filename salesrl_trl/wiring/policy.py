@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
+from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
@@ -59,12 +58,8 @@ class Policy:
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
             yield
-        is_compiled = args.use_vllm and args.vllm_mode == "colocate" and engine_start(args) is Start.COMPILED
-        if args.compiled is not None and is_compiled:
-            compiled.keep_engine(args.compiled, compiled_engine(args, self.model.name_or_path))
 
     def identity(self, rows: object, branches: Branches) -> Identity:
-        """That of a run of this policy on these rows."""
         return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
 
     def _look(self, model: PreTrainedModel) -> None:
@@ -89,13 +84,11 @@ class Reference:
                 leave_out_no_pictures(one_model)
 
     def raise_adapter(self, model: torch.nn.Module, args: SalesGRPOConfig, device: torch.device) -> None:
-        """Make the policy's adapter float32, without casts that autocast takes back."""
         if self.has_adapter:
             raise_adapters(model, args.bf16 or args.fp16)
             spare_casts(model, device.type)
 
     def is_active(self, model: torch.nn.Module) -> bool:
-        """Whether `model` stands for the reference policy now."""
         if self._tuner is None:
             return model is self._ref_model
         return bool(self._tuner.disable_adapters or "ref" in self._tuner.active_adapters)

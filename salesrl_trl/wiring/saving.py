@@ -16,15 +16,10 @@ from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.names import SAVING_FOLDER
 from salesrl_trl.telemetry.spared import spared
-from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.trl_access import TRLAccess
 
 
-@in_force_if("is_extended")
 class SavingTrainer(TRLAccess):
-    """A trainer whose checkpoints are whole or absent, and whose pushes have the policy and its card alone."""
-
-    is_extended = False  # with a plain `GRPOConfig` each method is TRL's own
     push_in_progress: PushInProgress | None = None
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
@@ -65,7 +60,6 @@ class SavingTrainer(TRLAccess):
     def _upload(
         self, policy: Path, message: str, inside: str | None, token: str | None = None, revision: str | None = None
     ) -> Future[Any]:
-        """Uploads what may leave the machine, in one commit."""
         args = self.args
         self.callback_handler.on_push_begin(args, self.state, self.control)
         place = staged(policy, Path(args.output_dir), inside)

@@ -11,7 +11,6 @@ import torch
 from transformers import Trainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
 from salesrl_trl.ground.patched import patched
@@ -21,16 +20,13 @@ from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.step_snapshot import StepSnapshot
-from salesrl_trl.wiring.hooks import Hooks
+from salesrl_trl.wiring.part import Hooks
 from salesrl_trl.wiring.trl_generation import TRLGeneration
 
 
 class TRLAccess(TRLGeneration):
-    """TRL's trainer, with what the components may use of it."""
-
     updates: bool
     _timeline: Timeline
-    _names_rows = False
     _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
     beta: float | BranchPenalty
@@ -62,8 +58,6 @@ class TRLAccess(TRLGeneration):
             generate=self._sample,
             ask=self._stream,
             converse=self._converse,
-            functions=self._standalone_tools or (),
-            tools_loop=lambda: self._tools_loop,
             play=self._play,
             go_on=self._go_on,
             reads_pictures=self._is_vlm,
@@ -75,7 +69,7 @@ class TRLAccess(TRLGeneration):
             save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
             log=functools.partial(Trainer.log, self),
             callbacks=self.callback_handler,
-            eval_dataset=self._named(self.eval_dataset, "held-out"),
+            eval_dataset=self.eval_dataset,
             position=lambda: (self._step, self._buffered_inputs is not None),
             capture=lambda: StepSnapshot(
                 self.state, self.optimizer, self.lr_scheduler, self.components.kl, (self._step, self._buffered_inputs)
@@ -94,10 +88,6 @@ class TRLAccess(TRLGeneration):
             with contextlib.suppress(RuntimeError):  # clipping has done it
                 self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _named(self, rows: object, name: str) -> object:
-        """A dataset as the record names its rows, if there is one."""
-        return with_ids(rows, name) if self._names_rows else rows
 
     def _check_size(self, rows: int) -> None:
         prompts = self.args.generation_batch_size // self.num_generations
@@ -124,18 +114,6 @@ class TRLAccess(TRLGeneration):
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             arguments = logps_arguments(output, self.args.per_device_train_batch_size)
             return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]
-
-    @contextlib.contextmanager
-    def _with_fewer_micro_batches(self, factor: float) -> Iterator[None]:
-        """While active, TRL divides a loss by so many times fewer micro-batches, but for the router's."""
-        if factor == 1:  # an evaluation has no micro-batches
-            yield
-            return
-        with (
-            patched(self, "current_gradient_accumulation_steps", self.current_gradient_accumulation_steps / factor),
-            patched(self, "router_aux_loss_coef", self.router_aux_loss_coef / factor),
-        ):
-            yield
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -7,8 +7,6 @@ import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,8 +28,6 @@ from salesrl_trl.generation.sampler import (
 )
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.names import SERVER_TRACK, Phase
-from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest
 from salesrl_trl.wiring.components import Components
@@ -39,14 +35,11 @@ from salesrl_trl.wiring.part import AGENTS
 
 
 class TRLGeneration(GRPOTrainer):
-    """TRL's trainer, which begins completions, conversations and episodes."""
-
     args: SalesGRPOConfig
     components: Components
     updates: bool
     _made = Made()  # what exists already, while TRL's `_generate` runs around it
     _last_loaded_step: int
-    _vision: Mapping[str, Any] = MappingProxyType({})  # what the processor made of the last prompts' pictures
 
     @property
     def _mode(self) -> str:
@@ -72,11 +65,9 @@ class TRLGeneration(GRPOTrainer):
             self.state.num_input_tokens_seen = seen
             self.model.train(was_training)  # transformers' continuous batching leaves it in training
         measured.pop("num_tokens")
-        vision: Mapping[str, Any] = {}
         if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-            vision = self._vision
-        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen, vision=vision)
+        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def _stream(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
         """Begin completions on vLLM, each of which is reported when it is finished."""
@@ -87,12 +78,7 @@ class TRLGeneration(GRPOTrainer):
             turns = batch.results()
             logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
             tokens = [turn.ids for turn in turns], logprobs or None
-            sampled = self._sample_made(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
-            if not (ahead and self.vllm_mode == "server"):
-                return sampled
-            track = f"{SERVER_TRACK} {batch.lane + 1}"
-            span = Span(name=Phase.GENERATION, started=batch.started, ended=batch.ended, track=track)
-            return replace(sampled, spans=[span])
+            return self._sample_made(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
 
         return self._begin(batch, encoded, sample, ahead)
 
@@ -133,18 +119,15 @@ class TRLGeneration(GRPOTrainer):
         return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
     def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin conversations, whose turns may call tools."""
         handle: Handle = self._agents.converse(self._turn_access, prompts, finished, ahead)
         return handle
 
     def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row."""
         handle: Handle = self._agents.play(self._turn_access, rows, finished, ahead)
         return handle
 
     @property
     def _agents(self) -> Any:
-        """The part of tools and episodes, where one is given."""
         return next(part for part in self.components.parts if part.name == AGENTS)
 
     @functools.cached_property

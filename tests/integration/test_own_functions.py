@@ -105,8 +105,6 @@ def same(ours, stock, names=OURS):
 )
 def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, functions, given):
     _, stock = run(tiny, GRPOTrainer, GRPOConfig, functions, tmp_path / "stock", **given)
-    _, plain = run(tiny, SalesGRPOTrainer, GRPOConfig, functions, tmp_path / "plain", **given)
-    assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
     _, ours = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path / "ours", **given)
     same(ours, stock)
     assert [line.get("steps_so_far") for line in ours] == [line.get("steps_so_far") for line in stock]

@@ -16,7 +16,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import correction_at_step
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.launch.data.sources import build_dataset
-from salesrl_trl.names import BOUNDED, LEFT_OUT
+from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.rollout.model_passes import FIGURES
 
@@ -84,7 +84,7 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
     if is_ours:
         trainer.components.passes.in_order &= in_order
         with patched(trainer.args, "use_vllm", True):
-            trainer.components.passes._correction = correction_at_step(trainer.args)
+            trainer.components.passes._correction = correction_at_step(trainer.args, trainer.components.ledger)
     gradients = Passes(trainer)
     trainer.train()
     if is_ours:
@@ -127,7 +127,7 @@ def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures
         assert wanted["sampling/sampling_logp_difference/mean"] > 0.01
         for name in set(wanted) - set(OTHERS):
             assert step[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
-    assert any(step[LEFT_OUT] or step[BOUNDED] for step in steps_of(ours))
+    assert all(step[LEFT_OUT] is not None for step in steps_of(ours))
     # TRL's way: 8 for old log-probs and 8 that train
     assert theirs.passes == [16, 16]
     assert mine.passes[-1] < 8
@@ -152,11 +152,11 @@ def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     figures = [[line[name] for name in FIGURES] for line in steps_of(ours)]
     assert figures[0] == [None] * len(FIGURES)
     assert figures[1][0] > 0.01
-    assert ours.components.passes.shares_prompts
+    assert ours.components.passes.prompts.is_checked
 
 
 def test_noise_of_neftune_is_told_once(policy, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=None)
-    assert not ours.components.passes.shares_prompts
+    assert not ours.components.passes.prompts.is_checked
     assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1

@@ -111,7 +111,7 @@ def by_trl(trainer, prompt, prompt_ids, case):
         return [list(turn.ids)], [list(turn.logprobs)]
 
     first = case.turn()
-    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes(track=""))
+    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes())
     other._generate_single_turn, other.async_loop = single_turn, trainer._tools_loop
     other._sync_tool_dicts, other._async_tool_dicts = [{}], [calls]
     message = case.parse(None, first.ids)
@@ -157,7 +157,7 @@ def test_a_conversation_is_what_was_sampled_and_what_trls_loop_makes_of_it(build
         cases.append(again := Case(f"{family} {number}", size))
         theirs = by_trl(trainer, prompt, prompt_ids, again)
         assert again.asked == case.asked
-        [mask], [completion], [ids], [logprobs], count, failures, [images] = theirs
+        [mask], [completion], [ids], [logprobs], count, failures, _ = theirs
         assert (talked.ids, talked.mask, talked.logprobs) == (ids, mask, logprobs)
-        assert (talked.calls, talked.failures, talked.images) == (count, failures, images)
+        assert (talked.calls, talked.failures) == (count, failures)
         assert talked.completion == completion

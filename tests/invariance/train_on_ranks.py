@@ -43,7 +43,7 @@ def main(policy, url, out, settings, step):
     assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"])
     distributed = trainer.accelerator.distributed_type.value
     told = {"distributed": distributed, "whole": course_of(trainer)}
-    assert trainer.components.passes.shares_prompts
+    assert trainer.components.passes.prompts.is_on
     if rank == 0:
         torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), Path(out, "weights.pt"))
     checkpoint = Path(out, "run", f"checkpoint-{step}")
@@ -63,7 +63,7 @@ def main(policy, url, out, settings, step):
         os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}
         sharded = build_keyed(policy, url, Path(out, "sharded"), **{**given, "save_strategy": "no"})
         told["sharded"] = course_of(sharded, StopAt(5))
-        assert sharded.components.passes.shares_prompts
+        assert sharded.components.passes.prompts.is_on
         told["first_weights"] = [each.components.policy.first_weights for each in (trainer, sharded)]
     Path(out, f"rank{rank}.json").write_text(json.dumps(told))
 

@@ -6,7 +6,7 @@ import functools
 from support.loopback import action
 
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.generation.sampler import Ready
+from salesrl_trl.generation.sampler import ready
 
 
 class Writer:
@@ -20,7 +20,7 @@ class Writer:
         self.tokenizer = packaged_tokenizer()
 
     def start(self, prompts, finished, *, ahead):
-        return Ready(self.upstream.generate(prompts, tokens=functools.partial(self.write, finished)))
+        return ready(self.upstream.generate(prompts, tokens=functools.partial(self.write, finished)))
 
     def write(self, finished, prompt_ids, num_generations):
         self.weights.append(sum(each.sum().item() for each in self.upstream.model().parameters()))

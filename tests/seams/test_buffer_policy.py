@@ -11,7 +11,7 @@ from salesrl_trl import ByArrival, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import STALENESS_MAX
-from salesrl_trl.rollout.buffer_policy import choose
+from salesrl_trl.rollout.buffer import choose
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 MOST = 5

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.agents.search import Search
+from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, load_object
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE

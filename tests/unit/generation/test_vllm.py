@@ -101,16 +101,6 @@ def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
         generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
 
 
-@pytest.mark.parametrize(("given", "makes"), [({}, False), ({"detokenize": True}, True), ({"stop": ["."]}, None)])
-def test_vllm_makes_no_texts_unless_it_looks_for_strings_in_them(monkeypatch, given, makes):
-    seen = []
-    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "generate", lambda self, *_: seen.append(self.generation_kwargs))
-    generation = bare(mode="colocate", generation_kwargs=given)
-    generation.generate([[1]], None, 1)
-    assert seen[0].get("detokenize") is makes
-    assert generation.generation_kwargs is given
-
-
 def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(monkeypatch):
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
     dropped = []

@@ -9,8 +9,7 @@ import torch
 from accelerate import PartialState
 
 from benchmarks.kl_laws import FactorLaw
-from salesrl_trl.kl.branched import BranchedKL
-from salesrl_trl.kl.controller import WindowSettings
+from salesrl_trl.kl.branched import BranchedKL, WindowSettings
 from salesrl_trl.kl.law import NOTICE, KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE

@@ -1,14 +1,13 @@
 """Which micro-batches are ready while rewards are pending."""
 
 import math
-import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.rollout.buffer_policy import first_in, to_launch
+from salesrl_trl.rollout.buffer import first_in, to_launch
 from salesrl_trl.rollout.in_flight import ScoredGroups, parts
 
 WANTED = 0.5
@@ -50,15 +49,6 @@ def test_a_part_is_ready_when_all_of_it_is_settled():
     assert waiting.remaining == [range(4)]
     assert not waiting.complete
     assert not waiting.is_empty
-
-
-def test_a_released_part_does_not_come_again_with_later_advantages():
-    waiting = ScoredGroups(4, micro_batch=2, group=2)
-    assert look(waiting, "1100") == [[0, 1]]
-    waiting.release(batch_of(4, "second"))
-    assert taken(waiting) == []  # a part is released by the look that found it ready alone
-    assert look(waiting, "1111", 1.0, "second") == [[102, 103]]
-    assert waiting.is_empty
 
 
 def test_nothing_is_ready_before_so_much_is_scored_that_the_batch_can_not_be_skipped():
@@ -177,41 +167,6 @@ def test_a_micro_batch_has_the_pixels_of_its_own_pictures():
     assert second["image_grid_thw"].tolist() == [[1, 2, 2], [1, 1, 2], [1, 2, 2]]
     assert first["pixel_values"].flatten().tolist() == [0, 0]
     assert second["pixel_values"].flatten().tolist() == [1] * 4 + [2] * 2 + [3] * 4
-
-
-def play(ahead, oldest, sigma, steps=150, count=4, each=4, compute=2.2):
-    """A run of `steps` steps whose groups are scored in log-normal times around 8.8 s. Before each step a later batch
-    is launched, if there is one. Returns what each step trained on, (launch step, time at which it is in), and when
-    it began."""
-    draw, now, flight, trained, began, launched = random.Random(0), 0.0, [], [], [], 0
-    for step in range(steps):
-        while launched <= min(step + ahead, steps - 1):
-            for _ in range(count):
-                flight.append((step, now + max(8.8 * math.exp(sigma * draw.gauss(0, 1)) for _ in range(each))))
-            launched += 1
-        following = range(step + 1, min(step + ahead + 2, steps))
-        for at in sorted({now, *(ends for _, ends in flight if ends > now)}):
-            latest = [launch + oldest for launch, _ in flight]
-            if chosen := first_in(latest, [ends <= at for _, ends in flight], following, count):
-                break
-        trained.append([flight[group] for group in chosen])
-        flight = [group for number, group in enumerate(flight) if number not in chosen]
-        began.append(at)
-        now = at + compute
-    assert not flight
-    return trained, began
-
-
-@pytest.mark.parametrize("sigma", [0.35, 0.6])
-@pytest.mark.parametrize(("ahead", "oldest"), [(1, 4), (2, 3), (4, 5), (4, 8)])
-def test_no_group_is_older_than_allowed_and_the_mean_age_is_that_of_the_order(ahead, oldest, sigma):
-    (trained, began), (in_order, waited) = play(ahead, oldest, sigma), play(ahead, ahead, sigma)
-    ages, usual = (
-        [step - launch for step, groups in enumerate(run) for launch, _ in groups] for run in (trained, in_order)
-    )
-    assert ahead < max(ages) <= oldest
-    assert sum(ages) == sum(usual)
-    assert began[-1] < 0.95 * waited[-1]
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from salesrl_trl.rollout.normaliser import FAILED, Normaliser, Share, leave_out_empty
+from salesrl_trl.rollout.normaliser import FAILED, Normaliser, leave_out_empty
 
 
 def batches(*failed, items=8):
@@ -26,46 +26,42 @@ HALF_OF_ONE = ([True, False], [True, True])
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "has_bonus", "expected"),
+    ("loss_type", "expected"),
     [
-        ("grpo", False, Share(4.0, 1.0)),  # four completions, one is left
-        ("bnpo", False, Share(2.0, 1.0)),  # two micro-batches, one has something left
-        ("dapo", False, Share(1.0, 1.0)),  # `num_items_in_batch` is what is left
-        # the bonus is a mean over micro-batches, of which one counts; the rest of the factor is the policy's
-        ("grpo", True, Share(2.0, 2.0)),
-        ("bnpo", True, Share(1.0, 2.0)),
-        ("dapo", True, Share(0.5, 2.0)),
+        ("grpo", 4.0),  # four completions, one is left
+        ("bnpo", 2.0),  # two micro-batches, one has something left
+        ("dapo", 1.0),  # `num_items_in_batch` is what is left
     ],
 )
-def test_an_update_that_is_known_when_it_begins_has_its_factor_in_the_loss(loss_type, has_bonus, expected):
-    normaliser = Normaliser(loss_type, can_rescale=not has_bonus, has_bonus=has_bonus)
+def test_an_update_that_is_known_when_it_begins_has_its_factor_in_the_loss(loss_type, expected):
+    normaliser = Normaliser(loss_type, can_rescale=True)
     first, second = batches(*HALF_OF_ONE)
     normaliser.begin([first, second], 2, is_last=False, in_parts=False)
-    assert normaliser.share == expected
+    assert normaliser.factor == expected
     normaliser.begin([second], 2, is_last=True, in_parts=False)
-    assert normaliser.share == expected
+    assert normaliser.factor == expected
     assert not normaliser.is_empty
     normaliser.begin(batches([False, False]), 1, is_last=True, in_parts=False)
-    assert normaliser.share == Share()
+    assert normaliser.factor == 1.0
 
 
 def test_where_a_gradient_cant_be_rescaled_each_generation_batch_has_a_factor_of_its_own():
-    normaliser = Normaliser("grpo", can_rescale=False, has_bonus=False)
+    normaliser = Normaliser("grpo", can_rescale=False)
     first, second = batches([True, False], [False, False])
     normaliser.begin([first], 2, is_last=False, in_parts=False)
-    assert normaliser.share == Share(2.0)
+    assert normaliser.factor == 2.0
     normaliser.begin([second], 2, is_last=True, in_parts=False)
-    assert normaliser.share == Share()
+    assert normaliser.factor == 1.0
 
 
 def test_an_update_that_is_known_late_has_its_gradient_and_its_logged_loss_rescaled():
-    normaliser = Normaliser("dapo", can_rescale=True, has_bonus=False)
+    normaliser = Normaliser("dapo", can_rescale=True)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([1.0, 2.0])
     losses = []
     for place, batch in enumerate(batches(*HALF_OF_ONE)):
         normaliser.begin([batch], 2, is_last=place == 1, in_parts=True)
-        assert normaliser.share == Share()
+        assert normaliser.factor == 1.0
         losses.append(normaliser.end(torch.tensor(0.5), [weight], is_last=place == 1).item())
     # two of eight tokens are left: four times as much
     assert weight.grad.tolist() == [4.0, 8.0]

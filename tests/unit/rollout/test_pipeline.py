@@ -12,11 +12,11 @@ from accelerate import PartialState
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Ready, Sampled
+from salesrl_trl.generation.sampler import Sampled, ready
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.rollout.buffer_policy import ByArrival, InOrder, Refilled
+from salesrl_trl.rollout.buffer import ByArrival, InOrder, Refilled
 from salesrl_trl.rollout.in_flight import KeptRollouts
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
@@ -90,7 +90,7 @@ class Now:
     def start(self, prompts, finished, *, ahead):
         self.asked.append((list(prompts), ahead))
         finished(0, [7])
-        return Ready(sampled(prompts, self.logprobs))
+        return ready(sampled(prompts, self.logprobs))
 
 
 class Later:
@@ -124,7 +124,7 @@ class Run:
         self.loop, self.step, self._first, self.rows = Loop(), start, start, []
         launcher = Launcher(
             sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decode=str, behaviour_logps=behaviour,
-            record_span=pytest.fail, group=lambda: each,
+            group=lambda: each,
         )  # fmt: skip
         self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
         self.buffer = self.pipeline.buffer

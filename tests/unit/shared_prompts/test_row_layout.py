@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.padded import COMPLETIONS, PROMPTS, WIDTH, padded_batch
 
-from salesrl_trl.shared_prompts.row_layout import IGNORED, Group, Row, groups_of, layout_of
+from salesrl_trl.shared_prompts.row_layout import IGNORED, Row, groups_of, layout_of
 from salesrl_trl.shared_prompts.shared_passes import _split_off, packed
 
 CPU = torch.device("cpu")
@@ -59,15 +59,6 @@ def test_each_token_to_predict_sees_its_own_sequence_at_its_positions_and_nothin
         assert layout.size <= max(mask.sum(), 1)
 
 
-def test_a_prompt_lies_in_the_row_once():
-    ids, mask = padded_batch()
-    groups = groups_of(ids, mask, WIDTH)
-    assert [(each.prompt, each.rows, each.completions) for each in groups] == [
-        (7, (0, 1, 2), (10, 3, 6)), (12, (3, 4), (1, 0)), (1, (5,), (4,)),
-    ]  # fmt: skip
-    assert layout_of(groups, ids.size(1), WIDTH, CPU).size == 6 + 19 + 11 + 1 + 4
-
-
 def test_a_batch_without_a_token_to_predict_is_a_row_of_one():
     ids, mask = padded_batch(completions=[0] * len(PROMPTS))
     layout = layout_of(groups_of(ids, mask, WIDTH), ids.size(1), WIDTH, CPU)
@@ -104,9 +95,3 @@ def test_packs_hold_every_completion_once_within_their_tokens(most):
         held = sorted(pair for pack in packs for g in pack for pair in zip(g.rows, g.completions, strict=True))
         assert held == list(enumerate(COMPLETIONS))
         assert all(pack for pack in packs)
-
-
-def test_a_group_below_a_row():
-    group = Group(7, (0, 1, 5), (10, 3, 6))
-    assert group.below(5) == Group(7, (0, 1), (10, 3))
-    assert group.below(0).tokens == 0

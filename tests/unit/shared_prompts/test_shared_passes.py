@@ -10,7 +10,7 @@ from peft import LilyConfig, LoraConfig, get_peft_model
 from support.padded import VOCABULARY, WIDTH, apart, gradient, padded_batch, shared, trls_own
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from salesrl_trl.rollout.model_passes import Ahead, unasked_tokens
+from salesrl_trl.rollout.model_passes import Passes, unasked_tokens
 from salesrl_trl.shared_prompts.shared_passes import Columns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,12 +151,6 @@ def test_a_model_or_a_setting_that_cant_goes_trls_way(build, given, reason, capl
     assert not prompts.is_on
     assert reason in caplog.text
     assert prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH) == "TRL's"
-
-
-def test_a_batch_with_a_picture_goes_trls_way():
-    prompts, picture = shared(small("qwen2", **SMALL)), torch.ones(1)
-    theirs = prompts.log_probs(lambda *_, **__: "TRL's", None, *padded_batch(), WIDTH, pixel_values=picture)
-    assert theirs == "TRL's"
 
 
 def test_a_reference_with_another_attention_goes_trls_way(caplog):
@@ -320,12 +314,12 @@ def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_t
         grads = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
         return torch.stack(losses).detach(), grads
 
-    ahead, passes = Ahead(prompts, most_tokens, 1), []
+    ahead, passes = Passes(prompts, most_tokens, 1), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
 
     def ours(place, batch):
         ahead.begin(batches[place:], len(batches), is_last=place + 1 == len(batches))
-        return ahead.log_probs(trls_own, model, *batch, **given)
+        return ahead.log_probs({}, trls_own, model, *batch, **given)
 
     losses, grads = accumulated(ours)
     assert len(passes) == {1: 3, 30: 2, 1000: 1}[most_tokens]
@@ -340,10 +334,10 @@ def test_the_passes_of_an_update_are_of_one_size():
     prompts.log_probs(trls_own, model, ids, mask, WIDTH)  # the comparison
     batches, sizes = [split(ids[[0, 3]], mask[[0, 3]]) for _ in range(4)], []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given: sizes.append(given[0].numel()))
-    ahead = Ahead(prompts, 55, 1)  # three of the four fit
+    ahead = Passes(prompts, 55, 1)  # three of the four fit
     for place in range(4):
         ahead.begin(batches[place:], 4, is_last=place == 3)
-        ahead.log_probs(trls_own, model, *Columns.of(batches[place : place + 1]), compute_entropy=True)
+        ahead.log_probs({}, trls_own, model, *Columns.of(batches[place : place + 1]), compute_entropy=True)
     assert sizes == [39, 39]
 
 
@@ -368,11 +362,11 @@ def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_pred
     model = small("qwen2", **SMALL)
     prompts, (ids, mask) = shared(model), padded_batch((1, 1), (0, 0))
     prompts.log_probs(trls_own, model, *padded_batch(), WIDTH)  # the comparison
-    batches, ahead, passes = [split(ids, mask), split(ids, mask)], Ahead(prompts, 1, 1), []
+    batches, ahead, passes = [split(ids, mask), split(ids, mask)], Passes(prompts, 1, 1), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     for place, batch in enumerate(batches):
         ahead.begin(batches[place:], 2, is_last=place == 1)
-        ahead.log_probs(trls_own, model, *Columns.of([batch]), compute_entropy=True)
+        ahead.log_probs({}, trls_own, model, *Columns.of([batch]), compute_entropy=True)
         assert len(passes) == place + 1
 
 
@@ -380,9 +374,9 @@ def test_a_micro_batch_out_of_turn_is_refused():
     model = small("qwen2", **SMALL)
     prompts, (ids, mask) = shared(model), padded_batch()
     first, second, other = (split(ids, mask) for _ in range(3))
-    ahead = Ahead(prompts, 1000, 1)
+    ahead = Passes(prompts, 1000, 1)
     ahead.begin([first, second], 2, is_last=False)
-    ahead.log_probs(trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
+    ahead.log_probs({}, trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
     with pytest.raises(RuntimeError, match="another micro-batch came"):
         ahead.begin([other], 2, is_last=True)
     ahead.forget()
