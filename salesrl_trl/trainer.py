@@ -48,7 +48,7 @@ from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
@@ -96,7 +96,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
         sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
         parts: Sequence[Part] = (), **kwargs: object,

@@ -38,7 +38,7 @@ from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups,
 from salesrl_trl.rollout.model_passes import OLD, RATIO, correction_sums
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
@@ -96,7 +96,7 @@ class RolloutScoring:
     reward_loop: RewardLoop
     figures: RewardFigures
     ledger: Ledger
-    instruments: RunEvents
+    instruments: Instruments
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device

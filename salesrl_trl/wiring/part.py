@@ -25,7 +25,7 @@ from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
-from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 
@@ -48,7 +48,7 @@ class PartContext:
     sampler: Sampler
     pipeline: Pipeline
     scoring: RolloutScoring
-    instruments: RunEvents
+    instruments: Instruments
     run_control: RunControl
     kl: BranchedKL | None
     least_lookahead: int  # at 0 a server and the trainer would wait for each other
@@ -159,7 +159,6 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("parts.step_lines:EpochLine", True),
         _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
         _BuiltIn("judged.meter_part:Spending", reward.budget is not None, "a budget"),
-        _BuiltIn("parts.flops:FlopsCount", True),
         _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
         _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
         _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
