@@ -180,8 +180,6 @@ class Instruments:
         steps = self.timeline.drain_steps()
         spans = self.timeline.drain_spans()
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
-        if self.timeline.dropped_spans:
-            self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         sums = self._sums(steps)
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
         ranks: list[perf.Sums] = [
