@@ -49,7 +49,7 @@ from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.telemetry.spared import tell
+from salesrl_trl.telemetry.logs import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.overrides import in_force_if
@@ -386,9 +386,6 @@ class SalesGRPOTrainer(SavingTrainer):
             try:
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
-                if has_table and self.accelerator.is_main_process:
-                    for part in self.components.parts:
-                        part.on_table(mode, self.state.global_step)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise

@@ -20,7 +20,7 @@ from salesrl_trl.ground.process import installed, write_whole
 from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
 from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
 from salesrl_trl.parts.run_banner import training_lines
-from salesrl_trl.telemetry.spared import spared
+from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.wiring.part import Part, PartContext
 
 PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")

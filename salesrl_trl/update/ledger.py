@@ -22,7 +22,7 @@ from salesrl_trl.names import (
     line_names,
 )
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
-from salesrl_trl.telemetry.aggregates import StepAggregates
+from salesrl_trl.telemetry.perf import StepAggregates
 from salesrl_trl.types import EvaluatedCompletion
 
 MODES = ("train", "eval")

@@ -104,9 +104,6 @@ class Part(TrainerCallback):
         """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
         return {}
 
-    def on_table(self, mode: str, step: int) -> None:
-        """TRL has written its table of completions. Called on the main process alone."""
-
     def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
         """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
         `create_model_card`. Called on the main process alone."""

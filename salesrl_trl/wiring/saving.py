@@ -15,7 +15,7 @@ from transformers.utils import PushInProgress
 from salesrl_trl.checkpoint.fitted import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.names import SAVING_FOLDER
-from salesrl_trl.telemetry.spared import spared
+from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.wiring.overrides import in_force_if
 from salesrl_trl.wiring.trl_access import TRLAccess
 

@@ -21,7 +21,7 @@ from salesrl_trl.telemetry.instruments import (
     write_start,
 )
 from salesrl_trl.telemetry.timeline import StepTimes
-from salesrl_trl.telemetry.trace import TraceWriter
+from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import Span
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(build, caplog, monkeypatch, 
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(TraceWriter, "write", full)
+    monkeypatch.setattr(StepTrace, "_append", full)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         for _ in range(3):
             assert a_step(instruments)[STEP_SECONDS] > 0

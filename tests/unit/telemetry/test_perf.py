@@ -6,8 +6,7 @@ import pytest
 
 from salesrl_trl import names
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
-from salesrl_trl.telemetry.perf import added, perf_figures, time_figures
+from salesrl_trl.telemetry.perf import StepAggregates, added, percentile, perf_figures, time_figures
 
 NAN = math.nan
 
