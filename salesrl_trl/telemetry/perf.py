@@ -1,5 +1,5 @@
-"""Sums that become figures: of time, throughput, utilisation and memory, and of all that is kept from one log line to the
-next. And the peaks of chips."""
+"""Sums that become figures: of time, throughput, utilisation and memory, and of all that is kept from one log line to
+the next. And the peaks of chips."""
 
 import math
 import re
