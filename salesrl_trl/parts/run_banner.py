@@ -1,7 +1,4 @@
-"""The banner of a script, and lines at the start of a run about its training: `launch.banner` has them in a recipe's.
-
-Owns their wording. Loads nothing.
-"""
+"""The banner of a script, and lines at the start of a run about its training, which `launch.banner` has too."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +11,6 @@ from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
 from salesrl_trl.service.breaker import SharedBudget
-from salesrl_trl.telemetry.logs import QUIET
 from salesrl_trl.types import ALL
 from salesrl_trl.wiring.part import Part, PartContext
 
@@ -58,7 +54,6 @@ class Banner(Part):
                 record_line(args),
                 *hub_lines(args),
                 ("report", report),
-                ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
                 ("output", args.output_dir),
             ]
         )

@@ -22,8 +22,8 @@ LEAST_SHARE = 0.5
 """Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
 0.99 and more; in 16 bits most updates are lost to the number format."""
 REMEDY = (
-    "Updates are lost to the weights' number format, or are far too small. Train float32 weights (`bf16: true` computes "
-    "in bf16 all the same), LoRA, or with an optimizer that rounds stochastically; or raise the learning rate."
+    "Updates are lost to the weights' number format, or are far too small. Train float32 weights (`bf16: true` "
+    "computes in bf16 all the same), LoRA, or with an optimizer that rounds stochastically, or raise the rate."
 )
 
 

@@ -67,7 +67,6 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
         "version",
         "record",
         "report",
-        "quiet",
         "output",
     ]
     assert f"length: at {length.__code__.co_filename}" in banner[0]
