@@ -36,8 +36,8 @@ from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
-from salesrl_trl.ground.changed_code import warn_of_changes
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.own_code import warn_of_changes
+from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty

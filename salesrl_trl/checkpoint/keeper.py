@@ -34,8 +34,7 @@ from salesrl_trl.checkpoint.whole import (
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.generation.sampler import Sampled
-from salesrl_trl.ground.patched import patched
-from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.ground.process import patched, put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.rollout.in_flight import KeptRollouts

@@ -1,11 +1,8 @@
-"""Settings of one process, and the files that it writes.
-
-Owns memory, open files, the environment of children, the cache's folder, and writing that leaves whole files only.
-Standard library only.
-"""
+"""Settings of one process, its threads, and the files that it writes. Standard library only."""
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import errno
 import functools
@@ -16,13 +13,21 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 import sys
 from pathlib import Path
+from unittest import mock
+
+from salesrl_trl.errors import ConfigError
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # NVIDIA, AMD
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
 """Environment variables for a process without accelerators. The value is -1, because AMD's runtime reads an empty
 string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of every GPU that it sees."""
+
+patched = mock.patch.object
+"""`with patched(owner, "name", value)`: while active, another library's object has this value under that name."""
+MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a thousand characters.
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -177,3 +182,58 @@ def _exchanged(folder: Path, other: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = (os.fsencode(folder), os.fsencode(other))
     return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
+
+
+def find_key(variable: str) -> str | None:
+    """The key in the environment variable, or in the file that `<variable>_FILE` names; `None` if neither is set.
+
+    Raises `ConfigError` if both are set, or the file can't be read, can be read by others, is empty or too large. The
+    message shows neither key nor path: whoever mistakes one variable for the other has the key there.
+    """
+    key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
+    if not path:
+        return key or None
+    if key:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+    where = f"the file that the environment variable {variable}_FILE names"
+    try:
+        # Without waiting for the writer of a named pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
+    if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
+        raise ConfigError(
+            f"{where} has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key. "
+            f'Expected a file of its owner alone: chmod 600 "${variable}_FILE"'
+        )
+    if not content.strip() or len(content) > MOST_BYTES:
+        size = f"more than {MOST_BYTES} bytes" if len(content) > MOST_BYTES else "no key"
+        raise ConfigError(f"{where} holds {size}. Expected a file with the key alone.")
+    return content.decode("utf-8", errors="replace").strip()
+
+
+_TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextVar("salesrl_trl_torch")
+
+
+def here() -> contextvars.Context:
+    """This thread's context and torch's devices, for another thread."""
+    context = contextvars.copy_context()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        context.run(_TORCH.set, (index, torch.get_default_device()))
+    return context
+
+
+def enter() -> None:
+    """Give this thread the devices that its context holds."""
+    index, default = _TORCH.get((None, None))
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if index is not None and torch.cuda.current_device() != index:
+        torch.cuda.set_device(index)
+    if default is not None and torch.get_default_device() != default:
+        torch.set_default_device(default)

@@ -13,7 +13,7 @@ from transformers import TrainerState
 
 from salesrl_trl import __version__
 from salesrl_trl.ground.process import installed, write_whole
-from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
+from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
 from salesrl_trl.parts.run_banner import training_lines
 from salesrl_trl.telemetry.logs import spared

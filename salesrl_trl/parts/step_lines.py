@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from transformers import TrainerState
 
 from salesrl_trl import names
-from salesrl_trl.ground.tables import calls_and_usd
+from salesrl_trl.ground.texts import calls_and_usd
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext

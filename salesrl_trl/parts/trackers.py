@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import (
 )
 from trl.extras.profiling import ProfilingContext
 
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.names import (
     BRANCH,
     CATEGORIES,

@@ -14,7 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from salesrl_trl.data.datasets_of_users import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.in_flight import Rollout

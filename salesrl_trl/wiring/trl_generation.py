@@ -29,7 +29,7 @@ from salesrl_trl.generation.sampler import (
     TurnAccess,
 )
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
