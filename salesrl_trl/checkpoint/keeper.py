@@ -38,7 +38,7 @@ from salesrl_trl.ground.process import patched, put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.rollout.in_flight import KeptRollouts
-from salesrl_trl.update.ranks import on_any_rank
+from salesrl_trl.update.run_control import on_any_rank
 
 logger = get_logger(__name__)
 

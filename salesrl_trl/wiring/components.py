@@ -98,12 +98,7 @@ class Components:
         further = [line for line, setting in lines.items() if setting]
         own = [name for part in parts for name in part.figure_names]
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
-        self.run_control = from_fields(
-            RunControl,
-            args,
-            max_outage_s=MAX_OUTAGE_S,
-            places=reward.names.places,
-        )
+        self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
         self.keeper = Keeper(
             args,
             self.kl,

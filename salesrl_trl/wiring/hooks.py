@@ -16,7 +16,7 @@ from salesrl_trl.generation.sampler import Finished, Generate, Handle, Start
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.types import Example
-from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import StepSnapshot
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM

@@ -20,7 +20,7 @@ from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import StepSnapshot
 from salesrl_trl.wiring.hooks import Hooks
 from salesrl_trl.wiring.trl_generation import TRLGeneration
 

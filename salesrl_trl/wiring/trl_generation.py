@@ -33,7 +33,7 @@ from salesrl_trl.ground.process import patched
 from salesrl_trl.names import SERVER_TRACK, Phase
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Example
-from salesrl_trl.update.ranks import highest
+from salesrl_trl.update.run_control import highest
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import AGENTS
 

@@ -35,9 +35,7 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     tiny, tmp_path, caplog, monkeypatch
 ):
     imported = sys.modules["salesrl_trl.trainer"].__spec__, b"the hash of an older file"
-    monkeypatch.setitem(
-        own_code._imported, "salesrl_trl.trainer", imported
-    )  # as in a kernel that was not restarted
+    monkeypatch.setitem(own_code._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
     monkeypatch.setattr(own_code, "_told", set())
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
