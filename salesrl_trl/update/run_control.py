@@ -119,10 +119,10 @@ class RunControl:
         last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
         more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
         self.error = TooFewRewardsError(
-            f"{self._skipped_in_a_row} generation batches in a row had fewer than {self.min_valid_reward_fraction:.0%} "
-            f"of their completions scored, since {began:%Y-%m-%d %H:%M:%S}. {last}Failures in the last one: "
-            f"{_counted(self._missing)}. A checkpoint was saved; repair what the reasons name and go on with "
-            f"{self._resume(step)}{more}."
+            f"{self._skipped_in_a_row} generation batches in a row had fewer than "
+            f"{self.min_valid_reward_fraction:.0%} of their completions scored, since {began:%Y-%m-%d %H:%M:%S}. "
+            f"{last}Failures in the last one: {_counted(self._missing)}. A checkpoint was saved; repair what the "
+            f"reasons name and go on with {self._resume(step)}{more}."
         )
         self.error.is_resumable = not is_last  # the same command would find nothing left to learn
 

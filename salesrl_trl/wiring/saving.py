@@ -12,7 +12,7 @@ import transformers.trainer as transformers_trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
-from salesrl_trl.checkpoint.fitted import fitted
+from salesrl_trl.checkpoint.keeper import fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.names import SAVING_FOLDER
 from salesrl_trl.telemetry.logs import spared

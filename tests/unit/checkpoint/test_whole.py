@@ -79,15 +79,11 @@ def test_the_model_alone_is_no_checkpoint_to_go_on_from(tmp_path):
     assert "`save_only_model`" in fault_of(checkpoint(tmp_path, 20, has_optimizer=False))
 
 
-def test_a_foreign_file_is_told_and_its_checkpoint_is_taken(tmp_path, caplog):
-    checkpoint(tmp_path, 20)
+def test_a_checkpoint_with_a_foreign_file_that_is_not_read_is_taken(tmp_path):
     last = checkpoint(tmp_path, 40)
     (last / "notes.md").touch()
     (last / ".nfs0001").symlink_to(last / "gone")
-    for asked in ("auto", last):
-        caplog.clear()
-        assert find(asked, str(tmp_path)) == last
-        assert "checkpoint-40; these files there are ignored: .nfs0001, notes.md" in caplog.text
+    assert find("auto", str(tmp_path)) == find(last, str(tmp_path)) == last
 
 
 @pytest.fixture
@@ -124,7 +120,7 @@ def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         find("true", str(tmp_path))
     checkpoint(tmp_path, 20)
-    with pytest.raises(ConfigError, match=r"Did you mean 'checkpoint-20'\? \S+ holds checkpoint-20\."):
+    with pytest.raises(ConfigError, match=r"\S+ holds checkpoint-20\."):
         find(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
