@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from salesrl_trl.names import (
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.heartbeat import Heartbeat
+from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
@@ -48,11 +49,9 @@ BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstrumentSettings:
-    """Settings: which measurements, how often, and how much is kept."""
+    """Settings: which measurements, and how much is kept."""
 
     enabled: bool = True
-    perf_steps: int = 1
-    """Steps between two lines with throughput, utilisation and memory. A line covers the steps since the last one."""
     trace_steps: range = range(0)
     """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
     range means no trace."""
@@ -83,7 +82,6 @@ class Instruments:
         # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
         self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
-        self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
         self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
         self._output_dir = output_dir
@@ -119,7 +117,7 @@ class Instruments:
         self.last_step = last_step
         self._batches.clear()
         self._trace.begin_training(step)
-        self._waits, self._lengths, self._trained, self._due = [], [], None, None
+        self._waits, self._lengths, self._trained = [], [], None
         self.timeline.starts()
 
     def count_flops(self, model: torch.nn.Module) -> None:
@@ -188,18 +186,14 @@ class Instruments:
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
-        self._due = ranks if self._due is None else perf.added(self._due, ranks)
-        figures = perf.time_figures(ranks)
-        if self.step % self._settings.perf_steps == 0:
-            figures |= perf.perf_figures(self._due, self._peak) | self._machine.drain()
-            known = self._flops is not None and self._peak is not None
-            if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-                self._warn_once(
-                    f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run "
-                    "behind the clock. No MFU is shown. Set `peak_tflops`."
-                )
-            self._due = None
-            forget_peak(self._device)
+        figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self._machine.drain()
+        known = self._flops is not None and self._peak is not None
+        if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
+            self._warn_once(
+                f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
+                "the clock. No MFU is shown. Set `peak_tflops`."
+            )
+        forget_peak(self._device)
         return figures
 
     def close(self) -> None:
@@ -306,24 +300,13 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
         sums = phases if span.track == PHASES_TRACK else beside
         sums[span.name] = sums.get(span.name, 0.0) + span.seconds
     total = first.ended - min([first.started, *(span.started for span in known)])
-    evaluation = first.seconds.get(Phase.EVALUATION, 0.0)
-
-    def shown(seconds_by_name: Mapping[str, float]) -> list[str]:
-        return [f"{name} {seconds:.1f}" for name, seconds in seconds_by_name.items() if seconds >= SHOWN_S]
-
-    evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
     other = max(total - sum(phases.values()) - first.wall, 0.0)
-    parts = ", ".join([*shown(phases), f"first step {first.wall:.1f}{evaluated}", f"other {other:.1f}"])
-    side = f"; side by side with these: {', '.join(shown(beside))}" if shown(beside) else ""
-    logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{side}")
-    figures = {
-        "total_s": total,
-        "phases_s": phases,
-        "beside_s": beside,
-        "first_step_s": first.wall,
-        "evaluation_s": evaluation,
-    }
-    try:
+    parts, side = (
+        ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items() if seconds >= SHOWN_S)
+        for each in ({**phases, "first step": first.wall, "other": other}, beside)
+    )
+    more = f"; side by side with these: {side}" if side else ""
+    logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{more}")
+    figures = {"total_s": total, "phases_s": phases, "beside_s": beside, "first_step_s": first.wall}
+    with spared(START_UP_FILE, OSError):
         (output_dir / START_UP_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        logger.warning(f"{output_dir / START_UP_FILE} can't be written ({type(error).__name__})")

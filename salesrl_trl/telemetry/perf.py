@@ -75,16 +75,6 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     return figures
 
 
-def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
-    """Sums over two stretches of steps, rank by rank. Memory is the later one's, with the larger peak of both."""
-    return [
-        {name: earlier[name] + later[name] for name in COLUMNS}
-        | {name: later[name] for name in names.MEMORY}
-        | {names.GPU_PEAK: max(earlier[names.GPU_PEAK], later[names.GPU_PEAK])}
-        for earlier, later in zip(ranks, more, strict=True)
-    ]
-
-
 def _mean(ranks: Sequence[Sums], name: str) -> float:
     return sum(rank[name] for rank in ranks) / len(ranks)
 
