@@ -29,30 +29,23 @@ patched = mock.patch.object
 """`with patched(owner, "name", value)`: while active, another library's object has this value under that name."""
 MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a thousand characters.
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_NEVER = 2**31 - 1
-_HERE = -100  # AT_FDCWD: a relative path begins in the working folder
-_RENAME_EXCHANGE = 2
-
 _GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between two collections of each generation
 _GC_USUAL = gc.get_threshold()
 
 
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks instead of returning each large one to the kernel, which maps and clears every page
-    anew: on a CPU half of the time of a step of fine-tuning (1.86 against 3.36 steps a second on two cores). In
-    exchange, the process keeps its peak memory. Without glibc this does nothing."""
+    anew: on a CPU half of the time of a step. In exchange, the process keeps its peak memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
 
 
 def collect_seldom() -> None:
     """Exclude all present objects from garbage collection, and collect the others seldom, until the process ends.
-    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight (0.86
-    against 0.55 ms a call). At the end all are collected: Triton would print a page about those that are left."""
+    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight. At the
+    end all are collected: Triton would print a page about those that are left."""
     atexit.unregister(collect_as_usual)
     atexit.register(collect_as_usual)
     gc.collect()
@@ -61,7 +54,6 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Undo `collect_seldom`."""
     gc.unfreeze()
     gc.set_threshold(*_GC_USUAL)
 
@@ -179,9 +171,9 @@ def sync(path: Path) -> None:
 
 def _exchanged(folder: Path, other: Path) -> bool:
     """Exchange two folders in one step, as Linux can on most disks. False if it can't here."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    rename, at, exchange = getattr(ctypes.CDLL(None), "renameat2", None), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = (os.fsencode(folder), os.fsencode(other))
-    return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
+    return rename is not None and rename(at, names[0], at, names[1], exchange) == 0
 
 
 def find_key(variable: str) -> str | None:
@@ -203,14 +195,15 @@ def find_key(variable: str) -> str | None:
             content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
+    fault = None
     if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
+        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key"
+    elif not content.strip() or len(content) > MOST_BYTES:
+        fault = "holds no key" if len(content) <= MOST_BYTES else f"holds more than {MOST_BYTES} bytes"
+    if fault is not None:
         raise ConfigError(
-            f"{where} has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key. "
-            f'Expected a file of its owner alone: chmod 600 "${variable}_FILE"'
+            f'{where} {fault}. Expected the key alone, for its owner alone: chmod 600 "${variable}_FILE"'
         )
-    if not content.strip() or len(content) > MOST_BYTES:
-        size = f"more than {MOST_BYTES} bytes" if len(content) > MOST_BYTES else "no key"
-        raise ConfigError(f"{where} holds {size}. Expected a file with the key alone.")
     return content.decode("utf-8", errors="replace").strip()
 
 
@@ -218,7 +211,8 @@ _TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextV
 
 
 def here() -> contextvars.Context:
-    """This thread's context and torch's devices, for another thread."""
+    """This thread's context variables and torch's devices, for another thread that calls a user's code: a new one
+    begins with GPU 0 and the CPU."""
     context = contextvars.copy_context()
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -2,8 +2,6 @@
 terminal. `encodable` is called where texts of others enter: from services, files, functions and tools."""
 
 import logging
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -11,7 +9,7 @@ from typing import TypeVar, cast
 NOT_KNOWN = "n/a"
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_replaced = Counter[str]()  # values of this process with half a pair, by source
+_told = set[str]()  # sources that had half a pair
 
 
 def is_unicode(value: object) -> bool:
@@ -28,16 +26,13 @@ def is_unicode(value: object) -> bool:
 
 
 def encodable(value: T, source: str) -> T:
-    """The value itself, or a copy in which U+FFFD stands for each half of a surrogate pair. The log counts the values
-    that had one by `source`, such as `"a reply of judge"`."""
+    """The value itself, or a copy in which U+FFFD stands for each half of a surrogate pair. The log names each
+    `source` that had one, such as `"a reply of judge"`."""
     if is_unicode(value):
         return value
-    _replaced[source] += 1
-    if re.fullmatch("10*", str(_replaced[source])):
-        logger.warning(
-            f"[Text] {source} contains half a surrogate pair, which can't be encoded. It is replaced by U+FFFD "
-            f"({_replaced[source]} so far; logged again at ten times as many)"
-        )
+    if source not in _told:
+        _told.add(source)
+        logger.warning(f"[Text] {source} contains half a surrogate pair, which can't be encoded. U+FFFD replaces such")
     return cast(T, _mended(value))
 
 

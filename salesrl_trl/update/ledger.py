@@ -1,7 +1,6 @@
 """The figures of the next log line, for training and for evaluations: sums, and failures by reason.
 
-They are already the same on all ranks: it owns no collective. `rollout` and `wiring.components` record; the trainer's
-`log` flushes.
+They are already the same on all ranks: there is no collective here.
 """
 
 import contextlib
