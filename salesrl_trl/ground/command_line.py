@@ -1,4 +1,4 @@
-"""The command lines of the package's tools, which `commands.toml` holds: a parser, a command's work, and how it ends."""
+"""The command lines of the package's tools, which `commands.toml` holds: a parser, a command's work, and its end."""
 
 import argparse
 import json

@@ -201,9 +201,8 @@ def find_key(variable: str) -> str | None:
     elif not content.strip() or len(content) > MOST_BYTES:
         fault = "holds no key" if len(content) <= MOST_BYTES else f"holds more than {MOST_BYTES} bytes"
     if fault is not None:
-        raise ConfigError(
-            f'{where} {fault}. Expected the key alone, for its owner alone: chmod 600 "${variable}_FILE"'
-        )
+        more = f'Expected the key alone, in a file of its owner alone: chmod 600 "${variable}_FILE"'
+        raise ConfigError(f"{where} {fault}. {more}")
     return content.decode("utf-8", errors="replace").strip()
 
 
