@@ -52,9 +52,7 @@ class HasState(Protocol):
     name: str
 
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-
     def known_run(self) -> str | None: ...
 
 
@@ -119,9 +117,8 @@ class Keeper:
         return folder
 
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
-        """Write the package's own files: the KL's state, the identity, the generation batch under way, and
-        rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
-        TRL keeps them."""
+        """Write the package's own files. `update` and `micro_step`: steps done. `slices`: of the generation batch
+        under way, as TRL keeps them."""
         is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
         moved = any(rollout.inputs or not rollout.rows for rollout in flying.values())  # to prompts of this process's
         if self.args.should_save:
@@ -226,14 +223,13 @@ class Keeper:
         ) from error
 
     def _finish(self, fresh: Path, folder: Path, state: TrainerState) -> None:
-        """Write the manifest and put the checkpoint in place, unless it is there."""
-        if not fresh.is_dir():
+        if not fresh.is_dir():  # it is in its place
             return
         if state.best_model_checkpoint == str(fresh):
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
-        processes, has_optimizer = PartialState().num_processes, not self.args.save_only_model
-        seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir, run=self.run)
+        has_optimizer = not self.args.save_only_model
+        seal(fresh, PartialState().num_processes, has_optimizer, self._output_dir, self.run)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,20 +38,13 @@ class Manifest:
     run: str  # id of the run that saved it
 
 
-def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
+def seal(folder: Path, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
     """Write the manifest of a checkpoint whose files are complete. `output_dir` holds the checkpoints before it."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
-    }
-    manifest = {
-        "number": 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0),
-        "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
-        "processes": processes,
-        "has_optimizer": has_optimizer,
-        "run": run,
-        "files": files,
-    }
+    number = 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0)
+    sizes = {name: (folder / name).stat().st_size for name in _names(folder)}
+    files = {name: {"bytes": size, "sha256": _digest(folder / name)} for name, size in sizes.items()}
+    manifest = {"number": number, "processes": processes, "has_optimizer": has_optimizer, "run": run, "files": files}
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
