@@ -66,7 +66,7 @@ from benchmarks.pipeline import Clock, window
 from benchmarks.service import GENERATIONS, latency_s
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.names import REWARD_EXPOSED, REWARD_HIDDEN, outcome_of
 from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings

@@ -54,7 +54,7 @@ from benchmarks.common import (
 from benchmarks.service import InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.checks.model import FLASH
 from salesrl_trl.launch.memory_estimate import STOCHASTIC_OPTIM, Estimate, estimate, setup_of
 from salesrl_trl.launch.memory_shape import ModelShape, shape_of, with_adapters

@@ -84,7 +84,7 @@ from benchmarks.vllm_server import for_training, vllm_server
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import passes_of
 from salesrl_trl.demo.packaged import packaged_tokenizer
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.record.reader import record_file
 from salesrl_trl.record.recorder import RecorderPart

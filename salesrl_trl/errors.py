@@ -1,31 +1,5 @@
 """The errors that this package raises on purpose.
 
-    SalesRLError
-    ├── ConfigError            a setting, recipe or accelerate configuration that cannot work
-    │   └── ConfigErrors           several refusals of one start, whatever their classes
-    ├── DataError              a dataset that is empty, lacks a column or holds a bad row
-    ├── ModelNotFoundError     the policy's path or hub name does not exist
-    ├── ServiceError           a RAG service or judge failed
-    │   ├── ServiceUnavailable     refused, unreachable, 5xx
-    │   │   └── ServiceOverloaded      429, or an error with a time to come back
-    │   ├── ServiceTimeout         no complete answer in time
-    │   │   └── DeadlineExceeded       the deadline of the reward came first
-    │   ├── ServiceRejected        4xx that a retry does not repair
-    │   │   └── AccessDenied           key refused or quota used up; a single one is retried
-    │   ├── BudgetSpent            not sent: a limit of the run's spending is reached
-    │   ├── FunctionError          a reward function raised, or returned what is no reward
-    │   └── BadServiceResponse     an answer that breaks its contract
-    │       ├── ForeignReply           not, or not only, the reply to this request
-    │       ├── ErrorInAnswer          a 200 whose content says that it is an error
-    │       └── JudgeInvalid           a verdict that breaks its schema
-    │           └── ForeignVerdict         with the nonce of another request; also a ForeignReply
-    ├── WeightSyncError        vLLM samples from other weights than the ones in training
-    ├── DivergedError          gradients or the KL are no usable numbers any more, several log lines in a row
-    ├── TooFewRewardsError     too few completions could be scored, several steps in a row
-    ├── JudgeAlarm             the judge's score does not mean any more what it meant, and a setting ends the run then
-    ├── CheckpointError        a checkpoint could not be saved; the ones before it are whole
-    └── RunStopped             the run was told to stop, or an error stopped it, and it can go on
-
 A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
 """
 

@@ -1,9 +1,6 @@
-"""Every name that a run leaves behind: phases, stages of a reward, tags of figures, files.
-
-Owns the names, and `FIGURES`: the list of what is logged, which `figures.toml` holds. The console's lines, the report,
-TensorBoard's layout, the ledger and a table in docs/ARCHITECTURE.md are made from it. Standard library only: the
-report starts without torch.
-"""
+"""Every name that a run leaves behind: phases, stages of a reward, tags of figures, files. And `FIGURES`, the list of
+what is logged, from which the console's lines, the report, TensorBoard's layout and the ledger are made. Standard
+library only: the report starts without torch."""
 
 import itertools
 import re
@@ -20,8 +17,6 @@ TRAIN = "train/"  # transformers puts this before the tag of every training figu
 REWARD = "reward"  # TRL's own tag: mean reward over all completions that were scored
 Tag = Callable[[str], str]  # from a branch, for example
 TagOfTwo = Callable[[str, str], str]
-
-# Phases of a run and of a step
 
 
 class StartUp(StrEnum):
@@ -61,8 +56,6 @@ time_of: Tag = "time/{}_s".format  # of a phase: mean over ranks
 STEP_SECONDS = "time/step_s"
 EPOCH_TOTALS = "epoch_totals/"  # before an epoch's steps, tokens, failures, seconds, and mean reward of each branch
 
-# Time of the rewards
-
 
 class Stage(StrEnum):
     """Stages of one completion's reward, in their order. The 32B answer is asked for beside the 8B answer."""
@@ -80,8 +73,6 @@ REWARD_SECONDS = "time/reward_s"
 REWARD_EXPOSED = "time/reward_exposed_s"
 REWARD_HIDDEN = "time/reward_hidden_s"
 JUDGE_SECONDS = "time/judge_s"
-
-# Rewards and their failures
 
 reward_of: Tag = "reward/{}".format
 reference_of: Tag = "reference/{}".format
@@ -108,15 +99,11 @@ OVERLOAD_SHARE = "overload_share"
 traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`
 saved_by: Tag = "cache/{}_saved".format
 
-# Tools
-
 TOOL_FIGURES = ("calls", "failures", "errors", "seconds")  # of a tool, in a generation batch
 tool_figure: TagOfTwo = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
 
 EPISODE_FIGURES = ("calls", "rewritten", "untrained")  # of episodes, in a generation batch
 episode_figure: Tag = "episodes/{}".format  # one of `EPISODE_FIGURES`
-
-# KL
 
 
 def kl_of(branch: str, kind: str = "") -> str:
@@ -126,8 +113,6 @@ def kl_of(branch: str, kind: str = "") -> str:
 
 beta_of: Tag = "beta/{}".format
 ALL_KL = "kl"
-
-# Rollouts
 
 STALENESS = "rollout/staleness"
 STALENESS_MAX = "rollout/staleness_max"
@@ -141,8 +126,6 @@ def is_largest(name: str) -> bool:
 
 
 CHANGED_SHARE = "weights/changed_share"
-
-# Throughput and memory
 
 perf_of: Tag = "perf/{}_s".format
 PERF_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.DATA_LOADING)
@@ -163,21 +146,14 @@ GPU_PEAK = "memory/gpu_peak_gib"
 HOST_MEMORY = "memory/host_gib"
 MEMORY = ("memory/gpu_allocated_gib", GPU_RESERVED, GPU_PEAK, HOST_MEMORY)
 
-# Quick evaluations
-
 QUICK_EVAL = "quick_eval/"  # before the tag of every figure of a quick evaluation
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
 quick_of: TagOfTwo = (QUICK_EVAL + "{}/{}").format  # branch, kind
-
-# The judge's meter
 
 agreement_of: Tag = "judge_meter/agreement/{}".format  # branch
 JUDGE_DRIFT = "judge_meter/drift"
 JUDGE_ALARMS = "judge_meter/alarms"
 BY_SECOND_JUDGE = "judge_meter/by_second_judge"
-
-# The list of figures
-
 
 BRANCH = "{branch}"
 

@@ -1,7 +1,4 @@
-"""Timings of blocks, functions and coroutines.
-
-Owns the wall time of one piece of code. `telemetry.timeline` owns the phases of a step. Standard library only.
-"""
+"""Timings of blocks, functions and coroutines. `telemetry.timeline` has phases of a step. Standard library only."""
 
 import functools
 import inspect
@@ -25,7 +22,7 @@ PHASES_TRACK = "phases"
 class Span:
     """Something that began and ended: `Span(name="judge", started=12.0, ended=15.2, track="reward 3")`."""
 
-    name: str  # name of the timed work
+    name: str
     started: float  # seconds on `time.perf_counter`'s scale
     ended: float  # the same scale; not before `started`
     track: str = PHASES_TRACK
@@ -34,7 +31,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
         return self.ended - self.started
 
 
@@ -64,10 +60,9 @@ _open: ContextVar[tuple[tuple["TimingContext", Timing], ...]] = ContextVar("timi
 
 
 class Spans(Protocol):
-    """Something that keeps spans."""
+    """Something that keeps spans, from any thread."""
 
-    def add(self, spans: Iterable[Span]) -> None:
-        """Keep spans that were measured elsewhere. From any thread."""
+    def add(self, spans: Iterable[Span]) -> None: ...
 
 
 class TimingContext:

@@ -35,8 +35,8 @@ from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.datasets_of_users import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
-from salesrl_trl.ground.changed_code import warn_of_changes
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.own_code import warn_of_changes
+from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
@@ -47,8 +47,8 @@ from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
-from salesrl_trl.telemetry.run_events import RunEvents
-from salesrl_trl.telemetry.spared import tell
+from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.logs import tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import Part, layer
@@ -90,7 +90,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: GRPOConfig | None = None, *more: object, instruments: RunEvents | None = None,
+        args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
         sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
         parts: Sequence[Part] = (), **kwargs: object,
@@ -354,9 +354,6 @@ class SalesGRPOTrainer(SavingTrainer):
             try:
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
-                if has_table and self.accelerator.is_main_process:
-                    for part in self.components.parts:
-                        part.on_table(mode, self.state.global_step)
             except Exception as error:
                 if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
                     raise

@@ -1,14 +1,11 @@
-"""The identity of a run: the inputs that its checkpoints depend on. `keeper` and `preflight` call it.
-
-Owns which differences between a checkpoint and a resumed run are refused, and which are logged. Refused are those that
-would repeat or lose a prompt, or change the reference: rows, branches, settings that order prompts, first weights.
-"""
+"""The identity of a run: the inputs that its checkpoints depend on. A resumed run with others is refused, as it would
+repeat or lose a prompt, or change the reference: rows, branches, settings that order prompts, first weights."""
 
 import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,19 +19,10 @@ from salesrl_trl.names import IDENTITY_FILE
 
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Name of an input that is left out of a checkpoint between two generation batches, where it does not matter."""
-LOGGED_SETTINGS = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optim", "max_steps", "num_train_epochs",
-    "num_generations",
-    "num_iterations", "max_completion_length", "temperature", "top_p", "top_k", "min_p", "loss_type", "scale_rewards",
-    "beta", "branch_kl", "hybrid_reference_weight", "rollout_lookahead", "max_staleness",
-    "refill_groups", "partial_rollouts",
-)  # fmt: skip
-"""Settings that may differ when a run resumes. The differences are logged."""
 _PER_WEIGHT = 32
 """Values of each weight that the digest contains. Training changes some of them in every weight."""
 
-Identity = dict[str, dict[str, object]]
-"""`decides`: inputs whose differences are refused. `told`: settings whose differences are logged. Both are JSON."""
+Identity = dict[str, object]  # values of JSON, by the names of inputs
 
 
 def rows_of(prompts: Iterable[object], branches: Iterable[str]) -> str:
@@ -97,10 +85,7 @@ def identity_of(
         "weights at the start": weights,
         "optim": args.optim if args.is_sharded else None,  # its state is in parts, and can't begin anew
     }
-    return {
-        "decides": {name: value for name, value in decides.items() if value is not None},
-        "told": {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in LOGGED_SETTINGS},
-    }
+    return {name: value for name, value in decides.items() if value is not None}
 
 
 def identity_of_run(
@@ -115,36 +100,31 @@ def identity_of_run(
 
 def write_identity(checkpoint: Path, identity: Identity, inside_a_batch: bool) -> None:
     """Write the identity to a checkpoint. `inside_a_batch`: the checkpoint lies inside a generation batch."""
-    decides = {name: value for name, value in identity["decides"].items() if inside_a_batch or name != UNDER_WAY}
-    text = json.dumps({**identity, "decides": decides}, indent=2, ensure_ascii=False)
+    decides = {name: value for name, value in identity.items() if inside_a_batch or name != UNDER_WAY}
+    text = json.dumps({"decides": decides}, indent=2, ensure_ascii=False)
     (checkpoint / IDENTITY_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> list[str]:
-    """Compare a run with the checkpoint that it resumes. Returns lines to log. Raises `ConfigError` if the saved
-    identity can't be read, or if a difference is refused and not `allowed`."""
+def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> str | None:
+    """Compare a run with the checkpoint that it resumes. Returns a line to log. Raises `ConfigError` if the saved
+    identity can't be read, or if they differ and this is not `allowed`."""
     path = checkpoint / IDENTITY_FILE
     if not path.is_file():
-        return [f"{checkpoint} holds no {IDENTITY_FILE}: its rows and branches can't be compared with this run's"]
+        return f"{checkpoint} holds no {IDENTITY_FILE}: its rows and branches can't be compared with this run's"
     try:
-        saved: Identity = json.loads(path.read_text(encoding="utf-8"))
-        other = _differences(saved["decides"], identity["decides"])
-        settings = _differences(saved["told"], identity["told"])
+        saved: Identity = json.loads(path.read_text(encoding="utf-8"))["decides"]
+        pairs = [(name, was, identity[name]) for name, was in saved.items() if name in identity]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} can't be read ({type(error).__name__}): the run may have ended while the checkpoint was written. "
             "Expected the inputs of the checkpoint's run. Resume from an earlier checkpoint, or delete the file to "
             "resume without this check."
         ) from None
-    if other and not allowed:
+    differences = "; ".join(f"{name} was {was}, is {now}" for name, was, now in pairs if now != was)
+    if differences and not allowed:
         raise ConfigError(
-            f"{checkpoint} is of another run: {'; '.join(other)}. Expected the same inputs. Give the earlier ones "
+            f"{checkpoint} is of another run: {differences}. Expected the same inputs. Give the earlier ones "
             "again; or start from the beginning, without `resume_from_checkpoint` and in another `output_dir`; or set "
             "`allow_changed_resume: true`, with which prompts may come twice or not at all."
         )
-    other += settings
-    return [f"going on from {checkpoint} with other settings: {'; '.join(other)}"] if other else []
-
-
-def _differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    return [f"{name} was {was}, is {now[name]}" for name, was in saved.items() if name in now and now[name] != was]
+    return f"going on from {checkpoint}, which is of another run: {differences}" if differences else None

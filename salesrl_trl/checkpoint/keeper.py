@@ -4,12 +4,13 @@ A run that stopped inside a generation batch resumes with the completions that i
 `save_rollouts` with those that were generated ahead.
 """
 
+import contextlib
 import io
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -18,6 +19,7 @@ import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
@@ -26,20 +28,18 @@ from salesrl_trl.checkpoint.whole import (
     STATE_FILE,
     Manifest,
     find,
-    folders,
-    in_order,
     read,
     seal,
+    whole,
 )
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.generation.sampler import Sampled
-from salesrl_trl.ground.patched import patched
-from salesrl_trl.ground.process import put_in_place
+from salesrl_trl.ground.process import patched, put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.rollout.in_flight import KeptRollouts
-from salesrl_trl.update.ranks import on_any_rank
+from salesrl_trl.update.run_control import on_any_rank
 
 logger = get_logger(__name__)
 
@@ -52,9 +52,7 @@ class HasState(Protocol):
     name: str
 
     def state_dict(self) -> dict[str, Any]: ...
-
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-
     def known_run(self) -> str | None: ...
 
 
@@ -119,9 +117,8 @@ class Keeper:
         return folder
 
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
-        """Write the package's own files: the KL's state, the identity, the generation batch under way, and
-        rollouts in flight. `update` and `micro_step`: steps done. `slices`: of the generation batch under way, as
-        TRL keeps them."""
+        """Write the package's own files. `update` and `micro_step`: steps done. `slices`: of the generation batch
+        under way, as TRL keeps them."""
         is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
         moved = any(rollout.inputs or not rollout.rows for rollout in flying.values())  # to prompts of this process's
         if self.args.should_save:
@@ -226,14 +223,13 @@ class Keeper:
         ) from error
 
     def _finish(self, fresh: Path, folder: Path, state: TrainerState) -> None:
-        """Write the manifest and put the checkpoint in place, unless it is there."""
-        if not fresh.is_dir():
+        if not fresh.is_dir():  # it is in its place
             return
         if state.best_model_checkpoint == str(fresh):
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
-        processes, has_optimizer = PartialState().num_processes, not self.args.save_only_model
-        seal(fresh, processes=processes, has_optimizer=has_optimizer, output_dir=self._output_dir, run=self.run)
+        has_optimizer = not self.args.save_only_model
+        seal(fresh, PartialState().num_processes, has_optimizer, self._output_dir, self.run)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
@@ -241,10 +237,9 @@ class Keeper:
         limit = self.args.save_total_limit or 0
         if limit <= 0:
             return
-        manifests = {folder: read(folder) for folder in folders(self._output_dir)}
-        whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
-        old = [folder for folder in in_order(whole) if folder != self._last and str(folder) != best]
-        for folder in old[: max(len(whole) - limit, 0)]:
+        known = whole(self._output_dir)
+        old = [folder for folder in known if folder != self._last and str(folder) != best]
+        for folder in old[: max(len(known) - limit, 0)]:
             gone = self._output_dir / SAVING_FOLDER / folder.name
             gone.parent.mkdir(exist_ok=True)
             folder.rename(gone)  # first of all: a folder that is deleted in part looks like a damaged one
@@ -273,7 +268,8 @@ def choose_on_all_ranks(
     if chosen is None:
         return None
     checkpoint: Path = chosen
-    for note in agreed(lambda: check_identity(checkpoint, identity, allowed)):
+    note = agreed(lambda: check_identity(checkpoint, identity, allowed))
+    if note is not None:
         logger.warning(note)
     manifest = read(chosen)
     saved_by = manifest.processes if isinstance(manifest, Manifest) else args.world_size
@@ -308,3 +304,49 @@ def agreed(work: Callable[[], T]) -> T:
         raise ConfigError(refusals[0])
     first: T = gathered[0][0]
     return first
+
+
+OF_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
+"""Entries of an optimizer's groups that the settings name. torch loads them with its state."""
+
+
+@contextlib.contextmanager
+def fitted(optimizer: Any, schedule: Any, step: int) -> Iterator[None]:
+    """While active, both load what fits, and log what does not: the state of another kind of optimizer begins anew,
+    and a schedule of transformers goes on at the rate that this run's settings have after `step` optimizer steps."""
+    load_optimizer, load_schedule, fresh = optimizer.load_state_dict, schedule.load_state_dict, optimizer.param_groups
+
+    def optimizer_of(state: dict[str, Any]) -> None:
+        groups = state["param_groups"]
+        sizes = [[len(group["params"]) for group in every] for every in (groups, fresh)]
+        others = {name for old in groups for name in old} - {"initial_lr", *(name for new in fresh for name in new)}
+        if sizes[0] != sizes[1] or others:  # `initial_lr` is a schedule's
+            logger.warning("the optimizer begins anew: the checkpoint's is of another kind, or of other weights")
+            return
+        kept = [{name: new[name] for name in OF_SETTINGS if name in new} for new in fresh]
+        load_optimizer({**state, "param_groups": [old | new for old, new in zip(groups, kept, strict=True)]})
+
+    def schedule_of(state: dict[str, Any]) -> None:
+        own = schedule.state_dict()
+        own.pop("load_state_dict", None)  # this function
+        if state.keys() == own.keys() and len(state["_last_lr"]) == len(fresh):
+            load_schedule(state)
+        elif isinstance(schedule, LambdaLR):
+            schedule.last_epoch = step
+        if isinstance(schedule, LambdaLR):
+            schedule.base_lrs = own["base_lrs"]
+            parts = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            schedule._last_lr = [rate * share(schedule.last_epoch) for rate, share in parts]
+        for group, rate in zip(schedule.optimizer.param_groups, rates := schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+        if rates != state["_last_lr"]:
+            logger.warning(
+                f"the learning rate goes on at {rates[0]:.3g}, by this run's schedule. By the checkpoint's it was "
+                f"{state['_last_lr'][0]:.3g}"
+            )
+
+    optimizer.load_state_dict, schedule.load_state_dict = optimizer_of, schedule_of
+    try:
+        yield
+    finally:  # not `patched`: a schedule saves all that it has
+        del optimizer.load_state_dict, schedule.load_state_dict

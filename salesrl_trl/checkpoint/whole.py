@@ -1,8 +1,5 @@
-"""Whole checkpoints: which folders are one, and which of them a run goes on from. `keeper` writes them.
-
-Owns the manifest: size and digest of each file, and the checkpoint's number among those of its folder. Refuses a
-folder that lacks a file of its manifest, or has other bytes.
-"""
+"""Whole checkpoints, by their manifest: size and digest of each file, and the checkpoint's number among those of its
+folder. A run goes on from no folder that lacks a file of its manifest, or has other bytes."""
 
 import fnmatch
 import functools
@@ -10,13 +7,12 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.errors import ConfigError, nearest
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, PARTS_STATE_FILE
 
@@ -42,20 +38,13 @@ class Manifest:
     run: str  # id of the run that saved it
 
 
-def seal(folder: Path, *, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
+def seal(folder: Path, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
     """Write the manifest of a checkpoint whose files are complete. `output_dir` holds the checkpoints before it."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)} for name in _names(folder)
-    }
-    manifest = {
-        "number": 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0),
-        "saved_at": time.time(),  # for people: a clock may be set back, and decides nothing
-        "processes": processes,
-        "has_optimizer": has_optimizer,
-        "run": run,
-        "files": files,
-    }
+    number = 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0)
+    sizes = {name: (folder / name).stat().st_size for name in _names(folder)}
+    files = {name: {"bytes": size, "sha256": _digest(folder / name)} for name, size in sizes.items()}
+    manifest = {"number": number, "processes": processes, "has_optimizer": has_optimizer, "run": run, "files": files}
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
 
@@ -79,7 +68,7 @@ def read(checkpoint: Path) -> Manifest | str:
         return manifest
     if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
         return f"{_files_are(missing)} missing"
-    foreign = _foreign(checkpoint, manifest)
+    foreign = {*_names(checkpoint)} - manifest.files.keys()
     if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
         return f"{_files_are(read_too)} not part of the checkpoint, but would be loaded"
     if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
@@ -92,9 +81,14 @@ def read(checkpoint: Path) -> Manifest | str:
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
     """Why a run can't go on from this folder; `None` if it can. Without `with_digests` only sizes are compared."""
     manifest = read(checkpoint)
-    if isinstance(manifest, str):
-        return manifest
-    return _change(checkpoint, manifest) if with_digests else None
+    if isinstance(manifest, str) or not with_digests:
+        return manifest if isinstance(manifest, str) else None
+    changed = {
+        name
+        for name, (_, digest) in manifest.files.items()
+        if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
+    }
+    return f"{_files_are(changed)} not what was saved: other bytes" if changed else None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -107,19 +101,19 @@ def folders(output_dir: Path) -> list[Path]:
     return sorted((path for path in output_dir.glob(f"{CHECKPOINT_FOLDERS}*") if path.is_dir()), key=step_of)
 
 
-def in_order(whole: Mapping[Path, Manifest]) -> list[Path]:
-    """Checkpoints in the order in which they were saved."""
-    return sorted(whole, key=lambda folder: whole[folder].number)
+def whole(output_dir: Path) -> dict[Path, Manifest]:
+    """The checkpoints with all of their files, in the order in which they were saved."""
+    manifests = [(folder, read(folder)) for folder in folders(output_dir)]
+    known = [(folder, manifest) for folder, manifest in manifests if isinstance(manifest, Manifest)]
+    return dict(sorted(known, key=lambda each: each[1].number))
 
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
     """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
-    manifests = {folder: read(folder) for folder in folders(output_dir)}
-    whole = {folder: manifest for folder, manifest in manifests.items() if isinstance(manifest, Manifest)}
-    for folder in sorted(manifests.keys() - whole.keys(), key=step_of):
-        logger.warning(f"{folder} is passed over: {manifests[folder]}")
-    for folder in reversed(in_order(whole)):
-        fault = _change(folder, whole[folder]) if with_digests else None
+    known = whole(output_dir)
+    faulty = [folder for folder in folders(output_dir) if folder not in known]
+    for folder in (*faulty, *reversed(known)):
+        fault = fault_of(folder, with_digests=with_digests)
         if fault is None:
             return folder
         logger.warning(f"{folder} is passed over: {fault}")
@@ -143,14 +137,13 @@ def find(
                 f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
                 "Name another `output_dir`, or give `auto`, which then begins from the start."
             )
-        _warn_of_foreign_files(latest)
         return latest
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
-        found_names = [path.name for path in folders(folder)]
-        guess = nearest(checkpoint.name, found_names)
-        held = f"{output_dir} holds {', '.join(found_names)}" if found_names else f"{output_dir} holds none"
-        raise ConfigError(f"`resume_from_checkpoint` is {str(asked)!r}, where there is no checkpoint.{guess} {held}.")
+        held = ", ".join(path.name for path in folders(folder)) or "none"
+        raise ConfigError(
+            f"`resume_from_checkpoint` is {str(asked)!r}, where there is no checkpoint. {output_dir} holds {held}."
+        )
     if without_manifest and not (checkpoint / MANIFEST_FILE).exists():
         logger.warning(f"{checkpoint} has no {MANIFEST_FILE}: whether it is whole is not known")
     elif fault := fault_of(checkpoint, with_digests=with_digests):
@@ -159,14 +152,7 @@ def find(
             "or give `--resume_from_checkpoint auto`, which takes the newest whole one of `output_dir`. A folder "
             f"without a {MANIFEST_FILE} that you trust is taken with `allow_changed_resume: true`."
         )
-    _warn_of_foreign_files(checkpoint)
     return checkpoint
-
-
-def _warn_of_foreign_files(checkpoint: Path | None) -> None:
-    manifest = None if checkpoint is None else _read(checkpoint)
-    if checkpoint is not None and isinstance(manifest, Manifest) and (foreign := _foreign(checkpoint, manifest)):
-        logger.warning(f"goes on from {checkpoint}; these files there are ignored: {', '.join(sorted(foreign))}")
 
 
 def _names(folder: Path) -> list[str]:
@@ -174,24 +160,10 @@ def _names(folder: Path) -> list[str]:
     return [name for name in names if name != MANIFEST_FILE]
 
 
-def _foreign(checkpoint: Path, manifest: Manifest) -> set[str]:
-    return {*_names(checkpoint)} - manifest.files.keys()
-
-
 def _files_are(names: Set[str]) -> str:
     """Names with their verb: `"a.pt is"`, `"a.pt and 2 more files are"`."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more files are" if others else f"{first} is"
-
-
-def _change(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Which files hold other bytes than the manifest says, in words."""
-    names = {
-        name
-        for name, (_, digest) in manifest.files.items()
-        if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
-    }
-    return f"{_files_are(names)} not what was saved: other bytes" if names else None
 
 
 @functools.cache

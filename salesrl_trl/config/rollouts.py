@@ -23,7 +23,7 @@ from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normali
 from salesrl_trl.shared_prompts.shared_attention import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.ranks import highest
+from salesrl_trl.update.run_control import highest
 
 logger = get_logger(__name__)
 

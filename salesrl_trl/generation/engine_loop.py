@@ -9,7 +9,7 @@ from threading import Semaphore, Thread
 from typing import Any
 
 from salesrl_trl.generation.tasks import GivenUp, Task, TaskBatch, Turn, TurnLoop
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 
 LINGER_S = 0.05
 """Seconds for which an idle engine waits for the next turn of a conversation before training resumes."""

@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 
 _Place = tuple[Any, str]
 """A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
 from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
 

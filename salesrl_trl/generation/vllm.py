@@ -23,8 +23,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, ServerLoop
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
 from salesrl_trl.generation.tasks import Prompt, TaskBatch
-from salesrl_trl.ground.patched import patched
-from salesrl_trl.ground.process import allow_files
+from salesrl_trl.ground.process import allow_files, patched
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,4 @@
-"""The command lines of the package's tools, which `commands.toml` holds: a command's parser, and its work.
-
-Owns how a wrong argument is refused, how a command's failure is told, and its exit code. Standard library only.
-"""
+"""The command lines of the package's tools, which `commands.toml` holds: a parser, a command's work, and its end."""
 
 import argparse
 import json
@@ -60,30 +57,29 @@ def exit_code(
     return ended(argv or (), lambda: work(args), OSError, *failures)
 
 
-def ended(argv: Sequence[str], work: Callable[[], "Work"], *failures: type[Exception]) -> int:
+Work = int | None | Callable[[], int | None]
+
+
+def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Exception]) -> int:
     """Do a command's work, and return its exit code. What it returns may be further work, after all checks.
 
     An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with
     `--json`. Its exit code is `EXIT_BAD_INPUT`, in further work `EXIT_FAILED`.
     """
     failing_as = EXIT_BAD_INPUT
-    caught: tuple[type[Exception], ...] = (SalesRLError, *failures)
     try:
         result = work()
         while callable(result):
             failing_as = EXIT_FAILED
             result = result()
         return result or 0
-    except caught as error:
+    except (SalesRLError, *failures) as error:
         name = type(error).__name__
         if "--json" in argv:
             print(json.dumps({"failure": {"error": name, "text": str(error), "remedy": ""}}))
         else:
             print(f"{name}: {error}", file=sys.stderr)
         return failing_as
-
-
-Work = int | None | Callable[[], int | None]
 
 
 def strict_json(value: object) -> str:

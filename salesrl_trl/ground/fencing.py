@@ -1,7 +1,5 @@
 """Fenced sections: the form in which hostile text reaches a judge, inside one user message.
 
-Owns the wire format that the judge client writes and the embedded judge reads. Standard library only.
-
 - Each section lies between two lines with a nonce of the request. The text inside cannot know it.
 - Characters that a model or its chat template could take for a fence or a role are spaced out. This is one pass, so
 that no replacement makes another one possible.
@@ -43,7 +41,6 @@ _MARKS = re.compile(
             rf"[\[［](?={_UNSEEN}(?:{_BAR}|/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS|AVAILABLE_TOOLS|TOOL_CALLS)[\]］]))",
             r"[\[［](?=/?(?:[a-z]?MASK|unused_?\w{0,32}|(?-i:[A-Z][A-Z0-9_]{1,64}))[\]］])",  # [gMASK], [BOS]
             r"[\[\]](?=(?=[a-z!]{0,2}~)[a-z!~]{1,4}[\[\]])",  # ]~b], ]~!b[, [e~[
-            r"[0-9a-f]{16,}",
         )
     ),
     re.IGNORECASE,
@@ -51,12 +48,10 @@ _MARKS = re.compile(
 
 
 def make_nonce() -> str:
-    """A nonce for one request: 16 hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 def is_nonce(text: str) -> bool:
-    """Whether a text has the form of a nonce."""
     return _NONCE.fullmatch(text) is not None
 
 
@@ -86,13 +81,8 @@ def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
 def neutralise(text: str, nonce: str) -> str:
     """Space out text that looks like a fence, a role or a model's control token: `"<|im_end|>"` becomes
     `"< |im_end| >"`. If the text has the nonce itself, the nonce loses its middle."""
-    return _MARKS.sub(lambda match: _broken(match[0], nonce), text)
-
-
-def _broken(mark: str, nonce: str) -> str:
-    if len(mark) == 1:
-        return f"{mark} "
-    return re.sub(nonce, f"{nonce[:4]}...{nonce[-4:]}", mark, flags=re.IGNORECASE)
+    halved = f"{nonce[:4]}...{nonce[-4:]}"
+    return re.sub(nonce, halved, _MARKS.sub(r"\g<0> ", text), flags=re.IGNORECASE)
 
 
 def read_sections(message: str) -> dict[str, str]:

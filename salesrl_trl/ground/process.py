@@ -1,11 +1,8 @@
-"""Settings of one process, and the files that it writes.
-
-Owns memory, open files, the environment of children, the cache's folder, and writing that leaves whole files only.
-Standard library only.
-"""
+"""Settings of one process, its threads, and the files that it writes. Standard library only."""
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import errno
 import functools
@@ -16,19 +13,21 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 import sys
 from pathlib import Path
+from unittest import mock
+
+from salesrl_trl.errors import ConfigError
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # NVIDIA, AMD
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
 """Environment variables for a process without accelerators. The value is -1, because AMD's runtime reads an empty
 string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of every GPU that it sees."""
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
-_NEVER = 2**31 - 1
-_HERE = -100  # AT_FDCWD: a relative path begins in the working folder
-_RENAME_EXCHANGE = 2
+patched = mock.patch.object
+"""`with patched(owner, "name", value)`: while active, another library's object has this value under that name."""
+MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a thousand characters.
 
 _GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between two collections of each generation
 _GC_USUAL = gc.get_threshold()
@@ -36,18 +35,17 @@ _GC_USUAL = gc.get_threshold()
 
 def keep_freed_memory() -> None:
     """Let glibc reuse freed blocks instead of returning each large one to the kernel, which maps and clears every page
-    anew: on a CPU half of the time of a step of fine-tuning (1.86 against 3.36 steps a second on two cores). In
-    exchange, the process keeps its peak memory. Without glibc this does nothing."""
+    anew: on a CPU half of the time of a step. In exchange, the process keeps its peak memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
 
 
 def collect_seldom() -> None:
     """Exclude all present objects from garbage collection, and collect the others seldom, until the process ends.
-    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight (0.86
-    against 0.55 ms a call). At the end all are collected: Triton would print a page about those that are left."""
+    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight. At the
+    end all are collected: Triton would print a page about those that are left."""
     atexit.unregister(collect_as_usual)
     atexit.register(collect_as_usual)
     gc.collect()
@@ -56,7 +54,6 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Undo `collect_seldom`."""
     gc.unfreeze()
     gc.set_threshold(*_GC_USUAL)
 
@@ -174,6 +171,62 @@ def sync(path: Path) -> None:
 
 def _exchanged(folder: Path, other: Path) -> bool:
     """Exchange two folders in one step, as Linux can on most disks. False if it can't here."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    rename, at, exchange = getattr(ctypes.CDLL(None), "renameat2", None), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = (os.fsencode(folder), os.fsencode(other))
-    return rename is not None and rename(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
+    return rename is not None and rename(at, names[0], at, names[1], exchange) == 0
+
+
+def find_key(variable: str) -> str | None:
+    """The key in the environment variable, or in the file that `<variable>_FILE` names; `None` if neither is set.
+
+    Raises `ConfigError` if both are set, or the file can't be read, can be read by others, is empty or too large. The
+    message shows neither key nor path: whoever mistakes one variable for the other has the key there.
+    """
+    key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
+    if not path:
+        return key or None
+    if key:
+        raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+    where = f"the file that the environment variable {variable}_FILE names"
+    try:
+        # Without waiting for the writer of a named pipe.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
+    fault = None
+    if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
+        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key"
+    elif not content.strip() or len(content) > MOST_BYTES:
+        fault = "holds no key" if len(content) <= MOST_BYTES else f"holds more than {MOST_BYTES} bytes"
+    if fault is not None:
+        more = f'Expected the key alone, in a file of its owner alone: chmod 600 "${variable}_FILE"'
+        raise ConfigError(f"{where} {fault}. {more}")
+    return content.decode("utf-8", errors="replace").strip()
+
+
+_TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextVar("salesrl_trl_torch")
+
+
+def here() -> contextvars.Context:
+    """This thread's context variables and torch's devices, for another thread that calls a user's code: a new one
+    begins with GPU 0 and the CPU."""
+    context = contextvars.copy_context()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        context.run(_TORCH.set, (index, torch.get_default_device()))
+    return context
+
+
+def enter() -> None:
+    """Give this thread the devices that its context holds."""
+    index, default = _TORCH.get((None, None))
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    if index is not None and torch.cuda.current_device() != index:
+        torch.cuda.set_device(index)
+    if default is not None and torch.get_default_device() != default:
+        torch.set_default_device(default)

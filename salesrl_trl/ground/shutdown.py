@@ -1,6 +1,6 @@
-"""The end of a command that Ctrl-C or an output without room cuts off: one line and an exit code, no traceback.
+"""Exit codes, and the end of a command that Ctrl-C or an output without room cuts off: one line, no traceback.
 
-Owns the exit codes. Standard library only: a command calls `end_tidily` before the imports that take seconds.
+Standard library only: a command calls `end_tidily` before the imports that take seconds.
 """
 
 import atexit

@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.ground.tables import calls_and_usd
+from salesrl_trl.ground.texts import calls_and_usd
 from salesrl_trl.service.breaker import Quota, SharedBudget
 from salesrl_trl.service.event_loop import PerLoop, now, remaining_s, waiting_for
 

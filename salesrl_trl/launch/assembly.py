@@ -16,8 +16,7 @@ from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.patched import patched
-from salesrl_trl.ground.process import cache_dir
+from salesrl_trl.ground.process import cache_dir, patched
 from salesrl_trl.judged.budget import (
     CALLS,
     FREE,

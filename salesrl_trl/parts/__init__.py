@@ -1,4 +1,1 @@
-"""The parts of a trainer that belong to the core. `wiring.part` says what a part is, and what turns each on.
-
-Those of a layer lie with it.
-"""
+"""The parts of a trainer that belong to the core. `wiring.part` says what a part is, and what turns each on."""

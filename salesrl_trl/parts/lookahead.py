@@ -1,7 +1,6 @@
 """A lookahead that follows what rewards and steps take: the least number with which training hardly waits.
 
-Owns the choice, from seconds that the instruments measured over all ranks, so that all ranks choose the same. The
-pipeline launches rollouts.
+It is chosen from seconds that the instruments measured over all ranks, so that all ranks choose the same.
 """
 
 import logging
@@ -54,41 +53,36 @@ class LookaheadControl:
             return self.number
         others = sum(figures.get(time_of(phase), 0.0) for phase in _NOT_OF_A_STEP)
         self._measured.append(_Measured(figures[STEP_SECONDS] - waited - others, waited, rewards))
-        if (chosen := self._chosen()) != self.number:
-            self._say(chosen)
+        if len(self._measured) < FEWEST:
+            return self.number
+        means = compute, waited, rewards = [statistics.mean(column) for column in zip(*self._measured, strict=True)]
+        if (chosen := self._chosen(*means)) != self.number:
+            logger.info(
+                f"[Lookahead] rollouts are up to {chosen} steps ahead, {self.number} before: rewards of a batch take "
+                f"{rewards:.1f} s, a step without waiting {compute:.1f} s, and it waited {waited:.1f} s "
+                f"(max_rollout_lookahead {self._most})"
+            )
             self.number, self._unsettled = chosen, chosen + 1
             self._measured.clear()
         return self.number
 
-    def _chosen(self) -> int:
-        if len(self._measured) < FEWEST:
-            return self.number
-        compute, waited, rewards = (statistics.mean(column) for column in zip(*self._measured, strict=True))
+    def _chosen(self, compute: float, waited: float, rewards: float) -> int:
+        """By the means of what was measured."""
         if waited > WAITS * compute:
             self._too_small[self.number] = rewards
-            return min(max(self.number + 1, self._least()), self._most)
+            return min(max(self.number + 1, self._least(compute)), self._most)
         if len(self._measured) < MOST:
             return self.number
         tried = [number for number, then in self._too_small.items() if rewards > LOWER * then]
-        return min(self.number, max([self._fewest, self._least(), *(number + 1 for number in tried)]))
+        return min(self.number, max([self._fewest, self._least(compute), *(number + 1 for number in tried)]))
 
-    def _least(self) -> int:
+    def _least(self, compute: float) -> int:
         """The least number with which hardly anything is expected to be waited for."""
-        return next((number for number in range(self._most) if self._expected(number) <= WAITS), self._most)
-
-    def _expected(self, number: int) -> float:
-        """The share of a step's other time that is expected to be waited."""
-        compute = statistics.mean(each.compute for each in self._measured)
-        waits = (max(each.rewards - (number + 1) * compute, 0.0) for each in self._measured)
-        return statistics.mean(waits) / max(compute, 1e-9)
-
-    def _say(self, chosen: int) -> None:
-        compute, waited, rewards = (statistics.mean(column) for column in zip(*self._measured, strict=True))
-        logger.info(
-            f"[Lookahead] rollouts are up to {chosen} steps ahead, {self.number} before: rewards of a batch take "
-            f"{rewards:.1f} s, a step without waiting {compute:.1f} s, and it waited {waited:.1f} s. Expected: "
-            f"{self._expected(chosen) * compute:.1f} s (max_rollout_lookahead {self._most})"
-        )
+        for number in range(self._most):
+            waits = [max(each.rewards - (number + 1) * compute, 0.0) for each in self._measured]
+            if statistics.mean(waits) <= WAITS * compute:
+                return number
+        return self._most
 
 
 class LookaheadPart(Part):

@@ -1,7 +1,4 @@
-"""The banner of a script, and lines at the start of a run about its training: `launch.banner` has them in a recipe's.
-
-Owns their wording. Loads nothing.
-"""
+"""The banner of a script, and lines at the start of a run about its training, which `launch.banner` has too."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +11,6 @@ from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
 from salesrl_trl.service.breaker import SharedBudget
-from salesrl_trl.telemetry.logs import QUIET
 from salesrl_trl.types import ALL
 from salesrl_trl.wiring.part import Part, PartContext
 
@@ -58,7 +54,6 @@ class Banner(Part):
                 record_line(args),
                 *hub_lines(args),
                 ("report", report),
-                ("quiet", f"lines of {', '.join(QUIET)} for each request (a level of their loggers' own shows them)"),
                 ("output", args.output_dir),
             ]
         )
@@ -67,7 +62,6 @@ class Banner(Part):
 
 
 def budget_text(budget: SharedBudget | None) -> str:
-    """Limits of the spending, and what was spent by its account so far."""
     if budget is None:
         return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
     return budget.in_words()
@@ -122,16 +116,15 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: f
     limit = training.vllm_max_model_length if training.use_vllm else None
     room = f" in {limit} with the prompt" if limit else ""
     ahead = training.most_lookahead
-    steps = "1 step" if ahead == 1 else f"{ahead} steps"
-    lookahead = f"generated up to {steps} ahead" if ahead else "on-policy (rollout_lookahead 0)"
-    if staleness > ahead > 0:
-        lookahead += f", the first groups that are scored first, up to {staleness} steps old"
-    lookahead += ", groups of equal rewards replaced by others" if refill else ""
-    lookahead += f", up to {partial:.0%} of a batch unfinished" if partial else ""
-    return (
-        f"{engine}, up to {training.max_completion_length} new tokens{room}, temperature {training.temperature:g}; "
-        f"{lookahead}"
+    parts = (
+        f"{engine}, up to {training.max_completion_length} new tokens{room}",
+        f"temperature {training.temperature:g}",
+        f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)",
+        f"the first groups that are scored first, up to {staleness} steps old" if staleness > ahead > 0 else "",
+        "groups of equal rewards replaced by others" if refill else "",
+        f"up to {partial:.0%} of a batch unfinished" if partial else "",
     )
+    return ", ".join(filter(None, parts))
 
 
 def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> str:
@@ -140,6 +133,5 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
     if not target.has_band:
         return f"{name}: coefficient {target.beta:g}, fixed"
     path = training.kl_settings.law
-    law = f", moved by {path}" if path else ""
-    law = ", coefficient fixed" if path == FIXED else law
+    law = ", coefficient fixed" if path == FIXED else f", moved by {path}" if path else ""
     return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"

@@ -1,18 +1,14 @@
-"""The lines on the console: two per step, and one with the totals of an epoch.
-
-Owns their wording and the sums of an epoch. The figures come from the trainer's log: those of `names.FIGURES` that
-have words for the console, and others that are worded here.
-"""
+"""The lines on the console: two per step, and one with the totals of an epoch, from the trainer's log."""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerState
 
 from salesrl_trl import names
-from salesrl_trl.ground.tables import calls_and_usd
+from salesrl_trl.ground.texts import calls_and_usd
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext
@@ -20,13 +16,11 @@ from salesrl_trl.wiring.part import Part, PartContext
 logger = logging.getLogger(__name__)
 
 Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
-QUIET_STEPS = 10  # steps without a log line after which a short line says that the run goes on
 SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
 
 
 class StepLine(Part):
-    """Logs two lines per step: `step_line` with the run's progress, and, where a judge scores, `judge_line`. With a
-    large `logging_steps` a short line comes every `QUIET_STEPS` steps between."""
+    """Logs two lines per step: `step_line` with the run's progress, and, where a judge scores, `judge_line`."""
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._names, self._ledger = run.args.branches, run.reward_loop.reward.names, run.ledger
@@ -34,19 +28,7 @@ class StepLine(Part):
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
         self._last_step = state.global_step
-        self._alive = (self._last, self._last_step)  # time and step of the last line of any kind
         self._after_first: tuple[float, int] | None = None
-
-    def on_step_end(self, _: object, state: TrainerState, control: TrainerControl, **__: object) -> None:
-        (since, first), step = self._alive, state.global_step
-        if control.should_log or step - first < QUIET_STEPS or not state.is_world_process_zero:
-            return
-        now = time.perf_counter()
-        logger.info(
-            f"[Step {step}/{state.max_steps}] {(now - since) / (step - first):.1f} s a step; figures come every "
-            f"{state.logging_steps} steps (logging_steps)"
-        )
-        self._alive = (now, step)
 
     def on_log(self, _: object, state: TrainerState, *__: object, logs: Logs | None = None, **___: object) -> None:
         if not state.is_world_process_zero or logs is None or "reward" not in logs:
@@ -67,7 +49,7 @@ class StepLine(Part):
         logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
         if self._names.providers:
             logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
-        self._last, self._last_step, self._alive = now, step, (now, step)
+        self._last, self._last_step = now, step
 
 
 def step_line(
@@ -143,12 +125,7 @@ def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1
     verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
     groups are judged together, a verdict is one call's."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
-    saved = (logs.get(names.saved_by("answers")) or 0) * batches
-    why = f"; kept answers and verdicts saved {saved:,.0f} calls" if saved else ""
-    none = "" if any(counts.values()) else f" (no new verdict since the last line{why})"
-    if singly := (logs.get(names.JUDGED_SINGLY) or 0) * batches:
-        none += f" ({singly:,.0f} completions judged one by one: the call for their group failed)"
-    return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}{none}"
+    return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}"
 
 
 def figure(value: object) -> str:

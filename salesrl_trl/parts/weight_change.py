@@ -16,23 +16,26 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 SAMPLED = 2**20
 """Weights in the sample of a process. The share is exact to 0.1 %, and the cost is small beside a step."""
-LAST_MEASURED = 10  # the share is logged again after this many steps that moved the policy
 LEAST_GRADIENT = 1e-8
 """A gradient is rounding noise below it, for example of a KL of 0. AdamW's `eps`: less moves no weight by its rate."""
+LEAST_SHARE = 0.5
+"""Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
+0.99 and more; in 16 bits most updates are lost to the number format."""
+REMEDY = (
+    "Updates are lost to the weights' number format, or are far too small. Train float32 weights (`bf16: true` "
+    "computes in bf16 all the same), LoRA, or with an optimizer that rounds stochastically, or raise the rate."
+)
 
 
 class _Sample:
-    """Every n-th element of a tensor that the optimizer changes."""
+    """Every n-th element of a tensor that the optimizer changes. Only those with a gradient count: the embedding of a
+    token that did not occur can't move."""
 
     def __init__(self, parameter: torch.Tensor, stride: int) -> None:
         self._parameter, self._stride = parameter, stride
         self._before = self._picked(parameter).clone()
-        self._had_gradient = torch.zeros_like(self._before, dtype=torch.bool)
-
-    def record_gradient(self) -> None:
-        """Note the elements with a gradient. Others can't move: an embedding of a token that did not occur."""
-        if self._parameter.grad is not None:
-            self._had_gradient |= self._picked(self._parameter.grad).abs() > LEAST_GRADIENT
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self._had_gradient = self._picked(gradient).abs() > LEAST_GRADIENT
 
     def counts(self) -> torch.Tensor:
         """The number of elements that changed, and of elements that had a gradient. Shape (2,), float64."""
@@ -44,23 +47,16 @@ class _Sample:
         return local.detach().flatten()[:: self._stride]
 
 
-LEAST_SHARE = 0.5
-"""Share of changed weights in the first step that moves the policy, below which a run warns. Float32 weights reach
-0.99 and more; in 16 bits most updates are lost to the number format."""
-
-
 class WeightChange(Part):
-    """Logs the share of the weights that the first steps of a run changed, and warns if it is below `LEAST_SHARE`.
-    Raises `ConfigError` where a run can change none, or its first steps have changed none.
+    """Logs the share of the weights that the first step of a run changed. Raises `ConfigError` where a run can change
+    none, or its first step has changed none.
 
-    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, from the first step
-    with a learning rate above 0 to the tenth. A weight counts if it had a gradient. The share covers all ranks."""
+    Samples the tensors of the innermost optimizer: the parameters, or DeepSpeed's float32 copies, in the first step
+    with a gradient and a learning rate above 0. The share covers all ranks."""
 
     def connect(self, run: PartContext) -> None:
         self._accelerator, self._log = run.trl.accelerator, run.trl.log
         self._samples: dict[int, _Sample] = {}
-        self._steps = 0
-        self._stepped = False
         self._rate = 0.0
         self._optimizer: torch.optim.Optimizer | None = None
         self._hook: RemovableHandle | None = None
@@ -69,12 +65,11 @@ class WeightChange(Part):
     def on_train_begin(
         self, args: TrainingArguments, *_: object, model: torch.nn.Module, optimizer: object = None, **__: object
     ) -> None:
-        self._forget()  # a run before may have ended by an error
+        self.on_train_end()  # a run before may have ended by an error
         self._unlogged = None
         while hasattr(optimizer, "optimizer"):  # the wrappers of accelerate and DeepSpeed
             optimizer = optimizer.optimizer
         innermost = self._optimizer = cast(torch.optim.Optimizer, optimizer)
-        self._steps = 0
         self._check_trainable(model, innermost)
         low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low and not _rounds_stochastically(innermost):
@@ -82,49 +77,43 @@ class WeightChange(Part):
             log_on_main(
                 logging.WARNING,
                 f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
-                f"writes its updates back in it: at a learning rate of {args.learning_rate:g} most of them are lost. "
-                "Expected float32 weights (load the model with `dtype=torch.float32`; `bf16: true` computes in bf16 "
-                "all the same), LoRA, DeepSpeed, or an optimizer that rounds stochastically (`optim: "
-                "adamw_torch_8bit`, `optim_args: bf16_stochastic_round=True`, with torchao).",
+                f"writes its updates back in it, at a learning rate of {args.learning_rate:g}. {REMEDY}",
             )
         self._hook = innermost.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Sample the gradients. DeepSpeed steps on one group of parameters after another, several times in a step."""
+        """Sample the weights. DeepSpeed steps on one group of parameters after another, several times in a step."""
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
         if self._rate == 0.0:
             return
         parameters = list(_parameters(optimizer))
         stride = max(1, sum(weight.numel() for weight in parameters) // SAMPLED)
         for weight in parameters:
-            if id(weight) not in self._samples:
+            if weight.grad is not None and id(weight) not in self._samples:
                 self._samples[id(weight)] = _Sample(weight, stride)
-            self._samples[id(weight)].record_gradient()
-            self._stepped |= weight.grad is not None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self._hook is None:
             return
-        device = self._accelerator.device
-        counts = [sample.counts().to(device) for sample in self._samples.values()]
-        counts.append(torch.zeros(2, dtype=torch.float64, device=device))
-        total = torch.stack(counts).sum(dim=0)  # (2,)
-        total = torch.cat((total, total.new_tensor([self._stepped])))
-        self._stepped = False
-        changed, counted, stepped = self._accelerator.reduce(total, reduction="sum").tolist()
-        if not counted or not stepped:  # the learning rate is 0, or the batch was skipped
-            return
-        self._steps += 1
-        if self._steps in (1, LAST_MEASURED):
+        total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
+        for sample in self._samples.values():
+            total += sample.counts().to(total.device)
+        self._samples = {}
+        changed, counted = self._accelerator.reduce(total, reduction="sum").tolist()
+        if counted:  # else the learning rate is 0, or the batch was skipped
+            self.on_train_end()
             self._unlogged = changed / counted
             self._tell_share(self._unlogged, state.global_step, is_full=2 * self._rate >= args.learning_rate)
-        if self._steps == LAST_MEASURED:
-            self._forget()
 
     def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
         if "loss" in logs and self._unlogged is not None:
             share, self._unlogged = self._unlogged, None
             self._log({CHANGED_SHARE: share})
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._samples = None, {}
 
     def _check_trainable(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
@@ -142,34 +131,19 @@ class WeightChange(Part):
         if not max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0):
             log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run changes no weight")
 
-    def on_train_end(self, *_: object, **__: object) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook, self._samples = None, {}
-
     def _tell_share(self, share: float, step: int, *, is_full: bool) -> None:
-        when = f"in step {step}" if self._steps == 1 else f"in the first {self._steps} steps that moved the policy"
-        line = f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed {when}, at a "
+        line = (
+            f"[Weights] {100 * share:.1f} % of the trainable weights that had a gradient changed in step {step}, at a "
+        )
         line += f"learning rate of {self._rate:.3g}"
-        level = logging.INFO
         if _rounds_stochastically(self._optimizer):
             line += "; it rounds stochastically, so that weights move by the right amount on average"
         elif not share and is_full:  # and not in a warm-up, or at the end of a run that goes on
-            raise ConfigError(
-                f"no trainable weight changed {when}, though they had gradients, at a learning rate of "
-                f"{self._rate:.3g}. Updates are lost to the weights' number format, or are far too small. Train "
-                "float32 weights, or raise the learning rate."
-            )
+            raise ConfigError(f"{line}. Expected that they move. {REMEDY}")
         elif share < LEAST_SHARE:
-            level = logging.WARNING
-            line += (
-                f": fewer than {100 * LEAST_SHARE:g} % of them. Updates are lost to the weights' number format, "
-                "or are far too small. Train float32 weights, or raise the learning rate."
-            )
-        log_on_main(level, line)
+            log_on_main(logging.WARNING, f"{line}: fewer than {100 * LEAST_SHARE:g} % of them. {REMEDY}")
+            return
+        log_on_main(logging.INFO, line)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from salesrl_trl.ground.process import is_locked, make_private, put_aside
-from salesrl_trl.ground.surroundings import enter, here
+from salesrl_trl.ground.process import enter, here, is_locked, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of

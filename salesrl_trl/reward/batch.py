@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from salesrl_trl.ground.surroundings import here
+from salesrl_trl.ground.process import here
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.stage_times import FaultLog, SampleLines, StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline

@@ -40,7 +40,7 @@ from salesrl_trl.names import (
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
-from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
+from salesrl_trl.telemetry.perf import StepAggregates, percentile
 from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward
 
 Value = Callable[[Reward], float | None]

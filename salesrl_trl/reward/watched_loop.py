@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
 
-from salesrl_trl.ground.surroundings import enter
+from salesrl_trl.ground.process import enter
 from salesrl_trl.service.event_loop import cancel_others, remaining_s
 
 T = TypeVar("T")

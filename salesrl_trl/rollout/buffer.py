@@ -21,7 +21,7 @@ from salesrl_trl.rollout.in_flight import KeptRollouts, PromptGroup, Rollout, ke
 from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
-from salesrl_trl.update.ranks import highest, on_any_rank
+from salesrl_trl.update.run_control import highest, on_any_rank
 
 logger = get_logger(__name__)
 

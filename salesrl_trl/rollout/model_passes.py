@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import gather, reduce
 from torch import nn
 
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.in_flight import Rollout

@@ -39,12 +39,11 @@ from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups,
 from salesrl_trl.rollout.model_passes import OLD, RATIO, left_out_sums
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.telemetry.run_events import RunEvents
-from salesrl_trl.types import NOT_APPLICABLE, EvaluatedCompletion, Example, Outcome, Reward
+from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.types import EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
 from salesrl_trl.update.ledger import Ledger
-from salesrl_trl.update.ranks import on_any_rank
-from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.update.run_control import RunControl, on_any_rank
 
 logger = get_logger(__name__)
 
@@ -93,7 +92,7 @@ class RolloutScoring:
     reward_loop: RewardLoop
     figures: RewardFigures
     ledger: Ledger
-    instruments: RunEvents
+    instruments: Instruments
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device
@@ -291,7 +290,7 @@ class RolloutScoring:
 
     def _record(self, rollout: Rollout, result: BatchResult) -> None:
         """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
-        mode, rank, ledger, control = rollout.mode, PartialState().process_index, self.ledger, self.run_control
+        mode, ledger, control = rollout.mode, self.ledger, self.run_control
         names = self.figure_columns
         if mode == "eval" and (self.settings.held_out_examples or names):
             prompts = [example.get("prompt") for example in rollout.inputs]
@@ -301,7 +300,7 @@ class RolloutScoring:
         rollout.scored = gather(self._encode(result.rewards, rollout).to(self.device)).cpu()
         faulty = [reward for reward in result.rewards if reward.outcome is not Outcome.OK]
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
-        mine = [(reward.reason, reward.value is None, is_refused, rank, reward.breach) for reward in faulty]
+        mine = [(reward.reason, reward.value is None, is_refused, reward.breach) for reward in faulty]
         failed = gather_object(mine)
         reports = rollout.reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
         self._has_scored |= not rollout.failed.all().item()
@@ -310,21 +309,15 @@ class RolloutScoring:
                 f"the reward function {failed[0][-1]} So for all {len(failed)} completions of the first batch, and "
                 "nothing could be scored. Correct the function, and launch again."
             )
-        control.is_spent |= any(is_refused for *_, is_refused, _, _ in failed)  # as each rank's account had it
+        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
             self.instruments.record_rewards(report.started, report.seconds, report.waits, report.spans)
             is_single = scored.view(-1, self.settings.num_generations).sum(dim=1) == 1  # (groups,)
             ledger.add("train", SINGLE_SCORED, is_single.sum().item(), len(is_single))
-            by_rank: dict[int, Counter[str]] = {}
-            for reason, is_missing, _, of_rank, _ in failed:
-                by_rank.setdefault(of_rank, Counter()).update([reason] * is_missing)
-            missing = sum(by_rank.values(), Counter[str]())
-            # Completions to which no function applies did not fail.
-            size = len(result.rewards)
-            failing = {of: own for of, own in by_rank.items() if own.total() - own[NOT_APPLICABLE] == size}
-            warning = control.record_batch(scored.float().mean().item(), missing, failing)
+            missing = Counter(reason for reason, is_missing, *_ in failed if is_missing)
+            warning = control.record_batch(scored.float().mean().item(), missing)
             if warning is not None:
                 logger.warning(warning)
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
 from salesrl_trl.shared_prompts.shared_attention import (
     HALVES,

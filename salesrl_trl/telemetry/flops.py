@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 TOKENS = 8  # length of the shortest counted sequence. Others are twice and three times as long.
 OTHER_ATTENTION = ("attention_chunk_size", "global_head_dim", "num_kv_shared_layers")
@@ -28,63 +28,48 @@ class UnknownFlops(ValueError):
 class ModelFlops:
     """FLOPs of the policy's forward and backward pass, as the coefficients of a batch's sums.
 
-        FLOPs = per_token * tokens + per_head_token * completion tokens + sum over windows of per_pair * pairs
+        FLOPs = per_token * tokens + per_head_token * completion tokens + per_pair * pairs
 
-    Example: one layer with 4 heads of 16, trained in full, has `windows=(None,)` and `per_pair=(12 * 64,)`. Of these,
-    4 * 64 belong to the forward pass.
+    Example: one layer with 4 heads of 16, trained in full, has `per_pair=12 * 64`, of which 4 * 64 are the forward's.
     """
 
     per_token: float  # FLOPs per token of all products but those of attention and of the output head
     per_head_token: float  # FLOPs per completion token of the output head, which sees no other tokens
-    windows: tuple[int | None, ...]  # widths of the layers' attention, in tokens; `None` for the whole sequence
-    per_pair: tuple[float, ...]
-    """By window, FLOPs per pair of a query and a key that it sees, over all layers with this window."""
+    per_pair: float  # FLOPs per pair of a query and a key that it sees, over all layers
 
     def sums(
         self, lengths: torch.Tensor, completion_lengths: torch.Tensor, has_prompt: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The sums over a batch that `total` needs. Sums of several batches or ranks may be added. Waits for no
-        device.
+        """The sums over a batch that `total` needs: tokens, completion tokens and pairs; shape (3,), float64. Sums of
+        several batches or ranks may be added. Waits for no device.
 
         - `lengths`: shape (B,), integers: tokens of each sequence, prompt and completion, without padding.
         - `completion_lengths`: shape (B,), integers.
         - `has_prompt`: shape (B,), bool: False for a completion whose prompt went through the model with another one.
-
-        Returns shape (2 + len(windows),), float64: tokens, completion tokens, pairs by window. Exact up to 2**53.
         """
         left_out = lengths - completion_lengths
         left_out = torch.zeros_like(left_out) if has_prompt is None else torch.where(has_prompt, 0, left_out)
-        pairs = [
-            (attention_pairs(lengths, window) - attention_pairs(left_out, window)).sum() for window in self.windows
-        ]
-        tokens = (lengths - left_out).to(torch.int64).sum()
-        return torch.stack([tokens, completion_lengths.to(torch.int64).sum(), *pairs]).to(torch.float64)
+        tokens, pairs = lengths - left_out, attention_pairs(lengths) - attention_pairs(left_out)
+        return torch.stack([each.to(torch.int64).sum() for each in (tokens, completion_lengths, pairs)]).double()
 
     def total(self, sums: Sequence[float]) -> float:
-        """FLOPs of forward and backward, from `sums`. Raises `ValueError` for sums of another length."""
-        coefficients = (self.per_token, self.per_head_token, *self.per_pair)
-        return float(sum(flops * count for flops, count in zip(coefficients, sums, strict=True)))
+        """FLOPs of forward and backward, from `sums`."""
+        tokens, completion_tokens, pairs = sums
+        return self.per_token * tokens + self.per_head_token * completion_tokens + self.per_pair * pairs
 
 
-def attention_pairs(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Pairs of a query and a key that it sees, of causal attention, by sequence, int64. Waits for no device.
-
-    Of s positions, the query at position i sees i keys, with its own, but only the last w of them. With m = min(s, w):
-
-        pairs = 1 + 2 + ... + m + (s - m) * w = m * (m + 1) / 2 + (s - m) * w
-    """
+def attention_pairs(lengths: torch.Tensor) -> torch.Tensor:
+    """Pairs of a query and a key that it sees in causal attention, by sequence: s * (s + 1) / 2, int64."""
     lengths = lengths.to(torch.int64)
-    near = lengths if window is None else lengths.clamp(max=window)
-    pairs = near * (near + 1) // 2
-    return pairs if window is None else pairs + (lengths - near) * window
+    return lengths * (lengths + 1) // 2
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
     """The coefficients of a causal language model of transformers, with or without an adapter of PEFT, unwrapped.
 
     The FLOPs of a sequence of s tokens, of which c are completion, are `a s + h c + p s**2 + k`. Four counts give a, h
-    and p. The counter takes attention in full, so that p belongs to a pair. Windows share p by their number of layers.
-    k is left out: what no token needs, such as the norms of DoRA's weights, once in a pass.
+    and p. The counter takes attention in full, so that p belongs to a pair. k is left out, which no token needs: the
+    norms of DoRA's weights, for example.
 
     Counts run over few layers, because each layer's products are dispatched one by one: a layer costs what the one
     before it costs, if both have the same weights and train the same of them. The first of such a row is apart: what
@@ -93,12 +78,13 @@ def model_flops(model: nn.Module) -> ModelFlops:
     Raises `UnknownFlops` for models whose tokens differ in cost in other ways. A model that can't run on `meta` raises
     errors of its own.
     """
-    base, windows = _base(model), _windows(_config(model))
+    base = _base(model)
+    depth = base.config.num_hidden_layers
     bare = _without_memory(model, base)
     lists = (module for module in bare.modules() if isinstance(module, nn.ModuleList))
-    layers = next((modules for modules in lists if len(modules) == len(windows)), None)
+    layers = next((modules for modules in lists if len(modules) == depth), None)
     if layers is None:
-        raise UnknownFlops(f"no list of {len(windows)} decoder layers was found in it")
+        raise UnknownFlops(f"no list of {depth} decoder layers was found in it")
     rows = [list(row) for _, row in itertools.groupby(layers, key=_weights)]
     shortest = _counts(bare, layers, [row[:2] for row in rows])
     total = shortest
@@ -108,14 +94,8 @@ def model_flops(model: nn.Module) -> ModelFlops:
             total = total + (len(row) - 2) * (shortest - _counts(bare, layers, others))
     once, twice, thrice, longer_completion = total.tolist()
     per_pair = (thrice - 2 * twice + once) / (2 * TOKENS**2)
-    kinds = sorted(set(windows), key=lambda window: window or 0)
-    shares = [windows.count(window) / len(windows) for window in kinds]
-    return ModelFlops(
-        per_token=(twice - once) / TOKENS - 3 * TOKENS * per_pair,
-        per_head_token=longer_completion - once,
-        windows=tuple(kinds),
-        per_pair=tuple(per_pair * share for share in shares),
-    )
+    per_token = (twice - once) / TOKENS - 3 * TOKENS * per_pair
+    return ModelFlops(per_token=per_token, per_head_token=longer_completion - once, per_pair=per_pair)
 
 
 def _counts(model: nn.Module, layers: nn.ModuleList, rows: Sequence[Sequence[nn.Module]]) -> torch.Tensor:
@@ -142,10 +122,6 @@ def _base(model: nn.Module) -> PreTrainedModel:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         raise UnknownFlops("the model has no transformers config")
-    return base
-
-
-def _config(base: PreTrainedModel) -> PreTrainedConfig:
     config = base.config
     if config.is_encoder_decoder:
         raise UnknownFlops("it is an encoder-decoder")
@@ -154,21 +130,12 @@ def _config(base: PreTrainedModel) -> PreTrainedConfig:
     for field in OTHER_ATTENTION:
         if getattr(config, field, None):
             raise UnknownFlops(f"its attention is not alike in all layers ({field} is set)")
-    return config
-
-
-def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """By layer, the number of tokens that a token sees; `None` for all. In configs without `layer_types` (Mistral,
-    Phi-3), `sliding_window` applies to every layer."""
-    width = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    alike = "full_attention" if width is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UnknownFlops(f"it has layers of type {', '.join(unknown)}")
-    if "sliding_attention" in kinds and not width:
-        raise UnknownFlops("it has layers with a sliding window but the config does not say how wide (sliding_window)")
-    return [width if kind == "sliding_attention" else None for kind in kinds]
+    # without `layer_types` (Mistral, Phi-3), `sliding_window` applies to every layer
+    has_window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
+    if others := sorted({*kinds} - {"full_attention"}):
+        raise UnknownFlops(f"it has layers of type {', '.join(others)}")
+    return base
 
 
 def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:

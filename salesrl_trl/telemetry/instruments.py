@@ -1,7 +1,6 @@
-"""All measurements of a run in one object.
+"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start.
 
-Owns the timeline, the lengths that were trained on, the trace and the heartbeat, gathers the ranks' sums, and says
-what a start took. `perf` owns the arithmetic of the figures.
+`perf` owns the arithmetic of the figures.
 """
 
 import functools
@@ -11,14 +10,15 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather
+from accelerate.utils import extract_model_from_parallel, gather
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.names import (
     MEMORY,
@@ -32,11 +32,14 @@ from salesrl_trl.names import (
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
 from salesrl_trl.telemetry.heartbeat import Heartbeat
+from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.telemetry.perf import peak_bf16_flops
-from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import PHASES_TRACK, Span, overlap
+
+if TYPE_CHECKING:
+    from salesrl_trl.telemetry.flops import ModelFlops
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +49,9 @@ BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstrumentSettings:
-    """Settings: which measurements, how often, and how much is kept."""
+    """Settings: which measurements, and how much is kept."""
 
     enabled: bool = True
-    perf_steps: int = 1
-    """Steps between two lines with throughput, utilisation and memory. A line covers the steps since the last one."""
     trace_steps: range = range(0)
     """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
     range means no trace."""
@@ -59,17 +60,7 @@ class InstrumentSettings:
     peak_flops: float | None = None  # peak of the device, in FLOP/s, in place of the figure in the table of peaks
 
 
-class FlopsOfModel(Protocol):
-    """FLOPs of the model in training, by sums over its batches. `telemetry.flops.ModelFlops` is one."""
-
-    def sums(
-        self, lengths: torch.Tensor, completion_lengths: torch.Tensor, has_prompt: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
-
-    def total(self, sums: Sequence[float]) -> float: ...
-
-
-class Instruments(RunEvents):
+class Instruments:
     """A run's timeline and the figures from it.
 
     Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
@@ -77,19 +68,20 @@ class Instruments(RunEvents):
     """
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
-        super().__init__(Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES))
+        self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
         self.timeline.enabled = settings.enabled
+        self.details: dict[str, Callable[[], str]] = {}
+        """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
         self.step = 0  # optimizer steps done, for the trace and the heartbeat
         self._settings = settings
         self._device = device
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
-        self.flops: FlopsOfModel | None = None  # where they are known
+        self._flops: ModelFlops | None = None  # where they are known
         self._lengths: list[tuple[torch.Tensor, ...]] = []  # tokens of prompts and completions, and `has_prompt`
         self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
         # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
         self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
-        self._due: list[perf.Sums] | None = None  # by rank, since the last throughput
         self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
         self._output_dir = output_dir
@@ -104,7 +96,7 @@ class Instruments(RunEvents):
         return cls(InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), device, output_dir)
 
     def start(self, is_main: bool) -> None:
-        """Start the heartbeat and the trace, on the main rank."""
+        """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
         if self._running or not is_main or not self._settings.enabled:
             return
         self._running = True
@@ -120,21 +112,36 @@ class Instruments(RunEvents):
         self._trace.start()
 
     def run_begins(self, step: int, last_step: int) -> None:
+        """Begin training after `step` optimizer steps. Measurements of an earlier training are dropped."""
         self.step = step
         self.last_step = last_step
         self._batches.clear()
         self._trace.begin_training(step)
-        self._waits, self._lengths, self._trained, self._due = [], [], None, None
-        super().run_begins(step, last_step)
+        self._waits, self._lengths, self._trained = [], [], None
+        self.timeline.starts()
 
-    @property
-    def has_peak(self) -> bool:
-        """Whether the device's peak is known, without which FLOPs are of no use."""
-        return self._peak is not None
+    def count_flops(self, model: torch.nn.Module) -> None:
+        """Count the FLOPs of a token, for the MFU. Where they or the peak are unknown, a warning says why."""
+        if self._peak is None:
+            if self._device.type != "cpu":
+                name = device_name(self._device)
+                self._warn_once(f"no MFU: the bf16 peak of {name!r} is not in the table. Set `peak_tflops`.")
+            return
+        from salesrl_trl.telemetry import flops  # a run on a CPU does without it
+
+        try:
+            self._flops = flops.model_flops(extract_model_from_parallel(model))
+        except flops.UnknownFlops as error:
+            self._warn_once(f"no MFU: {error}")
+        except Exception as error:  # an unknown kind of model must not end the training
+            self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
 
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
     ) -> None:
+        """Record a micro-batch that goes through forward and backward, without a wait for the device. The masks have
+        shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the model with
+        another one."""
         if not self.timeline.enabled:
             return
         prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
@@ -146,23 +153,26 @@ class Instruments(RunEvents):
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:
+        """Record a scored batch of training. Its first call began at `started`, of `time.perf_counter`; its last
+        answer came `seconds` later. `waits`: first and last time of each wait of the trainer's thread for it. `spans`:
+        the stages of its completions."""
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
             self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
 
     def step_ends(self) -> None:
-        super().step_ends()
+        self.timeline.step_ends()
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
+        """The figures of the steps since the last call, over all ranks; a collective. They are the same on every rank,
+        except those of `names.MACHINE`, which are its own. Empty while nothing is measured."""
         if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()
         spans = self.timeline.drain_spans()
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
-        if self.timeline.dropped_spans:
-            self._warn_once("the trace has gaps: too many spans between two log lines. Log more often.")
         sums = self._sums(steps)
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
         ranks: list[perf.Sums] = [
@@ -171,21 +181,18 @@ class Instruments(RunEvents):
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
-        self._due = ranks if self._due is None else perf.added(self._due, ranks)
-        figures = perf.time_figures(ranks)
-        if self.step % self._settings.perf_steps == 0:
-            figures |= perf.perf_figures(self._due, self._peak) | self._machine.drain()
-            known = self.flops is not None and self._peak is not None
-            if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-                self._warn_once(
-                    f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run "
-                    "behind the clock. No MFU is shown. Set `peak_tflops`."
-                )
-            self._due = None
-            forget_peak(self._device)
+        figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self._machine.drain()
+        known = self._flops is not None and self._peak is not None
+        if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
+            self._warn_once(
+                f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
+                "the clock. No MFU is shown. Set `peak_tflops`."
+            )
+        forget_peak(self._device)
         return figures
 
     def close(self) -> None:
+        """End all open phases and write the main rank's last spans; no collective. May be called twice."""
         self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -202,8 +209,8 @@ class Instruments(RunEvents):
         lengths = prompts + completions
         samples = torch.ones_like(lengths, dtype=torch.float64).sum()
         sums = torch.stack((lengths.sum().to(torch.float64), samples))
-        if self.flops is not None:
-            sums = torch.cat((sums, self.flops.sums(lengths, completions, own)))
+        if self._flops is not None:
+            sums = torch.cat((sums, self._flops.sums(lengths, completions, own)))
         self._trained = sums if self._trained is None else self._trained + sums
 
     def _where(self) -> str:
@@ -224,7 +231,7 @@ class Instruments(RunEvents):
         self._count_lengths()
         if self._trained is not None:
             tokens, samples, *sums = self._trained.tolist()
-            flops = self.flops.total(sums) if self.flops is not None else math.nan
+            flops = self._flops.total(sums) if self._flops is not None else math.nan
             self._trained = None
         return {
             **seconds,
@@ -237,6 +244,34 @@ class Instruments(RunEvents):
             perf.SAMPLES: samples,
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
+
+
+@dataclass(eq=False)
+class StepMarks(TrainerCallback):
+    """Marks the start of a run, the end of each step, and the end of the run. `prepare` is called before the first
+    mark, `begin` after it, and `end` before the last one."""
+
+    events: Instruments
+    prepare: Callable[[], None]
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+    def on_train_begin(
+        self, _: object, state: TrainerState, __: object, model: torch.nn.Module, **___: object
+    ) -> None:
+        self.prepare()
+        self.events.timeline.end(StartUp.PREPARE)
+        self.events.run_begins(state.global_step, state.max_steps)
+        self.events.count_flops(model)
+        self.begin()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        self.events.timeline.end(Phase.OPTIMIZER)
+        self.events.step_ends()
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        self.end()
+        self.events.timeline.stops()
 
 
 SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.
@@ -260,24 +295,13 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
         sums = phases if span.track == PHASES_TRACK else beside
         sums[span.name] = sums.get(span.name, 0.0) + span.seconds
     total = first.ended - min([first.started, *(span.started for span in known)])
-    evaluation = first.seconds.get(Phase.EVALUATION, 0.0)
-
-    def shown(seconds_by_name: Mapping[str, float]) -> list[str]:
-        return [f"{name} {seconds:.1f}" for name, seconds in seconds_by_name.items() if seconds >= SHOWN_S]
-
-    evaluated = f" (evaluation {evaluation:.1f})" if evaluation else ""
     other = max(total - sum(phases.values()) - first.wall, 0.0)
-    parts = ", ".join([*shown(phases), f"first step {first.wall:.1f}{evaluated}", f"other {other:.1f}"])
-    side = f"; side by side with these: {', '.join(shown(beside))}" if shown(beside) else ""
-    logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{side}")
-    figures = {
-        "total_s": total,
-        "phases_s": phases,
-        "beside_s": beside,
-        "first_step_s": first.wall,
-        "evaluation_s": evaluation,
-    }
-    try:
+    parts, side = (
+        ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items() if seconds >= SHOWN_S)
+        for each in ({**phases, "first step": first.wall, "other": other}, beside)
+    )
+    more = f"; side by side with these: {side}" if side else ""
+    logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{more}")
+    figures = {"total_s": total, "phases_s": phases, "beside_s": beside, "first_step_s": first.wall}
+    with spared(START_UP_FILE, OSError):
         (output_dir / START_UP_FILE).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        logger.warning(f"{output_dir / START_UP_FILE} can't be written ({type(error).__name__})")

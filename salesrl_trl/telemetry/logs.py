@@ -1,11 +1,13 @@
-"""Log lines: the format of this package's lines, and a filter for lines of other packages.
+"""Log lines: the format of this package's lines, which lines of others are hidden, and errors of trackers, files and
+the hub that end no run. Standard library only."""
 
-Owns which lines of others are hidden. Standard library only.
-"""
-
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
 
 LINE_FORMAT = "%(asctime)s %(message)s"
 TIME_FORMAT = "%H:%M:%S"
@@ -56,3 +58,22 @@ def hide_lines() -> None:
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith(("salesrl_trl.", "trl.")):
             logging.getLogger(name).addFilter(_without_rank)
+
+
+@contextlib.contextmanager
+def spared(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Inside the block an error ends the block alone, not the run. One line says so, the first time. `what`: what gets
+    figures or tables here, such as `"TensorBoard"`."""
+    try:
+        yield
+    except errors as error:
+        tell(what, error)
+
+
+def tell(what: str, error: Exception) -> None:
+    """Log that entries of this are missing, the first time."""
+    reason = f": {os.strerror(error.errno)}" if isinstance(error, OSError) and error.errno else ""  # without addresses
+    warn_once(f"{what} can't be written ({type(error).__name__}{reason}): entries are missing there. Training goes on")
+
+
+warn_once = functools.cache(logger.warning)

@@ -1,5 +1,5 @@
-"""Time, throughput, utilisation and memory: how the ranks' sums, which `instruments` measures, become figures, and the
-peaks of chips."""
+"""Sums that become figures: of time, throughput, utilisation and memory, and of all that is kept from one log line to
+the next. And the peaks of chips."""
 
 import math
 import re
@@ -75,16 +75,6 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     return figures
 
 
-def added(ranks: Sequence[Sums], more: Sequence[Sums]) -> list[Sums]:
-    """Sums over two stretches of steps, rank by rank. Memory is the later one's, with the larger peak of both."""
-    return [
-        {name: earlier[name] + later[name] for name in COLUMNS}
-        | {name: later[name] for name in names.MEMORY}
-        | {names.GPU_PEAK: max(earlier[names.GPU_PEAK], later[names.GPU_PEAK])}
-        for earlier, later in zip(ranks, more, strict=True)
-    ]
-
-
 def _mean(ranks: Sequence[Sums], name: str) -> float:
     return sum(rank[name] for rank in ranks) / len(ranks)
 
@@ -116,3 +106,34 @@ def peak_bf16_flops(device_name: str) -> float | None:
     not have."""
     name = device_name.removeprefix("NVIDIA ")
     return next((peak.tflops * 1e12 for peak in PEAK_BF16 if re.fullmatch(peak.name, name)), None)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value at or below which a share in (0, 1] of the values lies (nearest rank); 0 without values."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
+
+
+class StepAggregates:
+    """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value.
+
+    `flush` returns exactly the names, in their order.
+    """
+
+    def __init__(self, figures: Sequence[str]) -> None:
+        self._sums = dict.fromkeys(figures, 0.0)
+        self._counts = dict.fromkeys(figures, 0.0)
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add a sum over `count` items; where `is_largest`, one item."""
+        if names.is_largest(name):
+            self._sums[name], self._counts[name] = max(self._sums[name], total), min(self._counts[name] + count, 1)
+            return
+        self._sums[name] += total
+        self._counts[name] += count
+
+    def flush(self) -> dict[str, float]:
+        """The figures, NaN where nothing was added. Starts over."""
+        figures = {name: self._sums[name] / count if count else math.nan for name, count in self._counts.items()}
+        self._sums, self._counts = dict.fromkeys(figures, 0.0), dict.fromkeys(figures, 0.0)
+        return figures

@@ -27,8 +27,8 @@ do not pile up."""
 MAX_STEPS_KEPT = 10_000
 """Settled steps that nobody drains, for example because nothing is logged. Beyond it, the oldest are dropped."""
 MAX_SPANS_PENDING = 100_000
-"""Spans that nobody drains. Beyond it, the oldest are dropped and counted. A step has some dozens of spans, and four
-more for each completion while rewards are traced."""
+"""Spans that nobody drains. Beyond it, the oldest are dropped. A step has some dozens of spans, and four more for each
+completion while rewards are traced."""
 CLOSE_PATIENCE_S = 5.0
 """At the end, the device gets this long to finish its work. A device that hangs or has failed is left, and the host's
 times count."""
@@ -108,8 +108,7 @@ class Timeline:
     steps: while it is off, nothing is marked and no step is counted."""
 
     def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
-        self._spans: deque[Span] = deque()
-        self.dropped_spans = 0  # spans that were dropped because nobody drained them
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS_PENDING)
         self.enabled = True
         self._clock = clock or Clock()
         self._opaque = frozenset(opaque)
@@ -136,32 +135,40 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[Timing]:
         """Time a block as a phase. On another thread, the block is a span on that thread's track instead."""
-        if not self.enabled:
-            yield Timing(name)
+        timing = self.begin(name)
+        if timing is None:
+            with TimingContext(name, self if self.enabled else None) as elsewhere:
+                yield elsewhere
             return
-        if threading.get_ident() != self._thread:
-            with TimingContext(name, self) as timing:
-                yield timing
-            return
-        phase = self._open(name)
         try:
-            yield phase.timing
+            yield timing
         except BaseException:
-            phase.timing.failed = True
+            timing.failed = True
             raise
         finally:
-            self._close(phase)
+            self.end(timing)
 
-    def begin(self, name: str) -> None:
-        """Open a phase that another function ends by `end`. `starts` and `close` end it too."""
-        if self.enabled and threading.get_ident() == self._thread:
-            self._open(name)
+    def begin(self, name: str) -> Timing | None:
+        """Open a phase that another function ends by `end`. `starts` and `close` end it too. `None` where nothing is
+        measured: on another thread, or while it is not `enabled`."""
+        if not self.enabled or threading.get_ident() != self._thread:
+            return None
+        mark = self._clock.mark()
+        phase = _OpenPhase(Timing(name), mark)
+        self._cut(mark, (*self._stack, phase))
+        return phase.timing
 
-    def end(self, name: str) -> None:
-        """Close the phase if it is open, with all phases inside it."""
-        phase = next((phase for phase in reversed(self._stack) if phase.timing.name == name), None)
-        if phase is not None:
-            self._close(phase)
+    def end(self, what: str | Timing) -> None:
+        """Close a phase, by its name or its timing, if it is open, with all phases inside it."""
+        open_ones = [place for place, phase in enumerate(self._stack) if what in (phase.timing.name, phase.timing)]
+        if not open_ones:
+            return
+        mark, index = self._clock.mark(), open_ones[-1]
+        for inner in reversed(self._stack[index:]):
+            inner.timing.ended = mark.host
+            inner.timing.failed = inner.timing.failed or self._stack[index].timing.failed
+            self._closed_phases.append((inner.timing.name, inner.mark, mark, inner.timing.failed))
+        self._cut(mark, self._stack[:index])
 
     def starts(self) -> None:
         """Begin the first step now, on this thread. Steps of an earlier run are dropped."""
@@ -192,9 +199,6 @@ class Timeline:
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere. From any thread."""
         self._spans.extend(spans)
-        while len(self._spans) > MAX_SPANS_PENDING:
-            self._spans.popleft()
-            self.dropped_spans += 1
 
     def drain_spans(self) -> list[Span]:
         """The settled phases and the spans of other threads that ended since the last call."""
@@ -206,16 +210,15 @@ class Timeline:
     def drain_steps(self) -> list[StepTimes]:
         """The steps that ended since the last call. Waits until the device is done with them."""
         self._settle(self._finished)
-        steps = list(self._settled)
-        self._settled.clear()
+        steps, self._settled = list(self._settled), deque(maxlen=MAX_STEPS_KEPT)
         return steps
 
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
         Returns the step that was cut off, if there was one."""
-        while self._stack:
-            self._stack[-1].timing.failed = True
-            self._close(self._stack[-1])
+        if self._stack:
+            self._stack[0].timing.failed = True
+            self.end(self._stack[0].timing)
         last = self._step
         end = self._clock.mark()
         patience_ends = time.monotonic() + CLOSE_PATIENCE_S
@@ -231,23 +234,6 @@ class Timeline:
         self._step = None
         self._settle([])
         return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
-
-    def _open(self, name: str) -> _OpenPhase:
-        mark = self._clock.mark()
-        phase = _OpenPhase(Timing(name), mark)
-        self._cut(mark, (*self._stack, phase))
-        return phase
-
-    def _close(self, phase: _OpenPhase) -> None:
-        if phase not in self._stack:
-            return
-        mark = self._clock.mark()
-        index = self._stack.index(phase)
-        for inner in reversed(self._stack[index:]):
-            inner.timing.ended = mark.host
-            inner.timing.failed = inner.timing.failed or phase.timing.failed
-            self._closed_phases.append((inner.timing.name, inner.mark, mark, inner.timing.failed))
-        self._cut(mark, self._stack[:index])
 
     def _cut(self, mark: Mark, stack: tuple[_OpenPhase, ...]) -> None:
         """Cut the step where these phases begin to be the open ones."""

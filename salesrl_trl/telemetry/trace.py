@@ -5,11 +5,11 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 import errno
+import io
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -25,85 +25,12 @@ STEPS_TRACK = "steps"
 _TAIL = b"\n]\n"
 
 
-class TraceWriter:
-    """Writes spans of all ranks into one file. Each rank is a process of the trace, with a track of phases and one of
-    steps; a second process has tracks for each place in a batch of rewards. Spans beyond `max_bytes` are left out,
-    with a note. `origin`: the time at which it begins, in seconds, on the scale that all ranks share."""
-
-    def __init__(self, path: Path, max_bytes: int, origin: float) -> None:
-        self._max_bytes = max_bytes
-        self._origin = origin
-        self._tracks: Counter[int] = Counter()  # by process
-        self._places: dict[tuple[int, str], tuple[int, int]] = {}  # process and track of a rank's track
-        self._names: dict[str, str] = {}
-        self._between = b"\n"
-        self.full = False  # whether spans were left out
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb", buffering=0)
-        self._file.write(b"[" + _TAIL)
-        self.close = self._file.close  # close the file. It is complete after every write.
-
-    def write(self, rank: int, spans: Iterable[Span], clock_offset: float = 0.0) -> None:
-        """Add a rank's spans, in any order. `clock_offset` is added to its `time.perf_counter`, for the shared scale.
-        Raises `OSError` if the file can't be written; its content is as before."""
-        events: list[str] = []
-        for span in spans:
-            process, track = self._places.get((rank, span.track)) or self._new_place(rank, span.track, events)
-            name = self._names.get(span.name) or self._names.setdefault(span.name, _json(span.name))
-            started, seconds = span.started + clock_offset - self._origin, span.seconds
-            failed = ',"cname":"terrible","args":{"failed":true}' if span.failed else ""
-            # without json.dumps, which takes five times as long: a step has hundreds of spans
-            events.append(
-                f'{{"name":{name},"ph":"X","pid":{process},"tid":{track},"ts":{started * 1e6:.1f},'
-                f'"dur":{seconds * 1e6:.1f}{failed}}}'
-            )
-        if self.full or not events:
-            return
-        position = self._file.tell() - len(_TAIL)
-        content = self._between + ",\n".join(events).encode(errors="replace")
-        if position + len(content) > self._max_bytes:
-            self.full = True
-            content = self._between + _FULL.encode()
-        self._file.seek(position)
-        try:
-            if self._file.write(content + _TAIL) != len(content) + len(_TAIL):
-                raise OSError(errno.ENOSPC, "no space left for the trace")
-        except OSError:
-            self._file.seek(position)
-            self._file.write(_TAIL)
-            self._file.truncate()
-            raise
-        self._between = b",\n"
-
-    def _new_place(self, rank: int, track: str, events: list[str]) -> tuple[int, int]:
-        """The process and the track of a rank's new track, which are named in `events`."""
-        process = rank if track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
-        number = self._tracks[process]
-        self._tracks[process] += 1
-        if number == 0:
-            title = f"rank {rank}" if process == rank else f"rank {rank}: rewards and other threads"
-            events.append(_about("process_name", process, 0, name=title))
-            events.append(_about("process_sort_index", process, 0, sort_index=process))
-        events.append(_about("thread_name", process, number, name=track))
-        events.append(_about("thread_sort_index", process, number, sort_index=number))
-        self._places[rank, track] = process, number
-        return process, number
-
-
-_FULL = '{"name":"the trace is full","ph":"i","s":"g","pid":0,"tid":0,"ts":0}'
-
-
-def _about(event: str, process: int, track: int, **arguments: str | int) -> str:
-    return _json({"name": event, "ph": "M", "pid": process, "tid": track, "args": arguments})
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
 class StepTrace:
-    """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. The
-    file of an earlier start gets another name. `warn` logs each text once."""
+    """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. It
+    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once.
+
+    Each rank is a process of the trace, with a track of phases and one of steps. A second process has a track for each
+    place in a batch of rewards."""
 
     def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -111,7 +38,9 @@ class StepTrace:
         self._max_bytes = max_bytes
         self._warn = warn
         self._background_spans: list[Span] = []  # of batches of the traced steps
-        self._writer: TraceWriter | None = None
+        self._file: io.FileIO | None = None
+        self._origin = 0.0  # time at which the file begins, on the scale that all ranks share
+        self._tracks: dict[int, list[str]] = {}  # by process
         self._is_written = False  # by this rank
         self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
         self._first_step = 0
@@ -124,9 +53,9 @@ class StepTrace:
         """Begin training after `step` optimizer steps. Spans of an earlier training are dropped."""
         self._first_step = step
         self._background_spans.clear()
-        if self._writer is not None and not self._path.exists():  # it was moved with its run
-            self._writer.close()
-            self._writer = None
+        if self._file is not None and not self._path.exists():  # it was moved with its run
+            self._file.close()
+            self._file = None
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
         """Keep spans of other threads, if `step` is traced."""
@@ -157,7 +86,7 @@ class StepTrace:
         self, last_step: int, steps: Sequence[StepTimes], cut_off: StepTimes | None, spans: Sequence[Span]
     ) -> None:
         """Write the main rank's last spans, with the step that was cut off, and close the file; no collective."""
-        if self._is_written and (self._writer is not None or cut_off is not None):
+        if self._is_written and (self._file is not None or cut_off is not None):
             ended = [*steps, *([cut_off] if cut_off else [])]
             self._write([(0, self._clock_offset, [*spans, *self._background_spans, *_step_spans(last_step, ended)])])
         self._close_file()
@@ -168,25 +97,57 @@ class StepTrace:
         if not starts:
             return
         try:
-            if self._writer is None:
+            if self._file is None:
                 put_aside(self._path)
-                self._writer = TraceWriter(self._path, self._max_bytes, origin=min(starts))
-            for rank, offset, spans in everywhere:
-                self._writer.write(rank, spans, offset)
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file, self._origin, self._tracks = self._path.open("wb", buffering=0), min(starts), {}
+                self._file.write(b"[" + _TAIL)
+            self._append([event for each in everywhere for event in self._events(*each)])
         except OSError as error:
             logger.warning(f"the trace ends here: {self._path} can't be written ({type(error).__name__})")
             self._close_file()
+
+    def _events(self, rank: int, offset: float, spans: Sequence[Span]) -> Iterator[dict[str, object]]:
+        """Spans of a rank as events of the format, with the names of new tracks."""
+        for span in spans:
+            process = rank if span.track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
+            tracks = self._tracks.setdefault(process, [])
+            about = {"ph": "M", "pid": process, "tid": len(tracks)}
+            if not tracks:
+                title = f"rank {rank}" if process == rank else f"rank {rank}: rewards and other threads"
+                yield {"name": "process_name", **about, "args": {"name": title}}
+            if span.track not in tracks:
+                tracks.append(span.track)
+                yield {"name": "thread_name", **about, "args": {"name": span.track}}
+            times = {"ts": 1e6 * (span.started + offset - self._origin), "dur": 1e6 * span.seconds}
+            failed = {"cname": "terrible", "args": {"failed": True}} if span.failed else {}
+            yield {"name": span.name, "ph": "X", "pid": process, "tid": tracks.index(span.track), **times, **failed}
+
+    def _append(self, events: Sequence[dict[str, object]]) -> None:
+        """Add events to the file. Raises `OSError` if it can't be written; its content is as before."""
+        assert self._file is not None
+        position = self._file.tell() - len(_TAIL)
+        text = ",\n".join(json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events)
+        content = (",\n" if position > 1 else "\n").encode() + text.encode(errors="replace") + _TAIL
+        if position + len(content) > self._max_bytes:
+            size = f"{self._max_bytes / 1e6:.0f} MB"
+            self._warn(f"{self._path} is full at {size}: later spans are left out (`trace_steps` chooses others)")
+            self._close_file()
             return
-        if self._writer.full:
-            self._warn(
-                f"{self._path} is full at {self._max_bytes / 1e6:.0f} MB: later spans are left out "
-                "(`trace_steps` chooses others)"
-            )
+        self._file.seek(position)
+        try:
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, "no space left for the trace")
+        except OSError:
+            self._file.seek(position)
+            self._file.write(_TAIL)
+            self._file.truncate()
+            raise
 
     def _close_file(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer, self._is_written = None, False
+        if self._file is not None:
+            self._file.close()
+        self._file, self._is_written = None, False
 
 
 def _step_spans(last_step: int, steps: Sequence[StepTimes]) -> list[Span]:

@@ -1,7 +1,5 @@
 """Advantages with the frozen reference's reward as a part of the baseline, and sums of several rewards that compare.
-
-Pure functions of tensors, for `rollout.rollout_scoring` and `rejudge`. The advantages of plain GRPO are TRL's.
-"""
+The advantages of plain GRPO are TRL's."""
 
 import torch
 

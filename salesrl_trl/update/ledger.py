@@ -1,7 +1,6 @@
 """The figures of the next log line, for training and for evaluations: sums, and failures by reason.
 
-They are already the same on all ranks: it owns no collective. `rollout` and `wiring.components` record; the trainer's
-`log` flushes.
+They are already the same on all ranks: there is no collective here.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from salesrl_trl.names import (
     line_names,
 )
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
-from salesrl_trl.telemetry.aggregates import StepAggregates
+from salesrl_trl.telemetry.perf import StepAggregates
 from salesrl_trl.types import EvaluatedCompletion
 
 MODES = ("train", "eval")

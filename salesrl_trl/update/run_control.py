@@ -1,16 +1,18 @@
-"""Whether a generation batch counts, and whether the run goes on; the error that ends it.
-
-`rollout.rollout_scoring` reports batches, `update.stopping` requests and steps. They gather from other ranks.
-"""
+"""Whether a generation batch counts, and whether the run goes on; the error that ends it. And what all ranks decide
+together."""
 
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
 
 from salesrl_trl.errors import BudgetSpent, DivergedError, RunStopped, SalesRLError, TooFewRewardsError
 from salesrl_trl.names import ALL_KL, CHECKPOINT_FOLDERS
@@ -21,16 +23,19 @@ BROKEN_LINES = 3  # log lines in a row with broken figures that end a run. One m
 SKIPPED_AT_END = 2
 """Skipped batches in a row at a run's last step that make it a failure: no later one shows that services are back."""
 
-ADVICE = {
-    "no_passages": "`no_passages` means that the RAG service found nothing for these rows, not even with the "
-    "conversation itself and without a threshold: look whether its index is loaded and holds this knowledge, and "
-    "whether it knows the rows' tenant_id. ",
-    "no_room": "`no_room` means that an episode asked for another turn when its sequence was full: raise "
-    "`max_completion_length` (or the model's length, `vllm_max_model_length`), or let the agent ask for fewer "
-    "`max_tokens` a turn, and catch the error whose code is `context_length_exceeded`. ",
-}
-"""Advice by the end of a reason code, if the code alone does not explain the failure."""
 MAX_OUTAGE_S = 3600.0  # `max_outage_s` of a training
+
+
+def on_any_rank(condition: bool, device: torch.device) -> bool:
+    """A collective."""
+    return bool(highest(condition, device))
+
+
+def highest(number: int, device: torch.device) -> int:
+    """The highest number of all ranks; a collective."""
+    if PartialState().num_processes == 1:
+        return number
+    return int(gather(torch.tensor([number], device=device)).max())
 
 
 class SpendingAccount(Protocol):
@@ -47,15 +52,12 @@ class SpendingAccount(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class RunControl:
-    """Decides for one run, and after `restart` for the next. `SalesGRPOConfig` describes the first fields. `places`
-    has the address of each service, by the name with which its reason codes begin."""
+    """Decides for one run, and after `restart` for the next. `SalesGRPOConfig` describes the fields."""
 
     min_valid_reward_fraction: float
-    max_skipped_generations: int
-    """Also for batches with no reward on the same rank. At the last step, `SKIPPED_AT_END` are enough."""
+    max_skipped_generations: int  # at the last step, `SKIPPED_AT_END` are enough
     max_outage_s: float = math.inf
     output_dir: str = ""
-    places: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spending: SpendingAccount | None = None  # of a run with a budget
@@ -71,24 +73,16 @@ class RunControl:
         self._skips_since = 0.0
         self._is_out_too_long = False
         self._missing: Counter[str] = Counter()
-        self._failing: dict[int, int] = {}  # batches in a row, by rank
-        self._failures: Mapping[int, Counter[str]] = {}
         self._broken_in_a_row = 0
 
-    def record_batch(
-        self, scored_fraction: float, missing: Counter[str], failing: Mapping[int, Counter[str]] | None = None
-    ) -> str | None:
-        """Skip a batch with too few scored completions. Count batches in which all completions of a rank failed.
-        `missing` has the number of unscored ones by reason code; `failing` the same for each rank of whose completions
-        all failed. Returns a warning; `None` for a batch that counts."""
+    def record_batch(self, scored_fraction: float, missing: Counter[str]) -> str | None:
+        """Skip a batch with too few scored completions. `missing` has the number of unscored ones by reason code.
+        Returns a warning; `None` for a batch that counts."""
         wanted = self.min_valid_reward_fraction
         self.is_skipping = scored_fraction < wanted
-        self._failures = failing or {}
-        self._failing = {rank: self._failing.get(rank, 0) + 1 for rank in self._failures if wanted}
         if not self.is_skipping:
             self._skipped_in_a_row = 0
-            others = "".join(f"; of rank {rank} none could ({_counted(own)})" for rank, own in self._failures.items())
-            return f"{scored_fraction:.0%} of the completions could be scored{others}" if others else None
+            return None
         if not self._skipped_in_a_row:
             self._skips_since = time.monotonic()
         self._skipped_in_a_row += 1
@@ -117,36 +111,18 @@ class RunControl:
     def end_step(self, step: int, *, is_last: bool) -> None:
         """End the run after this optimizer step if too many batches in a row were skipped, or for too long. `is_last`:
         training ends with this step anyway."""
-        skipped, missing = self._skipped_in_a_row, self._missing
-        limit = self.max_skipped_generations
-        most = min(limit, SKIPPED_AT_END) if is_last else limit
-        is_skipped = skipped >= most or self._is_out_too_long
-        rank = max(self._failing, key=self._failing.__getitem__, default=0)
-        if self.error is not None or not (is_skipped or self._failing.get(rank, 0) >= limit):
+        most = self.max_skipped_generations
+        is_over = self._skipped_in_a_row >= (min(most, SKIPPED_AT_END) if is_last else most) or self._is_out_too_long
+        if self.error is not None or not is_over:
             return
-        last = more = ""
-        if is_skipped:
-            began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
-            since = f"{began:%Y-%m-%d %H:%M:%S}"
-            what = (
-                f"{skipped} generation batches in a row had fewer than {self.min_valid_reward_fraction:.0%} of their "
-                f"completions scored, since {since}"
-            )
-            if is_last:
-                last = "They were the last of the run, so that it learned nothing from them. "
-                more = " and a larger `max_steps` or `num_train_epochs`"
-        else:
-            missing = self._failures[rank]
-            what = (
-                f"{self._failing[rank]} generation batches in a row had no scored completion on rank {rank}, so that "
-                "the run learns from the other ranks' alone"
-            )
-        failed = [name for name in self.places if any(reason.startswith(f"{name}_") for reason in missing)]
-        where = "".join(f"{name} is {self.places[name]}. " for name in failed)
-        advice = "".join(text for end, text in ADVICE.items() if any(each.endswith(end) for each in missing))
+        began = datetime.now() - timedelta(seconds=time.monotonic() - self._skips_since)
+        last = "They were the last of the run, so that it learned nothing from them. " if is_last else ""
+        more = " and a larger `max_steps` or `num_train_epochs`" if is_last else ""
         self.error = TooFewRewardsError(
-            f"{what}. {last}Failures in the last one: {_counted(missing)}. {where}{advice}A checkpoint was saved; "
-            f"repair what the reasons name and go on with {self._resume(step)}{more}."
+            f"{self._skipped_in_a_row} generation batches in a row had fewer than "
+            f"{self.min_valid_reward_fraction:.0%} of their completions scored, since {began:%Y-%m-%d %H:%M:%S}. "
+            f"{last}Failures in the last one: {_counted(self._missing)}. A checkpoint was saved; repair what the "
+            f"reasons name and go on with {self._resume(step)}{more}."
         )
         self.error.is_resumable = not is_last  # the same command would find nothing left to learn
 

@@ -1,19 +1,22 @@
-"""The end of a run that was asked to stop, or that an error stops. `run_control` owns the error with which it ends.
+"""The end of a run that was asked to stop, or that an error stops, with the undoing of a step that was cut off.
 
-Owns the way of a request, the step after which all ranks stop together, and the undoing of a step that was cut off.
 The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
 of each (`spread_requests`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
+import copy
 import itertools
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from accelerate import PartialState
@@ -21,13 +24,50 @@ from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
-from salesrl_trl.update.ranks import highest
-from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.kl.branched import BranchedKL
+from salesrl_trl.update.run_control import RunControl, highest
 
 logger = logging.getLogger(__name__)
 
 STOPPED = "stopped"  # reason code of completions that were given up because the run was asked to stop
+
+
+class StepSnapshot:
+    """The state at the end of an optimizer step: transformers' counts, the learning rate, KL coefficients, and the
+    `position`: micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them."""
+
+    def __init__(
+        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: Any, kl: BranchedKL | None,
+        position: tuple[int, list[Any] | None],
+    ) -> None:  # fmt: skip
+        self.step: int = state.global_step
+        self._owners = (state, optimizer, scheduler, kl)
+        self._position = position
+        self._kl = None if kl is None else copy.deepcopy(kl.control.state_dict())
+        self._counts = (state.global_step, state.epoch, state.num_input_tokens_seen)
+        self._lines = len(state.log_history)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._scheduler = copy.deepcopy(scheduler.state_dict())
+        self._generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def restore(self) -> tuple[int, list[Any] | None]:
+        """Returns the position, which the trainer sets back itself."""
+        state, optimizer, scheduler, kl = self._owners
+        state.global_step, state.epoch, state.num_input_tokens_seen = self._counts
+        del state.log_history[self._lines :]
+        scheduler.load_state_dict(self._scheduler)
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        if kl is not None and self._kl is not None:
+            kl.control.load_state_dict(self._kl)
+        python, numpy, torchs = self._generators
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torchs)
+        if self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device)
+        return self._position
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,18 +146,17 @@ class Stopping(TrainerCallback):
         self.run_control.record_line(logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Stop if any rank was asked to, or if the budget is spent, and undo the step if that cut it off; a
-        collective."""
-        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
-        # the same on all ranks: they have gathered the reasons
-        ends = self.run_control.requested is not None or self.run_control.is_spent
+        """Stop if any rank was asked to, or if the budget is spent; undo the step if that cut it off. A collective."""
+        run = self.run_control
+        run.record_urgency(highest(run.urgency(), self.device))
+        ends = run.requested is not None or run.is_spent  # the same on all ranks: they have gathered the reasons
         if ends and not self._moves and self._snapshot is not None:
             self.restore(self._snapshot)
         step = self.settle()
         if ends:
-            self.run_control.stop(step, is_new=step > self._first)
-        self.run_control.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
-        if self.run_control.error is not None:
+            run.stop(step, is_new=step > self._first)
+        run.end_step(state.global_step, is_last=state.global_step >= state.max_steps)
+        if run.error is not None:
             control.should_save = state.global_step > 0
             control.should_training_stop = True
             control.should_evaluate = False  # nothing could be scored
@@ -197,19 +236,26 @@ PATIENCE = timedelta(seconds=10)  # longest wait for an answer of the store
 _runs = itertools.count()  # all processes count alike, so that each run has its own key
 
 
+def _store() -> torch.distributed.Store | None:
+    """A connection of its own to the processes' store, as others may wait on the existing one. `None` for a process
+    that is alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None
+    store: torch.distributed.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(PATIENCE)
+    return store
+
+
 @contextlib.contextmanager
 def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
     equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
     once, from another thread, with who asked another process first."""
-    number = next(_runs)
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
+    store = _store()
+    if store is None:
         yield
         return
-    # a connection of its own: others may wait on the existing one
-    store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    store.set_timeout(PATIENCE)
-    key, over = f"salesrl_trl/stop/{number}", threading.Event()
 
     def watch() -> None:
         try:
@@ -237,12 +283,13 @@ def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], N
 def all_arrive(step: int) -> bool:
     """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps. No collective: the
     others may wait in one, after an error on this process alone."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return True
-    number, world = next(_runs), torch.distributed.get_world_size()
-    keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in range(world)]
+    number = next(_runs)
     try:
-        store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store = _store()
+        if store is None:
+            return True
+        ranks = range(torch.distributed.get_world_size())
+        keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in ranks]
         store.set(keys[torch.distributed.get_rank()], str(step))
         store.wait(keys, PATIENCE)
         return {store.get(key) for key in keys} == {str(step).encode()}

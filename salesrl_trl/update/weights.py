@@ -23,7 +23,7 @@ def log_on_main(level: int, line: str) -> None:
 
 
 class OutsideAutocast:
-    """True where autocast is off. `device_type`: as torch names it."""
+    """True where autocast is off."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -53,9 +53,8 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training. It does not see a
-    push that does nothing where vLLM read the same weights from disk: TRL's `sampling/sampling_logp_difference/mean`
-    then grows, and the preflight's stage `engine` sees it at once. `limit`: largest mean absolute difference in nats.
-    `hints`: possible reasons of one."""
+    push that does nothing where vLLM read the same weights from disk: the preflight's stage `engine` does. `limit`:
+    largest mean absolute difference in nats. `hints`: possible reasons of one."""
 
     def __init__(self, limit: float, hints: str = "") -> None:
         self._limit = limit

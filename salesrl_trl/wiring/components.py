@@ -51,13 +51,13 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
+from salesrl_trl.telemetry.instruments import Instruments, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
-from salesrl_trl.telemetry.run_events import RunEvents, StepMarks
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts, layer
+from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 
 logger = get_logger(__name__)
@@ -68,7 +68,7 @@ class Components:
     `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
 
     def __init__(
-        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: RunEvents | None, kl_law: KLLaw | None,
+        self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
         train_dataset: object, gets_adapter: bool, parts: Sequence[Part] = (),
     ) -> None:  # fmt: skip
         show_lines()
@@ -82,9 +82,7 @@ class Components:
         self._rows: Any = train_dataset
         self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments: RunEvents = instruments or layer("telemetry.instruments").Instruments.by_default(
-            args.device, Path(args.output_dir)
-        )
+        self.instruments = instruments or Instruments.by_default(args.device, Path(args.output_dir))
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.converses = False  # whether completions that may call tools go through their turns one by one
@@ -98,12 +96,7 @@ class Components:
         further = [line for line, setting in lines.items() if setting]
         own = [name for part in parts for name in part.figure_names]
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
-        self.run_control = from_fields(
-            RunControl,
-            args,
-            max_outage_s=MAX_OUTAGE_S,
-            places=reward.names.places,
-        )
+        self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
         self.keeper = Keeper(
             args,
             self.kl,

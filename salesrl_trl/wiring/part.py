@@ -30,11 +30,11 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, Output, RolloutScoring
-from salesrl_trl.telemetry.run_events import RunEvents
+from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import StepSnapshot
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM, which takes seconds
@@ -108,7 +108,7 @@ class PartContext:
     sampler: Sampler
     pipeline: Pipeline
     scoring: RolloutScoring
-    instruments: RunEvents
+    instruments: Instruments
     run_control: RunControl
     kl: BranchedKL | None
     least_lookahead: int  # at 0 a server and the trainer would wait for each other
@@ -164,9 +164,6 @@ class Part(TrainerCallback):
         """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
         return {}
 
-    def on_table(self, mode: str, step: int) -> None:
-        """TRL has written its table of completions. Called on the main process alone."""
-
     def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
         """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
         `create_model_card`. Called on the main process alone."""
@@ -219,7 +216,6 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("parts.step_lines:EpochLine", True),
         _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
         _BuiltIn("judged.meter_part:Spending", reward.budget is not None, "a budget"),
-        _BuiltIn("parts.flops:FlopsCount", True),
         _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
         _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
         _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),

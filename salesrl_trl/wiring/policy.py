@@ -15,7 +15,7 @@ from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import vllm_engine_options
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
 

@@ -13,13 +13,13 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.update.step_snapshot import StepSnapshot
+from salesrl_trl.update.stopping import StepSnapshot
 from salesrl_trl.wiring.part import Hooks
 from salesrl_trl.wiring.trl_generation import TRLGeneration
 

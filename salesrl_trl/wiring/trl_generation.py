@@ -27,9 +27,9 @@ from salesrl_trl.generation.sampler import (
     TurnAccess,
 )
 from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.types import Example
-from salesrl_trl.update.ranks import highest
+from salesrl_trl.update.run_control import highest
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import AGENTS
 

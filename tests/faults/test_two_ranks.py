@@ -26,12 +26,6 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
     # one rank's rewards all fail: half of all are scored
     assert one["too_few"]["error"] == "TooFewRewardsError"
     assert one["too_few"]["skipped"] == other["too_few"]["skipped"] == [1, 1, 1]
-    # the same where half is enough: three batches are trained on, and the rank whose rewards all failed is named
-    assert one["alone"]["skipped"] == other["alone"]["skipped"] == [0, 0, 0]
-    assert one["alone"]["error"] == "TooFewRewardsError"
-    for rank in (one, other):
-        assert "3 generation batches in a row had no scored completion on rank 1" in rank["alone"]["moments"]["said"]
-        assert "Failures in the last one: broken 4. " in rank["alone"]["moments"]["said"]
     # one of four is scored on rank 1
     assert one["enough"]["error"] is None
     assert one["enough"]["skipped"] == other["enough"]["skipped"] == [0] * 6

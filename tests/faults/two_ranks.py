@@ -194,7 +194,6 @@ def main(policy, out):
 
     cases = {
         "too_few": (fails, {"rollout_lookahead": 2, "min_valid_reward_fraction": 0.6, "max_steps": 9}),
-        "alone": (fails, {"min_valid_reward_fraction": 0.4, "max_steps": 9}),
         "enough": (
             mostly_fails,
             {

@@ -161,26 +161,6 @@ def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds
         each.close()
 
 
-def test_a_run_whose_episodes_have_no_room_names_the_setting(tmp_path):
-    from salesrl_trl import per_episode
-    from salesrl_trl.errors import TooFewRewardsError
-
-    @per_episode
-    async def agent(client, row):
-        await client.chat.completions.create(model="policy", messages=[*row["prompt"] * 500])
-
-    trainer = trainer_of(
-        make_calling_policy(tmp_path / "policy", hidden_size=64),
-        tmp_path / "run",
-        agent,
-        min_valid_reward_fraction=0.5,
-        max_skipped_generations=1,
-    )
-    with pytest.raises(TooFewRewardsError, match=r"agent_no_room 2\b.*raise `max_completion_length`"):
-        trainer.train()
-    trainer.finish()
-
-
 def whole_episodes(sampled, padding):
     """The policy's tokens of each episode, from the prompts and tokens of its turns in the order of the turns."""
     episodes = []

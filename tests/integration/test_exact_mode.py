@@ -551,7 +551,7 @@ def _compare_around_vllm(policy, out):
 def _preflights(policy, out):
     """Reports of the stages with the engine, whose weights are those of the last run: without a push, and with it."""
     from salesrl_trl.generation.vllm import SalesVLLMGeneration
-    from salesrl_trl.ground.patched import patched
+    from salesrl_trl.ground.process import patched
     from salesrl_trl.launch.plan import Plan
     from salesrl_trl.launch.preflight.runner import examine
     from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE

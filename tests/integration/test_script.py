@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground import changed_code
+from salesrl_trl.ground import own_code
 from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.view.run_folder import read_run
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -35,10 +35,8 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     tiny, tmp_path, caplog, monkeypatch
 ):
     imported = sys.modules["salesrl_trl.trainer"].__spec__, b"the hash of an older file"
-    monkeypatch.setitem(
-        changed_code._imported, "salesrl_trl.trainer", imported
-    )  # as in a kernel that was not restarted
-    monkeypatch.setattr(changed_code, "_told", set())
+    monkeypatch.setitem(own_code._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
+    monkeypatch.setattr(own_code, "_told", set())
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
@@ -67,7 +65,6 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
         "version",
         "record",
         "report",
-        "quiet",
         "output",
     ]
     assert f"length: at {length.__code__.co_filename}" in banner[0]

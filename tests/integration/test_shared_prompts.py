@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import correction_at_step
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.functions import per_completion

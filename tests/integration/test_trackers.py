@@ -66,10 +66,10 @@ def test_settings_of_the_trainer_and_of_the_reward(found, tracker):
 
 
 def test_tables_of_completions(found, tracker):
+    if tracker in ("mlflow", "swanlab"):
+        pytest.skip(f"TRL hands {tracker} no tables")
     tables = found["trackers"][tracker]["tables"]
     assert {f"train {step}" for step in range(1, STEPS + 1)} <= tables.keys()
-    if tracker in ("mlflow", "swanlab"):
-        assert f"eval {STEPS}" in tables
     for rows in tables.values():
         assert rows
         assert all(row.keys() >= COLUMNS for row in rows)

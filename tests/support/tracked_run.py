@@ -136,12 +136,7 @@ def read_mlflow(out):
             continue
         tag = f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
         figures[tag] = {each.step: each.value for each in client.get_metric_history(run.info.run_id, name)}
-    tables = {}
-    for path in [each.path for each in client.list_artifacts(run.info.run_id, "completions")]:
-        table = json.loads(Path(client.download_artifacts(run.info.run_id, path)).read_text("utf-8"))
-        mode, step = Path(path).stem.split("_")
-        tables[f"{mode} {int(step)}"] = [dict(zip(table["columns"], each, strict=True)) for each in table["data"]]
-    return {"figures": figures, "settings": dict(run.data.params), "tables": tables}
+    return {"figures": figures, "settings": dict(run.data.params), "tables": {}}
 
 
 def read_trackio(out):
@@ -165,22 +160,16 @@ def read_swanlab(out):
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     [folder] = out.glob("swanlog/run-*")
-    figures, tables, reader = defaultdict(dict), {}, DataStoreReader()
+    figures, reader = defaultdict(dict), DataStoreReader()
     reader.open(next(folder.glob("*.swanlab")))
     for record in map(Record.FromString, reader):
         if record.HasField("scalar"):
             figures[record.scalar.key.replace("single_value/", "train/")][record.scalar.step] = (
                 record.scalar.value.number
             )
-        elif record.HasField("media"):
-            table = json.loads((folder / "media/echarts" / record.media.value.items[0].filename).read_text("utf-8"))
-            mode = record.media.key.partition("/")[0]
-            tables[f"{mode} {record.media.step}"] = table.get("rowData") or [
-                dict(zip(table["headers"], each, strict=True)) for each in table["rows"]
-            ]
     text = yaml.safe_load((folder / "files/config.yaml").read_text("utf-8"))
     settings = {name: each["value"] if isinstance(each, dict) else each for name, each in text.items()}
-    return {"figures": figures, "settings": settings, "tables": tables}
+    return {"figures": figures, "settings": settings, "tables": {}}
 
 
 def main(policy, out):

@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 from benchmarks.vllm_server import vllm_server
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from support.forked import python
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from salesrl_trl.demo.services.language import is_chinese, sentences, words
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import fence
-from salesrl_trl.ground.service_keys import find_key
+from salesrl_trl.ground.process import find_key
 from salesrl_trl.types import Passage
 
 CLOSE_SCORE_RATIO = 0.95  # the second passage is used too if its score is at least this share of the best score

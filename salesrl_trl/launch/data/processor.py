@@ -16,7 +16,7 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

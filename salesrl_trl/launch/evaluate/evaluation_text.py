@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from salesrl_trl.ground.row_statistics import FEW_ROWS, Mean
-from salesrl_trl.ground.tables import NOT_KNOWN, filled, number
+from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluate.findings import ALL, LABELS, EvaluationFindings
 
 FEW = "*"

@@ -16,7 +16,7 @@ from transformers import TrainerState, TrainingArguments
 
 from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.ground.row_statistics import standard_error
-from salesrl_trl.ground.tables import number
+from salesrl_trl.ground.texts import number
 from salesrl_trl.names import (
     BY_ROW,
     DATASET,

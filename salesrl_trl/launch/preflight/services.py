@@ -36,7 +36,7 @@ from salesrl_trl.launch.checks.reward import check_judges, rag_key_of
 from salesrl_trl.launch.preflight.load import Load, Target, limits_of, put_loads, trouble
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.telemetry.aggregates import percentile
+from salesrl_trl.telemetry.perf import percentile
 from salesrl_trl.types import JUDGE, Answer, Verdict
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground.patched import patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.building import load_policy
 from salesrl_trl.launch.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.launch.checks.outcome import Findings

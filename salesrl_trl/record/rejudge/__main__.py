@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import ended, given, parser_of, strict_json
-from salesrl_trl.ground.tables import filled
+from salesrl_trl.ground.texts import filled
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 from salesrl_trl.names import SETTINGS_FILE

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from salesrl_trl.ground.tables import filled
+from salesrl_trl.ground.texts import filled
 
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"

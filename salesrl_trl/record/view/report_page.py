@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.ground.row_statistics import mean, pareto_front
-from salesrl_trl.ground.tables import NOT_KNOWN, aligned, number
+from salesrl_trl.ground.texts import NOT_KNOWN, aligned, number
 from salesrl_trl.record.view import run_figures as figures
 from salesrl_trl.record.view import wording
 from salesrl_trl.record.view.charts import MAX_BARS, Line, Part, bar_chart, line_chart

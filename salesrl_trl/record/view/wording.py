@@ -6,7 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.ground.tables import NOT_KNOWN, number
+from salesrl_trl.ground.texts import NOT_KNOWN, number
 
 NAME_CHARS = 40  # longest name that is shown. A reason code is a few words. A longer name came from elsewhere.
 

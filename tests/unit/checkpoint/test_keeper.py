@@ -10,8 +10,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import get_scheduler
 
-from salesrl_trl.checkpoint.fitted import fitted
-from salesrl_trl.checkpoint.keeper import why_not_kept
+from salesrl_trl.checkpoint.keeper import fitted, why_not_kept
 
 
 def test_rows_that_a_checkpoint_cannot_hold_leave_groups_in_order():

@@ -1,13 +1,11 @@
 """Which folders are whole checkpoints, and which of them a run goes on from."""
 
-import itertools
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -79,25 +77,14 @@ def test_the_model_alone_is_no_checkpoint_to_go_on_from(tmp_path):
     assert "`save_only_model`" in fault_of(checkpoint(tmp_path, 20, has_optimizer=False))
 
 
-def test_a_foreign_file_is_told_and_its_checkpoint_is_taken(tmp_path, caplog):
-    checkpoint(tmp_path, 20)
+def test_a_checkpoint_with_a_foreign_file_that_is_not_read_is_taken(tmp_path):
     last = checkpoint(tmp_path, 40)
     (last / "notes.md").touch()
     (last / ".nfs0001").symlink_to(last / "gone")
-    for asked in ("auto", last):
-        caplog.clear()
-        assert find(asked, str(tmp_path)) == last
-        assert "checkpoint-40; these files there are ignored: .nfs0001, notes.md" in caplog.text
+    assert find("auto", str(tmp_path)) == find(last, str(tmp_path)) == last
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The clock of the machine is set back by an hour before each look at it."""
-    shown = itertools.count(1e9, -3600)
-    monkeypatch.setattr(time, "time", lambda: next(shown))
-
-
-def test_a_clock_that_is_set_back_decides_nothing(tmp_path, keeper, clock):
+def test_the_oldest_by_their_numbers_go(tmp_path, keeper):
     for step in (4, 6, 8):
         save(keeper, step)
     assert find("auto", str(tmp_path)) == tmp_path / "checkpoint-8"
@@ -106,7 +93,7 @@ def test_a_clock_that_is_set_back_decides_nothing(tmp_path, keeper, clock):
     assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-8"]
 
 
-def test_of_two_runs_in_a_folder_the_later_one_goes_on_and_the_earlier_ones_checkpoints_go(tmp_path, keeper, clock):
+def test_of_two_runs_in_a_folder_the_later_one_goes_on_and_the_earlier_ones_checkpoints_go(tmp_path, keeper):
     checkpoint(tmp_path, 40)
     checkpoint(tmp_path, 60)
     keeper.args.save_total_limit = 2
@@ -124,7 +111,7 @@ def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
         find("true", str(tmp_path))
     checkpoint(tmp_path, 20)
-    with pytest.raises(ConfigError, match=r"Did you mean 'checkpoint-20'\? \S+ holds checkpoint-20\."):
+    with pytest.raises(ConfigError, match=r"\S+ holds checkpoint-20\."):
         find(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 

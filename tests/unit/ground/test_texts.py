@@ -29,13 +29,10 @@ def test_a_value_that_can_be_encoded_is_the_same_object():
     assert encodable(value, "a test") is value
 
 
-def test_values_are_counted_by_source_and_logged_at_powers_of_ten(caplog, monkeypatch):
-    monkeypatch.setattr(texts, "_replaced", type(texts._replaced)())
-    for _ in range(12):
-        encodable([HALF, HALF], "a reply of judge")
-    encodable(HALF, "a row")
-    logged = [record.getMessage() for record in caplog.records]
-    assert [("judge" in line, "(1 so far" in line, "(10 so far" in line) for line in logged] == [
-        (True, True, False), (True, False, True), (False, True, False),
-    ]  # fmt: skip
-    assert not any("pair \ufffd" in line or "\ud83d" in line for line in logged)
+def test_a_source_is_named_once_without_its_text(caplog, monkeypatch):
+    monkeypatch.setattr(texts, "_told", set())
+    for source in ("a reply of judge", "a reply of judge", "a row"):
+        encodable([HALF], source)
+    told = [message.partition(" contains")[0] for message in caplog.messages]
+    assert told == ["[Text] a reply of judge", "[Text] a row"]
+    assert "\ufffd" not in caplog.text and "\ud83d" not in caplog.text

@@ -9,7 +9,7 @@ from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
-from salesrl_trl.telemetry.aggregates import StepAggregates
+from salesrl_trl.telemetry.perf import StepAggregates
 from salesrl_trl.types import Outcome, ProviderUsage, Reward
 
 BRANCHES = ("fairness", "hallucination")

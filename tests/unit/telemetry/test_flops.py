@@ -138,7 +138,6 @@ def counted(model, length, completion):
 def test_flops_are_those_of_a_pass_through_the_whole_model(build):
     model, completion = build(), 7
     flops = model_flops(model)
-    assert flops.windows == (None,)
     # The counter takes the products of attention in full. Rotary embeddings, 1 in 10,000, count once in a batch.
     total = flops.total([LENGTH, completion, LENGTH**2])
     assert total == pytest.approx(counted(model, LENGTH, completion), rel=2e-4)
@@ -166,7 +165,7 @@ def test_coefficients_are_those_by_hand(build, per_token, per_head_weight, per_c
     flops = model_flops(build(num_hidden_layers=DEEP))
     assert flops.per_token == per_token + 16
     assert flops.per_head_token == per_head_weight * HIDDEN * VOCABULARY
-    assert flops.per_pair == (per_channel * DEEP * HEADS * 16,)
+    assert flops.per_pair == per_channel * DEEP * HEADS * 16
 
 
 def test_a_model_is_as_it_was_after_the_count():
@@ -208,37 +207,26 @@ def test_weights_that_zero_3_took_away_count_in_full(flops_of_lora, monkeypatch)
     assert model_flops(model) == flops_of_lora
 
 
-def test_pairs_are_those_that_a_mask_lets_through():
-    for window in (None, 1, 4, 9):
-        for length in (0, 1, 4, 5, 12):
-            query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
-            seen = (key <= query) & (key > query - (window or length))  # transformers.masking_utils
-            assert attention_pairs(torch.tensor([length]), window).item() == seen.sum().item()
-
-
 def test_pairs_of_long_sequences_are_exact():
     # 2**20 * (2**20 + 1) / 2, beyond what float32 and int32 hold
-    assert attention_pairs(torch.tensor([2**20], dtype=torch.int32), None).item() == 2**39 + 2**19
+    assert attention_pairs(torch.tensor([2**20], dtype=torch.int32)).item() == 2**39 + 2**19
 
 
-MIXED = ModelFlops(per_token=7, per_head_token=5, windows=(None, 4), per_pair=(3, 2))
+FLOPS = ModelFlops(per_token=7, per_head_token=5, per_pair=3)
 
 
 def test_sums_of_ragged_sequences_are_those_of_a_loop():
     lengths, completions = [9, 1, 4, 6], [3, 1, 0, 6]
-    full = sum(1 for length in lengths for query in range(length) for key in range(query + 1))
-    near = sum(1 for length in lengths for query in range(length) for key in range(query + 1) if query - key < 4)
-    sums = MIXED.sums(torch.tensor(lengths), torch.tensor(completions))
+    pairs = sum(1 for length in lengths for query in range(length) for key in range(query + 1))
+    sums = FLOPS.sums(torch.tensor(lengths), torch.tensor(completions))
     assert sums.dtype == torch.float64
-    assert sums.tolist() == [20, 10, full, near]
-    # 7 * 20 + 5 * 10 + 3 * (45 + 1 + 10 + 21) + 2 * (30 + 1 + 10 + 18)
-    assert MIXED.total(sums.tolist()) == 140 + 50 + 3 * 77 + 2 * 59
+    assert sums.tolist() == [20, 10, pairs]
+    assert FLOPS.total(sums.tolist()) == 7 * 20 + 5 * 10 + 3 * (45 + 1 + 10 + 21)
 
 
 def test_a_prompt_that_went_with_another_completion_is_not_counted_again():
     """A group of three: one whole sequence, and two completions that see the prompt and themselves."""
-    flops = ModelFlops(per_token=1, per_head_token=1, windows=(None,), per_pair=(1,))
-    tokens, head_tokens, pairs = flops.sums(
+    tokens, head_tokens, pairs = FLOPS.sums(
         torch.tensor([9, 8, 7]), torch.tensor([4, 3, 2]), torch.tensor([True, False, False])
     ).tolist()
     assert (tokens, head_tokens) == (5 + 4 + 3 + 2, 4 + 3 + 2)
@@ -247,23 +235,7 @@ def test_a_prompt_that_went_with_another_completion_is_not_counted_again():
 
 def test_sums_wait_for_no_device():
     lengths = torch.empty(4, dtype=torch.int64, device="meta")  # has no values: to read one raises
-    sums = MIXED.sums(lengths, lengths)
-    assert (sums.device.type, sums.shape) == ("meta", (4,))
-
-
-def test_windows_are_those_of_the_layers():
-    fields = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}  # the first layer sees all
-    flops = model_flops(qwen2(**fields))
-    assert flops.windows == (None, 5)
-    assert flops.per_pair == (12 * 4 * 16, 12 * 4 * 16)
-
-
-def test_a_config_without_layer_types_means_every_layer():
-    model = small("mistral", sliding_window=5)
-    flops = model_flops(model)
-    assert (flops.windows, flops.per_pair) == ((5,), (LAYERS * 12 * 4 * 16,))
-    model.config.use_sliding_window = False  # Qwen's configs then say no width either; others may leave it
-    assert model_flops(model).windows == (None,)
+    assert FLOPS.sums(lengths, lengths).device.type == "meta"
 
 
 def t5():
@@ -294,7 +266,8 @@ def packed():
 UNKNOWN = {
     "encoder-decoder": (t5, "encoder-decoder"),
     "linear attention": (lambda: with_layer_type("linear_attention"), "linear_attention"),
-    "window of no width": (lambda: with_layer_type("sliding_attention"), "how wide"),
+    "layers with a window": (lambda: with_layer_type("sliding_attention"), "sliding_attention"),
+    "a window without layer types": (lambda: small("mistral", sliding_window=5), "sliding_attention"),
     "keys that layers share": (lambda: with_field("num_kv_shared_layers", 2), "num_kv_shared_layers"),
     "no config": (lambda: torch.nn.Linear(2, 2), "no transformers config"),
     "other layers than its configuration says": (lambda: with_field("num_hidden_layers", 5), "not those of its conf"),

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,8 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from salesrl_trl.names import START_UP_FILE, STEP_SECONDS, Phase, StartUp
-from salesrl_trl.parts import flops
-from salesrl_trl.parts.flops import FlopsCount
+from salesrl_trl.telemetry import flops
 from salesrl_trl.telemetry.instruments import (
     BATCHES_KEPT,
     Instruments,
@@ -23,7 +21,7 @@ from salesrl_trl.telemetry.instruments import (
     write_start,
 )
 from salesrl_trl.telemetry.timeline import StepTimes
-from salesrl_trl.telemetry.trace import TraceWriter
+from salesrl_trl.telemetry.trace import StepTrace
 from salesrl_trl.timing import Span
 
 CPU = torch.device("cpu")
@@ -59,11 +57,8 @@ def test_a_model_that_cannot_be_counted_is_told_of_once_and_ends_nothing(build, 
         monkeypatch.setattr(flops, "model_flops", broken)
     instruments = build(peak_flops=1e12)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
-        accelerator = Accelerator(cpu=True)
-        part, trl = FlopsCount(), SimpleNamespace(accelerator=accelerator, model=nn.Linear(2, 2))
-        part.connect(SimpleNamespace(trl=trl, instruments=instruments))
         for _ in range(2):
-            part.load_state_dict({})
+            instruments.count_flops(nn.Linear(2, 2))
     [told] = caplog.messages
     assert told.startswith("no MFU: ")
     assert error is None or "AttributeError: layers" in told
@@ -78,7 +73,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(build, caplog, monkeypatch, 
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(TraceWriter, "write", full)
+    monkeypatch.setattr(StepTrace, "_append", full)
     with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
         for _ in range(3):
             assert a_step(instruments)[STEP_SECONDS] > 0
@@ -134,7 +129,7 @@ def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tm
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         write_start(SPANS, STEP, tmp_path)
     assert caplog.messages[0] == (
-        "[Start] 30.0 s to the end of the first step: imports 7.0, engine 11.0, first step 10.0 (evaluation 6.0), "
+        "[Start] 30.0 s to the end of the first step: imports 7.0, engine 11.0, first step 10.0, "
         "other 2.0; side by side with these: warm_up 2.0"
     )
     kept = json.loads((tmp_path / START_UP_FILE).read_text())

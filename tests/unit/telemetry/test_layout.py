@@ -1,6 +1,7 @@
 """TensorBoard's layout: every chart's lines are metrics that exist, and every chart is legal."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,7 +19,7 @@ from salesrl_trl.names import (
     agreement_of,
     quick_of,
 )
-from salesrl_trl.parts.trackers import ScalarLayout, custom_scalars
+from salesrl_trl.parts.trackers import TrackersPart, custom_scalars
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
@@ -75,6 +76,16 @@ def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_li
     assert lines["component brevity"] == [f"^rewards/brevity/{branch}$" for branch in BRANCHES]
 
 
+def part_of(words, banded, callbacks):
+    """A part as a trainer with these trackers connects it."""
+    targets = {branch: SimpleNamespace(has_band=branch in banded) for branch in BRANCHES}
+    args = SimpleNamespace(report_to=["tensorboard"], kl_targets=lambda: targets)
+    trl = SimpleNamespace(callbacks=SimpleNamespace(callbacks=callbacks))
+    part = TrackersPart()
+    part.connect(SimpleNamespace(args=args, trl=trl, figures=SimpleNamespace(words=words)))
+    return part
+
+
 def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_one():
     class Writer:
         log_dir = ""
@@ -86,7 +97,7 @@ def test_the_layout_goes_into_the_writer_of_tensorboards_callback_once_there_is_
             self.layouts.append(layout)
 
     tensorboard = TensorBoardCallback(tb_writer=None)
-    layout = ScalarLayout(WORDS, ["fairness"], [ProgressCallback(), tensorboard])
+    layout = part_of(WORDS, ["fairness"], [ProgressCallback(), tensorboard])
     layout.on_train_begin(None, TrainerState(), TrainerControl())  # another rank has no writer
     tensorboard.tb_writer = Writer()
     layout.on_train_begin(None, TrainerState(), TrainerControl())
@@ -103,7 +114,7 @@ def logged_into(folder):
 @pytest.mark.parametrize("branches", [BRANCHES, ("fairness",)])
 def test_each_of_several_branches_has_a_run_and_so_a_colour_and_the_runs_own_file_is_as_before(tmp_path, branches):
     tensorboard = TensorBoardCallback(tb_writer=SummaryWriter(tmp_path))
-    layout = ScalarLayout({**WORDS, "branch": branches}, branches, [tensorboard])
+    layout = part_of({**WORDS, "branch": branches}, branches, [tensorboard])
     state = TrainerState(global_step=3)
     logs = {"loss": 1.0, "reward/fairness": 0.25, "kl/hallucination": 0.5, "kl/fairness": None}
     layout.on_train_begin(None, state, TrainerControl())

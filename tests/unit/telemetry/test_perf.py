@@ -6,8 +6,7 @@ import pytest
 
 from salesrl_trl import names
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
-from salesrl_trl.telemetry.perf import added, perf_figures, time_figures
+from salesrl_trl.telemetry.perf import StepAggregates, percentile, perf_figures, time_figures
 
 NAN = math.nan
 
@@ -72,15 +71,6 @@ def test_memory_is_the_fullest_ranks_wherever_it_stands():
     ranks = [sums(memory=(NAN, NAN, NAN, 1.0)), sums(memory=(1.0, 5.0, 7.0, 2.0)), sums(memory=(2.0, 4.0, 6.0, 0.5))]
     figures = perf_figures(ranks, None)
     assert [figures[name] for name in names.MEMORY] == [2.0, 5.0, 7.0, 2.0]
-
-
-def test_two_stretches_add_up_and_memory_is_the_later_with_the_higher_peak():
-    first = sums({"forward": 1.0}, memory=(1.0, 2.0, 9.0, 4.0))
-    both = added([first], [sums({"forward": 3.0}, steps=3, memory=(5.0, 6.0, 7.0, 8.0))])
-    assert set(both[0]) == set(perf.COLUMNS)
-    assert both[0]["forward"] == 4.0
-    assert [both[0][name] for name in ("steps", "batches", "flops", "tokens")] == [5, 4, 8e12, 200.0]
-    assert [both[0][name] for name in names.MEMORY] == [5.0, 6.0, 9.0, 8.0]
 
 
 def test_a_mean_weighs_by_count_and_a_maximum_is_kept_until_the_flush():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import MAX_STEPS_PENDING, Mark, Timeline
-from salesrl_trl.timing import Span, overlap
+from salesrl_trl.timing import overlap
 
 UNACCOUNTED = Phase.UNACCOUNTED
 
@@ -193,19 +193,6 @@ def test_another_threads_phase_is_a_span_of_its_own(timeline):
     assert ("write", "writer") in [(span.name, span.track) for span in timeline.drain_spans()]
 
 
-def test_many_threads_add_spans_without_losing_one(timeline):
-    def add():
-        for _ in range(1000):
-            timeline.add([Span(name="judge", started=0.0, ended=1.0, track="reward 0")])
-
-    threads = [threading.Thread(target=add) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(timeline.drain_spans()) == 8000
-
-
 def test_the_current_phase_is_the_innermost_that_is_not_inside_an_opaque_one(timeline):
     assert timeline.current is None
     with timeline.phase("generation"), timeline.phase("weight_push"):
@@ -229,26 +216,6 @@ def test_a_new_run_starts_with_nothing_of_an_earlier_one(clock, timeline):
     spend(clock, 1)
     timeline.step_ends()
     assert [step.seconds for step in timeline.drain_steps()] == [{UNACCOUNTED: 1}]
-
-
-def test_a_run_on_another_thread_than_the_one_that_built_it_is_measured(clock, timeline):
-    def train():
-        timeline.starts()
-        with timeline.phase("generation"):
-            spend(clock, 2)
-        timeline.step_ends()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert timeline.drain_steps()[0].seconds == {UNACCOUNTED: 0, "generation": 2}
-
-
-def test_spans_that_nobody_takes_are_dropped_from_the_oldest_and_counted(timeline, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.telemetry.timeline.MAX_SPANS_PENDING", 3)
-    timeline.add([Span(name=str(index), started=0.0, ended=1.0) for index in range(5)])
-    assert [span.name for span in timeline.drain_spans()] == ["2", "3", "4"]
-    assert timeline.dropped_spans == 2
 
 
 def test_a_device_that_hangs_is_left_and_the_hosts_times_count(clock, timeline, monkeypatch):

@@ -1,7 +1,6 @@
 """No tracker ends a run: what is spared, and what is not."""
 
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from transformers.integrations import TensorBoardCallback
 from trl.extras.profiling import ProfilingContext
 
 from salesrl_trl.config.trl_settings import keep_folders
-from salesrl_trl.parts.trackers import Trackers
+from salesrl_trl.parts.trackers import TrackersPart
 
 
 class Failing:
@@ -31,6 +30,14 @@ class OfAUser(Failing, TrainerCallback):
     pass
 
 
+def part_of(names, callbacks):
+    args = SimpleNamespace(report_to=names, kl_targets=dict)
+    trl = SimpleNamespace(callbacks=SimpleNamespace(callbacks=callbacks))
+    part = TrackersPart()
+    part.connect(SimpleNamespace(args=args, trl=trl, figures=SimpleNamespace(words={"branch": ["all"]})))
+    return part
+
+
 @pytest.mark.parametrize("event", ["on_log", "on_save", "on_train_end"])
 @pytest.mark.parametrize(
     ("error", "said"),
@@ -42,7 +49,7 @@ class OfAUser(Failing, TrainerCallback):
 )
 def test_a_tracker_that_fails_is_told_once_without_its_text(caplog, event, error, said):
     callback = Tracker(error)
-    Trackers(["tensorboard"], [callback]).close()
+    part_of(["tensorboard"], [callback]).close()
     for _ in range(3):
         getattr(callback, event)(None, None, None, logs={})
     assert [record.getMessage() for record in caplog.records] == [
@@ -52,7 +59,7 @@ def test_a_tracker_that_fails_is_told_once_without_its_text(caplog, event, error
 
 def test_at_the_start_a_wrong_setting_ends_the_run_and_the_disk_does_not():
     full, wrong = Tracker(OSError(28, "")), Tracker(ValueError("no such key"))
-    Trackers(["tensorboard"], [full, wrong]).close()
+    part_of(["tensorboard"], [full, wrong]).close()
     full.on_train_begin()
     with pytest.raises(ValueError, match="no such key"):
         wrong.on_train_begin()
@@ -60,30 +67,19 @@ def test_at_the_start_a_wrong_setting_ends_the_run_and_the_disk_does_not():
 
 def test_a_callback_of_a_users_own_ends_the_run():
     callback = OfAUser(OSError(28, ""))
-    Trackers(["tensorboard"], [callback]).close()
+    part_of(["tensorboard"], [callback]).close()
     with pytest.raises(OSError):
         callback.on_log()
 
 
 def test_trls_profile_of_a_step_is_spared_until_the_trackers_are_closed(monkeypatch):
     monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda context, seconds: 1 / 0)
-    trackers = Trackers(["mlflow"], [])
+    trackers = part_of(["mlflow"], [])
     with ProfilingContext("a step", ["mlflow"]):
         pass
     trackers.close()
     with pytest.raises(ZeroDivisionError), ProfilingContext("a step", ["mlflow"]):
         pass
-
-
-def test_of_threads_only_tensorboards_writer_fails_without_a_traceback(monkeypatch):
-    shown = []
-    monkeypatch.setattr(threading, "excepthook", shown.append)
-    trackers = Trackers(["tensorboard"], [])
-    writer, other = (SimpleNamespace(thread=kind()) for kind in (type("_AsyncWriterThread", (), {}), object))
-    threading.excepthook(writer)
-    threading.excepthook(other)
-    trackers.close()
-    assert shown == [other]
 
 
 def test_no_tracker_uploads_folders(monkeypatch):

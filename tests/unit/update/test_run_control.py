@@ -12,9 +12,9 @@ from salesrl_trl.update.run_control import RunControl
 NONE_MISSING: Counter[str] = Counter()
 
 
-def control_of(most=3, places=(), is_reached=False, **settings):
+def control_of(most=3, is_reached=False, **settings):
     kept = {"min_valid_reward_fraction": 0.5, "max_skipped_generations": most, "output_dir": "runs/a"}
-    control = RunControl(**kept, **settings, places=dict(places))
+    control = RunControl(**kept, **settings)
     control.spending = SimpleNamespace(is_reached=lambda: is_reached)
     return control
 
@@ -70,14 +70,6 @@ def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, 
     assert not fails or not control.error.is_resumable  # the same command would end well, with nothing learned
 
 
-def test_the_services_behind_the_failures_are_named_with_their_places():
-    places = {"rag_8b": "at http://rag", "judge": "model judge-32b at http://judge/v1"}
-    control = control_of(1, places)
-    skip(control)
-    told = "judge_http_500 3, deadline 1. judge is model judge-32b at http://judge/v1. A checkpoint"
-    assert told in str(control.error)
-
-
 def test_a_step_counts_where_any_of_its_batches_does(control):
     def step(*scored):
         for each in scored:
@@ -131,15 +123,6 @@ def test_one_that_counts_begins_the_count_anew_and_the_next_run_has_nothing_of_t
     assert (control.error, control.requested, control.drain_moves()) == (None, None, False)
     skip(control, 2)
     assert control.error is None
-
-
-def test_a_run_that_ends_for_an_empty_index_says_what_to_look_at(control):
-    for missing in (Counter(no_passages=8), Counter(rag_8b_timeout=8)):
-        control.restart()
-        for _ in range(10):
-            control.record_batch(0.0, missing)
-            control.end_step(1, is_last=False)
-        assert ("look whether its index is loaded" in str(control.error)) is ("no_passages" in missing)
 
 
 @pytest.mark.parametrize(
