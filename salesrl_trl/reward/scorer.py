@@ -1,7 +1,6 @@
 """The interface of every reward: `Scorer`, six methods of which one has to be written.
 
-Owns the defaults of a reward that asks no service. `chain`, `functions`, `mixed`, `remote` and `replay` implement it;
-`reward_loop` and `worker` call it. A user writes functions, stages or a judge, not this.
+A user writes functions, stages or a judge, not this.
 """
 
 from abc import ABC, abstractmethod
@@ -20,10 +19,12 @@ from salesrl_trl.reward.batch import (
     Origin,
     RewardBatch,
     Sample,
+    SampleLines,
+    wait_for,
 )
-from salesrl_trl.reward.stage_times import FaultLog, SampleLines, StageTimes
-from salesrl_trl.reward.watched_loop import Calls
+from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.breaker import SharedBudget
+from salesrl_trl.service.event_loop import WatchedLoop
 from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
@@ -65,7 +66,6 @@ class Needs:
     function: str
     per: Per
     columns: frozenset[str]  # of the dataset
-    of_trl: frozenset[str]  # of `TRL_ARGUMENTS`
 
     def check(self, columns: Sequence[str]) -> None:
         """Raise `ConfigError` if a dataset of these columns lacks one."""
@@ -188,14 +188,14 @@ class Scorer(ABC):
 
     def batch(
         self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        calls: Calls | None = None,
+        calls: WatchedLoop | None = None,
     ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `calls`: where `score` runs."""
-        calls = calls or Calls()
+        """A batch of completions to these rows, none of which is started yet. `calls`: the loop on which `score` runs,
+        in place of the running one."""
+        score, held_by = (self.score, str) if calls is None else (partial(calls.call, self.score), calls.held_by)
         return RewardBatch(
-            rows, partial(calls.call, self.score), late=calls.late, deadline_s=self.deadline_s, faults=self.faults,
-            lines=self.lines, number=number, lane=lane, group=group, origin=origin,
-            unit=self.names.together.size(group, len(rows)),
+            rows, score, held_by=held_by, deadline_s=self.deadline_s, faults=self.faults, lines=self.lines,
+            number=number, lane=lane, group=group, origin=origin, unit=self.names.together.size(group, len(rows)),
         )  # fmt: skip
 
     async def score_all(
@@ -205,7 +205,7 @@ class Scorer(ABC):
         """The rewards of completions to these rows, on the running event loop."""
         batch = self.batch(rows, group)
         batch.start_all(completions, token_ids)
-        await batch.settled([range(len(batch))])
+        await wait_for([batch], batch.is_settled)
         return batch.result(await self.drain())
 
     async def __call__(

@@ -1,7 +1,6 @@
 """What keeps a call from being sent: an open breaker, and a quota.
 
-Owns the breaker's states and their law, which calls wait at its gate, and the interface of a quota and its bill.
-`judged.budget` holds requests against the account of a run. `transport` calls all of it.
+`judged.budget` holds requests against the account of a run.
 """
 
 import asyncio
@@ -24,17 +23,15 @@ MAX_COOLDOWN_S = 15.0
 SAME_OUTAGE_S = 60.0  # two failures further apart than this, with no call between them, count as two outages
 DENIED_COOLDOWN_S = 1.0
 """First pause after refused keys or a used-up quota. Nobody mends those in a quarter of a second."""
-MAX_DENIED_COOLDOWN_S = 60.0
-"""Longest pause between two probes after refused keys or a used-up quota, unless a run sets another."""
+MAX_DENIED_COOLDOWN_S = 60.0  # longest pause between two probes after them
 
 
 class Permit(Enum):
     """The action that a caller is allowed now."""
 
     SEND = auto()
-    PROBE = auto()
-    """Send one request that finds out whether the endpoint is back, and record it with the breaker's `probe`."""
-    WAIT = auto()  # wait: a probe is out, or the pause is not over
+    PROBE = auto()  # send one request that finds out whether the endpoint is back: `Breaker.probe` is its number
+    WAIT = auto()  # a probe is out, or the pause is not over
 
 
 class Breaker:
@@ -49,16 +46,13 @@ class Breaker:
     A denial (a refused key, a used-up quota) counts as a failure, because a single one among answers is a slip. If
     denials come at random in a share p of all calls, a row that opens the breaker has the probability p **
     FAILURES_TO_OPEN: 1e-10 at 1 %. If more than half of the row are denials, the breaker opens for denials. Then
-    pauses are longer, up to `max_denied_cooldown_s`. And if the endpoint never answered at all, waiting can't help.
+    pauses are longer, up to `MAX_DENIED_COOLDOWN_S`. And if the endpoint never answered at all, waiting can't help.
 
     With an infinite `failures_to_open` it never opens.
     """
 
-    def __init__(
-        self, max_denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S, failures_to_open: float = FAILURES_TO_OPEN
-    ) -> None:
+    def __init__(self, failures_to_open: float = FAILURES_TO_OPEN) -> None:
         self._failures_to_open = failures_to_open
-        self._max_denied_cooldown_s = max_denied_cooldown_s
         self._has_answered = False
         self._failures = 0  # in a row
         self._denials = 0  # among them
@@ -123,7 +117,7 @@ class Breaker:
         else:
             self.denial = denial if 2 * self._denials > self._failures else None
             self._cooldown_s = COOLDOWN_S if self.denial is None else DENIED_COOLDOWN_S
-        most_s = MAX_COOLDOWN_S if self.denial is None else self._max_denied_cooldown_s
+        most_s = MAX_COOLDOWN_S if self.denial is None else MAX_DENIED_COOLDOWN_S
         self._cooldown_s = min(self._cooldown_s, most_s)
         self._open_until = now + max(self._cooldown_s, min(pause_s, most_s))
         self.is_probing = False

@@ -6,6 +6,7 @@ late. `transport` calls it.
 
 import asyncio
 import contextvars
+import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -15,11 +16,13 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.service.breaker import Breaker, Quota
-from salesrl_trl.service.event_loop import now, waiting_for
+from salesrl_trl.service.event_loop import now
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02
 MAX_HEDGES = 2
@@ -46,7 +49,6 @@ MOST = 0.5
 """Share of the latest `MEMORY_OF_SHARE` requests that are turned away when a service counts as closed. Fewer requests
 then cost nothing. Random refusals of 20 % never reach it, those of 30 % seldom."""
 ROUNDING = 1e-9  # a smaller variance, as a share of the mean square, is that of a constant load
-SOME_REFUSALS = 8  # refusals in the memory from which on it is said that they are not due to our load
 OURS = "its 429s come with our load"
 CLOSED = "it turns most requests away, at any load"
 
@@ -92,17 +94,6 @@ class AdaptiveLimit:
         """The limit in whole calls, at least 1."""
         return int(self._limit)
 
-    @property
-    def is_of_others(self) -> bool:
-        """Whether requests are turned away, and not because of our load."""
-        return not self.cause and self._r > SOME_REFUSALS and self.share < MOST / 2
-
-    def in_words(self) -> str:
-        """`judge's limit of 12 calls at once, of max_concurrency 64: it turns most requests away, ...`"""
-        why = self.cause or ("429s come at any load" if self.is_of_others else "")
-        why = f": {why} ({self.share:.0%} of the latest)" if why else "" if self.slots == self.cap else ", and growing"
-        return f"{self._service}'s limit of {self.slots} calls at once, of max_concurrency {self.cap}{why}"
-
     def record_sent(self, load: int) -> Sent:
         """A request is about to be sent, with which so many are in flight."""
         self._sent += 1
@@ -133,8 +124,11 @@ class AdaptiveLimit:
             self._fast_until = 0.0
         elif self.cause != CLOSED:
             self._fast_until = self._limit
-        self.cause = OURS if is_ours else CLOSED
         self._limit = max(1.0, DECREASE * self._limit)
+        cause = OURS if is_ours else CLOSED
+        if cause != self.cause:
+            self.cause = cause
+            logger.info(f"[Limit] {self._service}: {self.slots} calls at once, and falling, because {cause}")
 
     def _comes_with_load(self) -> bool:
         n = self._n
@@ -235,8 +229,7 @@ class Flights:
         self.resize()
         try:
             try:
-                with waiting_for(self.limit.in_words):
-                    await asyncio.sleep(wait_s)
+                await asyncio.sleep(wait_s)
             finally:
                 self._turned_away.pop(place, None)
                 self.resize()
@@ -250,8 +243,7 @@ class Flights:
         stand(turn)
         self.resize()
         try:
-            with waiting_for(self.limit.in_words):
-                await turn
+            await turn
         except BaseException:
             if not turn.cancelled():  # it had its turn at the same moment
                 self._taken -= 1

@@ -9,6 +9,7 @@ from salesrl_trl.service.breaker import (
     DENIED_COOLDOWN_S,
     FAILURES_TO_OPEN,
     MAX_COOLDOWN_S,
+    MAX_DENIED_COOLDOWN_S,
     SAME_OUTAGE_S,
     Breaker,
     Permit,
@@ -118,17 +119,17 @@ def test_a_row_of_which_half_were_no_denials_is_an_outage_like_any_other():
     assert breaker.pause_left_s(0.0) == COOLDOWN_S
 
 
-def test_after_denials_the_pauses_double_up_to_the_setting():
-    breaker, now, pauses = denied(Breaker(6.0)), 0.0, []
-    for _ in range(5):
+def test_after_denials_the_pauses_double_up_to_a_minute():
+    breaker, now, pauses = denied(Breaker()), 0.0, []
+    for _ in range(8):
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
         assert breaker.permit(now) is Permit.PROBE
         breaker.record_failure(now, probe=breaker.probe, denial="judge_quota")
-    assert pauses == [DENIED_COOLDOWN_S, 2.0, 4.0, 6.0, 6.0]
-    assert breaker.permit(now + 6.0) is Permit.PROBE
+    assert pauses == [DENIED_COOLDOWN_S, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_DENIED_COOLDOWN_S, MAX_DENIED_COOLDOWN_S]
+    assert breaker.permit(now + MAX_DENIED_COOLDOWN_S) is Permit.PROBE
     breaker.record_answer()
-    assert (breaker.permit(now + 6.0), breaker.denial) == (Permit.SEND, None)
+    assert (breaker.permit(now), breaker.denial) == (Permit.SEND, None)
 
 
 def test_a_probe_that_was_overtaken_counts_like_any_other_call():
