@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
 from salesrl_trl.launch.data.sources import load_rows
 from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.reward.batch import wait_for
 from salesrl_trl.reward.remote import RemoteReward
 
 PROMPTS = {"0.5b": 64, "tiny": 16}
@@ -90,7 +92,7 @@ class Chains:
                       "history_summary": "Asked for the price, then for the dates. " * 3}  # fmt: skip
             batch = self._reward.batch([{"row": number % self._rows}])
             batch.start(0, json.dumps(fields))
-            await batch.settled([[0]])
+            await wait_for([batch], partial(batch.has_settled, [[0]]))
             self.ended += 1
             self.failed += batch.rewards[0] is None or batch.rewards[0].value is None
         self.in_flight -= 1

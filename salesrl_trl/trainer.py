@@ -292,7 +292,7 @@ class SalesGRPOTrainer(SavingTrainer):
         names = self.components.reward.names.components if self.args.log_completions else None
         if names is not None and len(self.components.branches.names) > 1:
             self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
-        result.log(self._log_completion_extra, self._log_metric, names, self.reward_func_names)
+        result.log(self._log_completion_extra, self._log_metric, names)
         return rewards
 
     def _compute_loss(self, model, inputs):

@@ -55,7 +55,7 @@ class Episode(RewardFunction):
             self._client = openai.AsyncOpenAI(base_url=address, api_key=key, **options)
         client = self._client.with_options(api_key=key)
         try:
-            return self._reward(await self._returned({"client": client, "row": row}, 1))
+            return self._reward(await self._returned({"client": client, "row": row}))
         except ServiceError as error:
             return self._failed(error)
 

@@ -20,7 +20,7 @@ from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
 from salesrl_trl.generation.sampler import is_deep
 from salesrl_trl.generation.tasks import GivenUp
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.reward.watched_loop import THREADS
+from salesrl_trl.service.event_loop import THREADS
 
 logger = logging.getLogger(__name__)
 

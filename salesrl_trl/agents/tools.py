@@ -17,8 +17,7 @@ from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
-from salesrl_trl.reward.watched_loop import THREADS
-from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.event_loop import THREADS, deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in

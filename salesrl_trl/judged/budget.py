@@ -25,7 +25,7 @@ from salesrl_trl.errors import BudgetSpent, ConfigError, ServiceError
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.texts import calls_and_usd
 from salesrl_trl.service.breaker import Quota, SharedBudget
-from salesrl_trl.service.event_loop import PerLoop, now, remaining_s, waiting_for
+from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
 
 logger = logging.getLogger(__name__)
 
@@ -328,19 +328,14 @@ class ServiceQuota(Quota):
         if not self.rates:
             self._begin()
             return
-        with waiting_for(self._in_words):
-            async with asyncio.timeout(remaining_s()), self._queue.get():
-                while wait_s := self._wait_s():
-                    await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
-                self._begin()
+        async with asyncio.timeout(remaining_s()), self._queue.get():
+            while wait_s := self._wait_s():
+                await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
+            self._begin()
 
     def _wait_s(self) -> float:
         request = self._request()
         return max((rate.wait_s(now(), rate.of(request)) for rate in self.rates), default=0.0)
-
-    def _in_words(self) -> str:
-        kinds = {TOKENS: "tokens_per_minute", CALLS: "requests_per_minute"}
-        return f"{self.service}'s {' and '.join(kinds[rate.kind] for rate in self.rates)}"
 
     def admits_now(self) -> bool:
         if self.is_spent or self._wait_s():

@@ -18,9 +18,9 @@ from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, answer_to_json
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import METER, RewardNames
-from salesrl_trl.reward.stage_times import SampleLines, StageTimes
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in

@@ -21,7 +21,7 @@ from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.batch import BatchReport, Sample
+from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import (
     AT_ONCE,
     DEADLINE_S,
@@ -32,7 +32,7 @@ from salesrl_trl.reward.scorer import (
     RewardNames,
     Scorer,
 )
-from salesrl_trl.reward.stage_times import SampleLines, StageTimes
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.transport import Transport
@@ -400,7 +400,7 @@ def _criteria(value: object) -> tuple[Criterion, ...]:
 
 def needs_of(scoring: Scoring) -> tuple[Needs, ...]:
     """What the judge of a policy's own answers can't do without."""
-    needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}), of_trl=frozenset())
+    needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}))
     return (needs,) * any("margin" in weights for weights in scoring.weights.values())
 
 

@@ -34,8 +34,8 @@ from salesrl_trl.judged.verdict import (
     signed_rubric,
 )
 from salesrl_trl.service.breaker import Bill
-from salesrl_trl.service.error_body import WITHHELD_MARKS
 from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
+from salesrl_trl.service.statuses import WITHHELD_MARKS
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 

@@ -42,10 +42,10 @@ from salesrl_trl.launch.judge_config import EMBEDDED_MODEL, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.replay import ReplayReward
+from salesrl_trl.reward.batch import SampleLines
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import MeterSettings, Scorer
-from salesrl_trl.reward.stage_times import SampleLines
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import (
     ALL,

@@ -28,7 +28,7 @@ from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
 from salesrl_trl.record.reader import record_files
-from salesrl_trl.reward.stage_times import KINDS
+from salesrl_trl.reward.batch import LINE_KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
 ON_MISS = ("fail", "nearest", "live")
@@ -306,7 +306,7 @@ class RewardConfig:
         )
         with refused:
             for kind in self.verbose:
-                check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
+                check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
         for name in ("max_calls", "max_usd"):
             with refused:
                 check(

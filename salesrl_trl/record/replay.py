@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import digest_of, open_record, rank_of, record_files, row_of, text_of, unpacked
-from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of
+from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of, row_id_of
 from salesrl_trl.reward.scorer import RewardNames, Scorer
-from salesrl_trl.reward.stage_times import StageTimes, row_id_of
+from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.completion_record import QUEUE
 from salesrl_trl.types import Example, Outcome, Reward, missing
 

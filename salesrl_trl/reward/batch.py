@@ -1,31 +1,31 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the result with its report. Methods are called on the event
-loop's thread, unless they say otherwise. `scorer` makes batches, `reward_loop` keeps the open ones.
+Methods are called on the event loop's thread, unless they say otherwise.
 """
 
 import asyncio
+import json
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from salesrl_trl.ground.process import here
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.stage_times import FaultLog, SampleLines, StageTimes
+from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.event_loop import cancel, deadline
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
-from salesrl_trl.types import Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
+from salesrl_trl.types import Answer, Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
+
+logger = logging.getLogger(__name__)
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
-
-
-TABLE = ("step", "prompt", "completion", "advantage", "branch")
-"""Columns of the table of completions, beside the names of reward functions and components."""
+LINE_KINDS = ("completions", "rag", "scoring")  # the first two quote customers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,8 @@ class BatchResult:
     def column(self, function: str) -> list[float | None]:
         """The numbers of one of several reward functions, or those of the only one. `None` for a completion of which
         any number is missing: else the others would stand for all of them."""
-        return [
-            None if reward.value is None else reward.by_function.get(function, reward.value) for reward in self.rewards
-        ]
+        scored = [(reward.value, reward.by_function) for reward in self.rewards]
+        return [None if value is None else numbers.get(function, value) for value, numbers in scored]
 
     def table(self, functions: Iterable[str]) -> list[list[float]]:
         """The numbers of these functions, NaN for a missing one: a row for each completion."""
@@ -80,20 +79,15 @@ class BatchResult:
         log_extra: Callable[[str, list[object]], None],
         log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
-        functions: Sequence[str] = (),
     ) -> None:
         """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
-        with them outcome and reason. A logged column whose name the table already has becomes `NAME_logged`."""
-        columns: dict[str, list[object]] = {}
+        with them outcome and reason."""
+        logged = dict.fromkeys(name for reward in self.rewards for name in reward.columns)
+        columns: dict[str, list[object]] = {name: [each.columns.get(name) for each in self.rewards] for name in logged}
         if components is not None:
             columns["outcome"] = [reward.outcome.value for reward in self.rewards]
             columns["reason"] = [reward.reason for reward in self.rewards]
             columns |= {name: [reward.components.get(name) for reward in self.rewards] for name in components}
-        taken = {*TABLE, *functions, *columns}
-        for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
-            columns[f"{name}_logged" if name in taken else name] = [
-                reward.columns.get(name) for reward in self.rewards
-            ]
         for name, values in columns.items():
             log_extra(name, values)
         for reward in self.rewards:
@@ -132,33 +126,50 @@ class Sample:
         return completion_text(self.completion)
 
 
-@dataclass(slots=True)
-class TimeRange:
-    """From the first start to the last reward so far, on `time.perf_counter`'s scale."""
+class SampleLines:
+    """Logs lines of these `LINE_KINDS`. Without `scoring`, completions without a number are logged at level DEBUG."""
 
-    first: float | None = None
-    last: float = 0.0
+    def __init__(self, kinds: Collection[str] = ()) -> None:
+        self._kinds = frozenset(kinds)
 
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
+    def answer(self, row_id: str, service: str, seconds: float, answer: Answer) -> None:
+        """`[RAG] train-0007 rag_8b 0.31 s, 3 passages, best 0.42: "The course costs ..."`."""
+        if "rag" in self._kinds:
+            best = f", best {max(passage.score for passage in answer.passages):.2f}" if answer.passages else ""
+            summary = f"{len(answer.passages)} passages{best}: {json.dumps(answer.text, ensure_ascii=False)}"
+            logger.info(f"[RAG] {row_id} {service} {seconds:.2f} s, {summary}")
+
+    def no_answer(self, row_id: str, service: str, reason: str) -> None:
+        """`[RAG] train-0007 rag_32b failed: rag_32b_timeout`."""
+        logger.log(
+            logging.INFO if "rag" in self._kinds else logging.DEBUG, f"[RAG] {row_id} {service} failed: {reason}"
+        )
+
+    def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
+        """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""
+        row_id = row_id_of(row) or "a row"
+        if "completions" in self._kinds:
+            logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
+        if "scoring" not in self._kinds and (reward.value is not None or not logger.isEnabledFor(logging.DEBUG)):
+            return
+        value = "" if reward.value is None else f"{reward.value:.2f}"
+        parts = ", ".join(f"{name} {part:.2f}" for name, part in reward.components.items() if part is not None)
+        times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in reward.seconds.items())
+        what = filter(None, (row_id, reward.outcome.value, value, reward.reason, parts and f"({parts})"))
+        level = logging.INFO if "scoring" in self._kinds else logging.DEBUG
+        logger.log(level, f"[Scoring] {' '.join(what)}; {times}")
 
 
-class Settled(NamedTuple):
-    """A completion that leaves its batch with its reward."""
-
-    row: Example
-    sample: Sample | None
-    reward: Reward
-    stages: StageTimes
-    seconds: float  # from its batch's first call to its own reward
+def row_id_of(row: Example) -> str | None:
+    """The id of a row, which `launch.data.sources` gives to rows without one. `None` for rows of a stream."""
+    return None if row.get("id") is None else str(row["id"])
 
 
 class RewardBatch:
-    """The rewards of one batch while they come in.
+    """The rewards of one batch while they come in. A completion is settled once it has its reward, or is missing.
 
-    Each completion has `deadline_s` from the moment at which all that are scored together with it are there. One that
-    is not scored by then is cancelled, and missing with the reason that `late` returns.
+    Each has `deadline_s` from the moment at which all that are scored together with it are there. One that is not
+    scored by then is cancelled, and missing. `held_by` says which code does not give the loop of rewards back.
 
     `group` and `unit` are numbers of neighbours: completions of a prompt, and those that are scored together. `lane`
     is the batch's number among those in flight; each lane has tracks of its own in the trace.
@@ -167,7 +178,7 @@ class RewardBatch:
     def __init__(
         self, rows: Sequence[Example], score: Callable[[Sample, StageTimes], Awaitable[Reward]], *, deadline_s: float,
         faults: FaultLog, lines: SampleLines, number: int = 0, lane: int = 0, group: int = 1, unit: int = 1,
-        origin: Origin | None = None, late: Callable[[], str] = lambda: "deadline",
+        origin: Origin | None = None, held_by: Callable[[], str] = str,
     ) -> None:  # fmt: skip
         self.rows = list(rows)
         self.number = number
@@ -176,7 +187,7 @@ class RewardBatch:
         """The rewards so far, by place. May be read from any thread."""
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
-        self.times = TimeRange()  # may be read from any thread
+        self.began: float | None = None  # when the first was started, on `time.perf_counter`'s scale. From any thread.
         self.ended = [0.0] * len(self.rows)  # when each was settled, on the same scale
         self.waits: list[tuple[float, float]] = []
         self.by_second = False  # as in `Sample`, of those that are not started yet
@@ -188,7 +199,7 @@ class RewardBatch:
         self._group = group
         self._unit = unit
         self._origin = origin
-        self._late = late
+        self._held_by = held_by
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
         self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
@@ -200,9 +211,9 @@ class RewardBatch:
         self, place: int, completion: Completion, token_ids: Sequence[int] = (), row: Example | None = None,
         failed: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
-        takes the place of another one, those that are scored together with it begin again. `row` takes the place of
-        the one with which the batch began. One that `failed` before is missing for this reason, whatever its score."""
+        """Begin to score the completion at `place`, unless this very one is under way or scored. Where it takes the
+        place of another one, those that are scored together with it begin again. `row` takes the place of the one with
+        which the batch began. One that `failed` before is missing for this reason, whatever its score."""
         # 1. Keep it with all that its reward may ask for.
         before = self._samples[place]
         if before is not None and _same(before.completion, completion):
@@ -230,8 +241,8 @@ class RewardBatch:
             if why is not None:  # others of its unit may want to see it
                 self._settle(other, missing(Outcome.INFRA, why))
                 continue
-            if self.times.first is None:
-                self.times.first = time.perf_counter()
+            if self.began is None:
+                self.began = time.perf_counter()
             scoring = self._scored(replace(sample, round=self._rounds[first]), self._whole[first])
             self._tasks[other] = self._context.run(asyncio.ensure_future, scoring)
         # 3. The time of the unit runs once all of it is there. The last ones are usually the last to come.
@@ -254,9 +265,11 @@ class RewardBatch:
                 reward = self._faults.conclude(scoring)
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
-                reason = self._late()
                 await cancel([scoring])
-                reward = missing(Outcome.INFRA, reason)
+                held_by = "" if scoring.done() else self._held_by()
+                if held_by:
+                    self._faults.log_once(held_by)
+                reward = missing(Outcome.INFRA, "blocked" if held_by else "deadline")
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
         if sample.failed is not None:
@@ -273,33 +286,18 @@ class RewardBatch:
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 
-    def hand_over(self, places: Sequence[int]) -> list["Settled"]:
-        """Settled completions that leave for another batch, which reports their stages. From any thread."""
-        first = self.times.first or 0.0
-        taken = []
-        for place in places:
-            reward = self.rewards[place]
-            assert reward is not None
-            took = self.ended[place] - first
-            taken.append(Settled(self.rows[place], self._samples[place], reward, self.stages[place], took))
-            self.stages[place] = StageTimes(self._tracks[place])
-        return taken
-
-    def fill(self, completions: Sequence["Settled"], waits: Sequence[tuple[float, float]]) -> None:
-        """Hold these completions, which were waited for together: `waits`. From any thread. The time is the longest
-        that one of them took, or that they waited."""
-        self.rows = [completion.row for completion in completions]
-        self.rewards = [completion.reward for completion in completions]
-        self.stages = [completion.stages for completion in completions]
-        self._samples = [completion.sample for completion in completions]
+    def take(self, parts: Sequence[tuple["RewardBatch", range]], waits: Sequence[tuple[float, float]]) -> None:
+        """Hold these settled completions, which leave other batches with their stages, and were waited for together:
+        `waits`. From any thread. The time is the longest that one of them took, or that they waited."""
+        held = [(batch, place) for batch, places in parts for place in places]
+        self.rewards = [batch.rewards[place] for batch, place in held]
+        self.stages = [batch.stages[place] for batch, place in held]
+        self._samples = [batch._samples[place] for batch, place in held]
+        longest = max(batch.ended[place] - (batch.began or 0.0) for batch, place in held)
+        for batch, place in held:
+            batch.stages[place] = StageTimes(batch._tracks[place])
         self.waits, last = [*waits], waits[-1][1]
-        longest = max(completion.seconds for completion in completions)
-        self.times = TimeRange(first=min(last - longest, waits[0][0]), last=last)
-
-    async def settled(self, groups: Sequence[Sequence[int]]) -> None:
-        """Wait until all places of one of the groups are settled. One waiter at a time. A waiter that is cancelled
-        cancels the whole batch."""
-        await settled([self], lambda: self.has_settled(groups))
+        self.began, self.ended = min(last - longest, waits[0][0]), [last] * len(self)
 
     def has_settled(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether all places of one of the groups are settled, or there is none. From any thread."""
@@ -336,10 +334,6 @@ class RewardBatch:
         if self._changed is not None:
             self._changed.cancel()
 
-    def under_way(self) -> list[str]:
-        """The stages under way, one entry for each completion and stage. From any thread."""
-        return [stage for stages in self.stages for stage in stages.under_way]
-
     def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
         """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
         spans = [span for stages in self.stages for span in stages.spans]
@@ -353,17 +347,17 @@ class RewardBatch:
             if judgings
         )
         report = replace(
-            drained, seconds=self.times.seconds, judge_seconds=max(took, default=0.0), spans=spans,
-            started=self.times.first or 0.0, waits=tuple(self.waits),
+            drained, seconds=max(max(self.ended, default=0.0) - (self.began or 0.0), 0.0),
+            judge_seconds=max(took, default=0.0), spans=spans, started=self.began or 0.0, waits=tuple(self.waits),
         )  # fmt: skip
         return BatchResult(rewards=tuple(reward for reward in self.rewards if reward is not None), report=report)
 
     def _settle(self, place: int, reward: Reward) -> None:
         self._tasks.pop(place, None)
-        self.ended[place] = self.times.last = time.perf_counter()
+        self.ended[place] = time.perf_counter()
         self.rewards[place] = reward = replace(reward, seconds=self.stages[place].seconds)
-        if self.times.first is None:  # it was cut off before anything began
-            self.times.first = self.times.last
+        if self.began is None:  # it was cut off before anything began
+            self.began = self.ended[place]
         sample = self._samples[place]
         self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
@@ -375,7 +369,7 @@ class RewardBatch:
         return task is not None and task.cancel()
 
 
-async def settled(batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
+async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
     """Wait until `is_enough`: it is asked again when a reward of these batches is in. One waiter at a time. A waiter
     that is cancelled cancels the batches."""
     began = time.perf_counter()
@@ -406,12 +400,6 @@ def conversation_of(completion: Completion) -> Sequence[Mapping[str, object]] | 
 
 
 def _same(known: Completion, other: Completion) -> bool:
-    """Whether two completions are the same. A text is the same as a single message that holds nothing else."""
-
-    def plain(completion: Completion) -> str | None:
-        if isinstance(completion, str):
-            return completion
-        is_text = len(completion) == 1 and completion[0].keys() <= {"role", "content"}
-        return str(completion[0]["content"]) if is_text else None
-
-    return known == other or (plain(known) is not None and plain(known) == plain(other))
+    """Whether two completions are the same. A text is the same as a single message of it."""
+    is_text = conversation_of(known) is None and conversation_of(other) is None
+    return known == other or (is_text and completion_text(known) == completion_text(other))

@@ -1,41 +1,29 @@
-"""Reward functions of a user's own: for a batch as TRL calls them, for one completion, or for a group.
+"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise.
 
-Owns how a function is called, and the meaning of everything that it may return or raise. It does not own retries and
-limits (`service.transport`), nor how several functions make one reward (`mixed`). docs/REWARDS.md is for its users.
+docs/REWARDS.md is for their users.
 """
 
 import asyncio
 import copy
 import functools
 import inspect
-import itertools
 import math
 import pickle
 import re
 import sys
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, Protocol, TypedDict, Unpack, overload
+from typing import Any
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.batch import BatchReport, Sample, completion_text
-from salesrl_trl.reward.scorer import (
-    ARGUMENTS,
-    AT_ONCE,
-    DEADLINE_S,
-    TRL_ARGUMENTS,
-    Needs,
-    Per,
-    RewardNames,
-    Scorer,
-)
+from salesrl_trl.reward.batch import BatchReport, Completion, Sample, completion_text
+from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes, place_of
 from salesrl_trl.reward.together import Together
-from salesrl_trl.reward.watched_loop import THREADS, HeldUp
 from salesrl_trl.service.breaker import Breaker
-from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.event_loop import THREADS, deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
@@ -48,8 +36,6 @@ _CODE = re.compile(r"[a-z0-9_]{1,64}")
 BREACHES = ("signature", "no_list", "wrong_length", "no_number")
 """Ends of codes of a function whose own code is wrong, whatever it scores."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword arg|positional arguments? but|multiple values for")
-"""In a `TypeError` about the arguments of a call."""
 
 
 class RewardFunction(Scorer):
@@ -73,11 +59,14 @@ class RewardFunction(Scorer):
         transport: Transport | None = None,
     ) -> None:  # fmt: skip
         super().__init__(deadline_s)
-        named, self._takes_all = _arguments_of(function)
+        parameters = inspect.signature(function).parameters.values()
+        named = {each.name: each.default is each.empty for each in parameters if each.kind in _BY_NAME}
+        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         inner = function
-        if per is Per.COMPLETION and named.keys() >= VERLS_OWN:
+        self._is_verls = per is Per.COMPLETION and named.keys() >= VERLS_OWN
+        if self._is_verls:
             further = {name: is_needed for name, is_needed in named.items() if name not in VERLS}
-            function = VerlFunction(function, VERLS if self._takes_all else VERLS & named.keys())
+            function = functools.partial(_call_verls, function, VERLS if self._takes_all else VERLS & named.keys())
             named, self._takes_all = {**VERLS_ROW, **further}, False
         self._function = function
         self._per = per
@@ -92,14 +81,9 @@ class RewardFunction(Scorer):
         self._needed = frozenset(name for name, is_needed in named.items() if is_needed)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
         self._transport = transport or Transport(
-            code,
-            max_concurrency=MOST_CALLS,
-            initial_concurrency=MOST_CALLS,
-            attempt_timeout_s=deadline_s,
-            max_attempts=1,
-            hedge_fraction=0.0,
-            breaker=Breaker(failures_to_open=math.inf),  # each call is made: it may be about its completion alone
-        )
+            code, max_concurrency=MOST_CALLS, initial_concurrency=MOST_CALLS, attempt_timeout_s=deadline_s,
+            max_attempts=1, hedge_fraction=0.0, breaker=Breaker(failures_to_open=math.inf),  # each call is made
+        )  # fmt: skip
         self.budget = self._transport.budget
         self._transport.notes = transport is not None  # else the function is all that there is to note
         self.code = self._transport.service
@@ -118,17 +102,12 @@ class RewardFunction(Scorer):
 
     @property
     def names(self) -> RewardNames:
-        columns, of_trl = self._needed - {*ARGUMENTS[self._per]}, self._needed & {*TRL_ARGUMENTS}
+        needs = Needs(function=self.__name__, per=self._per, columns=self._needed - {*ARGUMENTS[self._per]})
         return RewardNames(
-            functions={self.own_name: self.own_name},
-            together=self._per,
-            columns=None if self._takes_all else self._named | {"prompt"},
-            at_once=self._at_once,
-            needs=(Needs(function=self.__name__, per=self._per, columns=columns, of_trl=of_trl),),
-            stages=() if self.code in tuple(Stage) else (self.code,),
-            services=(self.code,),
-            places={self.code: self._place},
-        )
+            functions={self.own_name: self.own_name}, together=self._per, at_once=self._at_once, needs=(needs,),
+            columns=None if self._takes_all else self._named | {"prompt"}, services=(self.code,),
+            stages=() if self.code in tuple(Stage) else (self.code,), places={self.code: self._place},
+        )  # fmt: skip
 
     async def drain(self) -> BatchReport:
         if self.budget is not None:
@@ -182,7 +161,7 @@ class RewardFunction(Scorer):
         named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
         if lacking := sorted(self._needed - named.keys()):
             raise self._refused("signature", f"nothing, as nothing gives it {', '.join(lacking)}")
-        returned = await self._returned(named, len(samples))
+        returned = await self._returned(named)
         # 2. Read what it returned, one reward for each completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
@@ -190,37 +169,26 @@ class RewardFunction(Scorer):
         columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
-                self.faults.log_once(
-                    f"{self.__name__} logs {name!r} with another number of values than completions: left out"
-                )
+                what = "with another number of values than completions: left out"
+                self.faults.log_once(f"{self.__name__} logs {name!r} {what}")
                 continue
-            rewards = [
-                replace(reward, columns={**reward.columns, name: value})
-                for reward, value in zip(rewards, values, strict=True)
-            ]
+            columned = zip(rewards, values, strict=True)
+            rewards = [replace(reward, columns={**reward.columns, name: value}) for reward, value in columned]
         rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
         return rewards
 
-    async def _returned(self, arguments: Mapping[str, Any], count: int) -> Any:
-        """What the function returns for so many completions. It may write into its arguments, which are copies. Of
-        whatever it raises, a `ServiceError`."""
+    async def _returned(self, arguments: Mapping[str, Any]) -> Any:
+        """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
+        `ServiceError`."""
         arguments = _copied(arguments)
-        limit = 0 if self._per is Per.COMPLETION else count + 1
         try:
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                call = THREADS.submit(lambda: _collected(self._function(**arguments), limit))
-                returned = await asyncio.wrap_future(call)
-            if inspect.isawaitable(returned):  # also of a plain function around an async one
-                returned = _collected(await returned, limit)
-            if isinstance(returned, AsyncIterable) and limit:
-                returned = [value async for value in returned]
-            return returned
+                returned = await asyncio.wrap_future(THREADS.submit(self._function, **arguments))
+            return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
         except ServiceError:
             raise
-        except HeldUp as error:
-            raise FunctionError(f"{self.__name__} held up its event loop", f"{self.code}_blocked") from error
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # of a user's code: any
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -229,8 +197,6 @@ class RewardFunction(Scorer):
                 raise failure from error
             raised = type(error).__name__
             text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
-            if isinstance(error, TypeError) and _ARGUMENTS.search(str(error)):
-                text, code = f"{text}, where arguments do not fit.", f"{self.code}_signature"
             failed = FunctionError(text, code)
             failed.worth_retrying = True
             raise failed from error
@@ -276,7 +242,7 @@ class RewardFunction(Scorer):
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
             code = given.reason if is_code or given.outcome is Outcome.OK else f"{self.code}_invalid"
             return replace(given, reason=code, columns={**parts, **reason}, metrics=metrics)
-        if isinstance(value, Mapping) and isinstance(self._function, VerlFunction) and "score" in value:
+        if self._is_verls and isinstance(value, Mapping) and "score" in value:
             reward = self._reward(value["score"])
             numbers = {str(name): _number(part) for name, part in value.items() if name != "score"}
             parts = {name: part for name, part in numbers.items() if part is not None and abs(part) <= LARGEST_REWARD}
@@ -307,44 +273,15 @@ VERLS_ROW = {"completion": True, "reward_model": True, "data_source": False, "ex
 """What is read of a completion and its row for them, and whether it has to be there."""
 
 
-class VerlFunction:
-    """A function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, for one
-    completion: `asked` of verl's arguments, and further ones as any function. Its number, or `score` of what it
-    returns, is the reward; other numbers of it are parts."""
-
-    def __init__(self, function: Function, asked: set[str]) -> None:
-        self._function, self._asked = function, asked
-
-    def __call__(
-        self, completion: Any, reward_model: Mapping[str, Any], data_source: str = "",
-        extra_info: Mapping[str, Any] | None = None, **further: Any,
-    ) -> Any:  # fmt: skip
-        given: dict[str, Any] = {"data_source": data_source, "solution_str": completion_text(completion)}
-        given |= {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
-        return self._function(**{name: given[name] for name in self._asked}, **further)
-
-
-def _arguments_of(function: Function) -> tuple[dict[str, bool], bool]:
-    """The arguments that a function takes by name, with whether it needs each, and whether it takes all others. Raises
-    `ConfigError` where it takes them by position alone."""
-    parameters = inspect.signature(function).parameters.values()
-    needed = {argument.name: argument.default is argument.empty for argument in parameters}
-    by_name = [argument.name for argument in parameters if argument.kind in _BY_NAME]
-    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in parameters)
-    alone = [argument for argument in parameters if argument.kind is argument.POSITIONAL_ONLY]
-    unnamed = [str(argument) for argument in alone if needed[argument.name]]
-    if unnamed := unnamed or [str(argument) for argument in parameters if not (by_name or takes_all)]:
-        raise ConfigError(
-            f"the reward function {getattr(function, '__name__', function)!r} takes {', '.join(unnamed)} by position "
-            "alone. Expected arguments that it takes by name, or `**kwargs`."
-        )
-    return {name: needed[name] for name in by_name}, takes_all
-
-
-def _collected(returned: Any, most: int) -> Any:
-    """What a function returned; of a generator, which runs its code now, so many rewards at most."""
-    is_lazy = isinstance(returned, Iterable) and not isinstance(returned, Sized | Awaitable)
-    return list(itertools.islice(returned, most)) if is_lazy and most else returned
+def _call_verls(
+    function: Function, asked: set[str], /, completion: Completion, reward_model: Mapping[str, object],
+    data_source: str = "", extra_info: Mapping[str, object] | None = None, **further: object,
+) -> object:  # fmt: skip
+    """Call a function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, with
+    what it `asked` for of these, and further arguments as any function."""
+    given: dict[str, object] = {"data_source": data_source, "solution_str": completion_text(completion)}
+    given |= {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
+    return function(**{name: given[name] for name in asked}, **further)
 
 
 def _number(value: Any) -> float | None:
@@ -391,48 +328,32 @@ def reward_of(function: object) -> Scorer:
     return RewardFunction(function, Per.COMPLETION if is_verls else Per.BATCH)
 
 
-class Options(TypedDict, total=False):
-    """Of a decorator, as in `RewardFunction`."""
-
-    deadline_s: float
-    transport: Transport | None
-
-
-class Decorator(Protocol):
-    """Makes rewards of functions, bare or with options."""
-
-    @overload
-    def __call__(self, function: Function, /) -> RewardFunction: ...
-    @overload
-    def __call__(self, **options: Unpack[Options]) -> Callable[[Function], RewardFunction]: ...
-
-
-def decorator(make: Callable[..., RewardFunction]) -> Decorator:
-    @functools.wraps(make)
-    def decorate(function: Function | None = None, /, **options: Unpack[Options]) -> Any:
-        return functools.partial(make, **options) if function is None else make(function, **options)
-
-    return decorate
-
-
-@decorator
-def per_completion(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+def per_completion(
+    function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
+) -> Any:
     """Makes a reward function of a function that scores one completion, from the moment it is finished. It takes
     `prompt`, `completion` and columns of the dataset by name, and returns a number, `None` or a `Reward`. Options:
     `deadline_s` and `transport` of `RewardFunction`."""
-    return RewardFunction(function, Per.COMPLETION, **options)
+    return _decorated(function, Per.COMPLETION, deadline_s, transport)
 
 
-@decorator
-def per_group(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+def per_group(
+    function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
+) -> Any:
     """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished. It
     takes `prompt`, `completions` and columns of the dataset by name, and returns a list, with a number, `None` or a
     `Reward` for each completion. Options as of `per_completion`."""
-    return RewardFunction(function, Per.GROUP, **options)
+    return _decorated(function, Per.GROUP, deadline_s, transport)
 
 
-@decorator
-def per_batch(function: Function, /, **options: Unpack[Options]) -> RewardFunction:
+def per_batch(
+    function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
+) -> Any:
     """Decorator for a TRL-style function, which takes `prompts`, `completions` and columns as lists. Needed only for
     options, which are those of `per_completion`."""
-    return RewardFunction(function, Per.BATCH, **options)
+    return _decorated(function, Per.BATCH, deadline_s, transport)
+
+
+def _decorated(function: Function | None, per: Per, deadline_s: float, transport: Transport | None) -> object:
+    make = functools.partial(RewardFunction, per=per, deadline_s=deadline_s, transport=transport)
+    return make if function is None else make(function)

@@ -1,61 +1,53 @@
 """A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
 
-The trainer's process keeps the batch, its deadlines and its report. The very same reward does everything else in a
-child (`worker`). Owns the child's life and the messages to it. `mixed` and `launch.assembly` make such a reward.
+    python -m salesrl_trl.reward.remote FD LOG_LEVEL
+
+The trainer's process keeps the batch, its deadlines and its report; the very same reward does everything else in a
+child, which has one event loop. A child that says nothing for `SILENT_PINGS` is ended, whatever holds it up.
 """
 
 import asyncio
 import contextlib
+import faulthandler
 import io
 import itertools
 import logging
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.scorer import TRL_ARGUMENTS, RewardNames, Scorer
+from salesrl_trl.reward.scorer import TRL_ARGUMENTS, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import remaining_s
-from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.timing import Span
+from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s
+from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
-LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled
-ANSWER_S = 10.0
+LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled, and for the stack of a child
+ANSWER_S = 5.0
 """Longest wait for the child's counts, and for its end. It answers at once unless the machine is overloaded."""
-
 PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
-MOST_SILENT_PINGS = 30
-"""Looks in a row without an answer, after which the child is ended. Seconds would pass while the machine sleeps."""
-MOST_SILENT_PINGS_AT_START = 120  # the same before its first answer: it still imports, perhaps on a busy machine
+SILENT_PINGS = 120
+"""Looks in a row without an answer, after which the child is ended: it may import, or load a model. Seconds would pass
+while the machine sleeps."""
 PING = -1  # number of a question without a waiter
-
-InHand: TypeAlias = list[tuple[int, list[str], list[Span]]]
-"""The child's answer to a ping: the number of each completion that it scores, its stages under way, its spans."""
-
-
-class Said(NamedTuple):
-    """The child's answer for a completion."""
-
-    reward: Reward
-    spans: list[Span]
-    record: CompletionRecord | None
 
 
 class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
-    """The child ended before its answer."""
+    """The child ended before its answer, or did not start."""
 
 
 class Channel:
@@ -66,10 +58,8 @@ class Channel:
         self._writer = writer
 
     def send(self, *message: object) -> None:
-        self.send_bytes(pickle.dumps(message))
-
-    def send_bytes(self, content: bytes) -> None:
-        """Send a message that is pickled already. Does not wait."""
+        """Does not wait."""
+        content = pickle.dumps(message)
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
     async def messages(self) -> AsyncIterator[Any]:
@@ -92,35 +82,28 @@ class _Child:
         self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by question
         self.has_ended = False
         self._is_closing = False
-        self._is_silent = False  # a wait was in vain, and nothing was heard since
-        self._pings, self._most_pings = 0, MOST_SILENT_PINGS_AT_START  # in a row without an answer
+        self._pings = 0  # in a row without an answer
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._living = asyncio.ensure_future(self._live())
 
     @classmethod
     async def start(cls, reward: bytes) -> "_Child":
-        """A new process for a pickled `Scorer`. Raises `ServiceUnavailable` where none can be started."""
-        ours = theirs = None
+        """A new process for a pickled `Scorer`."""
         level = logging.getLogger("salesrl_trl").getEffectiveLevel()
+        ours, theirs = socket.socketpair()
         try:
-            ours, theirs = socket.socketpair()
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "salesrl_trl.reward.worker", str(theirs.fileno()), str(level)],
+                [sys.executable, "-P", "-m", "salesrl_trl.reward.remote", str(theirs.fileno()), str(level)],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child_environment(),
             )  # fmt: skip
         except OSError as error:
-            if ours is not None:
-                ours.close()
-            logger.error(f"the reward process did not start ({type(error).__name__})")
-            text = f"the reward process did not start. {_REMEDY}"
-            raise ServiceUnavailable(text, code="reward_process_failed") from None
+            ours.close()
+            raise _ChildEnded(f"the reward process did not start ({type(error).__name__}). {_REMEDY}") from None
         finally:
-            if theirs is not None:
-                theirs.close()
+            theirs.close()
         channel = Channel(*await asyncio.open_unix_connection(sock=ours))
-        channel.send_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
-        channel.send_bytes(reward)
+        channel.send([os.path.abspath(path) for path in sys.path], reward)
         return cls(process, channel)
 
     def ask(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
@@ -134,18 +117,13 @@ class _Child:
             self.channel.send(kind, number, *what)
         return number, answer
 
-    async def hear(self, answer: "asyncio.Future[Any]", seconds: float) -> bool:
-        """Wait for an answer at most so long, and not at all while the child is silent. Whether it came."""
-        await asyncio.wait([answer], timeout=0.0 if self._is_silent else seconds)
-        self._is_silent = not answer.done()
-        return answer.done() and answer.exception() is None
-
     async def aclose(self) -> None:
         """Let it close its connections, and end it."""
         self._is_closing = True
         self.channel.close()
-        if not await self.hear(self._living, ANSWER_S):
-            self.process.kill()
+        await asyncio.wait([self._living], timeout=ANSWER_S)
+        if not self._living.done():
+            await self._end("does not close")
             await self._living
 
     async def _live(self) -> None:
@@ -153,15 +131,13 @@ class _Child:
         pinging = asyncio.ensure_future(self._ping())
         try:
             async for number, answer in self.channel.messages():
-                self._is_silent, self._pings, self._most_pings = False, 0, MOST_SILENT_PINGS
+                self._pings = 0
                 if number == PING:
-                    self._show(answer)
-                elif (waiting := self._waiting.pop(number)).done():
-                    continue  # nobody waits for it any more
-                elif isinstance(answer, ServiceError):
-                    waiting.set_exception(answer)
-                else:
-                    waiting.set_result(answer)
+                    for scored, under_way in answer:
+                        if scored in self.scored:
+                            self.scored[scored].elsewhere = under_way
+                elif not (waiting := self._waiting.pop(number)).done():  # else nobody waits for it any more
+                    (waiting.set_exception if isinstance(answer, ServiceError) else waiting.set_result)(answer)
         except Exception as error:  # what can't be read: without this child there would be no answer ever
             logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
             self.process.kill()
@@ -171,24 +147,23 @@ class _Child:
         self.has_ended = True
         lost = {number: waiting for number, waiting in self._waiting.items() if not waiting.done()}
         if code or (lost and not self._is_closing):
-            in_hand = len(lost.keys() & self.scored.keys())  # a question about its counts is not asked again
-            again = f"; its {in_hand} completions in hand are asked again of the next, once" if in_hand else ""
-            logger.error(f"the reward process ended with code {code}{again}")
+            in_hand = len(lost.keys() & self.scored.keys())
+            logger.error(f"the reward process ended with code {code}, and {in_hand} completions in its hands")
         for waiting in lost.values():
             waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
 
-    def _show(self, in_hand: InHand) -> None:
-        for number, under_way, spans in in_hand:
-            if number in self.scored:
-                self.scored[number].show(number, under_way, spans)
-
     async def _ping(self) -> None:
         """Ask what it is at, and end it once it is silent for too long."""
-        while self._pings < self._most_pings:
+        while self._pings < SILENT_PINGS:
             self._pings += 1
             self.channel.send("ping", PING)
             await asyncio.sleep(PING_S)
-        logger.error(f"the reward process has not answered for {self._pings * PING_S:g} s, and is ended")
+        await self._end(f"has not answered for {self._pings * PING_S:g} s")
+
+    async def _end(self, why: str) -> None:
+        logger.error(f"the reward process {why}, and is ended; it shows where it is")
+        self.process.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(LAST_WORD_S)
         self.process.kill()
 
 
@@ -201,20 +176,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-@dataclass(slots=True)
-class _Unit:
-    """Completions that are scored together."""
-
-    out: int = 0  # how many of them wait for their reward
-    scored: dict[int, Sample] = field(default_factory=dict)  # those that have theirs, by place
-
-
 class RemoteReward(Scorer):
-    """`reward` in a process of its own. Raises `ConfigError` where it can't be sent, or needs the trainer's state.
+    """`reward` in a process of its own. Raises `ConfigError` where it can't be sent.
 
-    A child that dies, or does not answer any more, is replaced. The completions that it was scoring are asked again of
-    the next one, once, in the time that they have left. Those of the oldest batch come first, and those of another
-    batch when these are settled. So a text that ends each child that reads it costs its own batch alone.
+    A child that dies, or does not answer any more, is replaced. Completions that it was scoring one by one are asked
+    again of the next one, once, in the time that they have left. Those that are scored together are missing.
     """
 
     is_apart = True
@@ -225,13 +191,6 @@ class RemoteReward(Scorer):
         self.__name__ = reward.own_name
         self._local = reward
         self._names = reward.names
-        for needs in self._names.needs:
-            for argument in needs.of_trl:
-                raise ConfigError(
-                    f"the reward function {needs.function!r} takes {argument!r}, which is not sent to a process "
-                    "of the rewards' own. Expected a function without it. Set `reward_process: false`, or give the "
-                    "argument a default."
-                )
         try:
             buffer = io.BytesIO()
             _Pickler(buffer).dump(reward)
@@ -242,8 +201,6 @@ class RemoteReward(Scorer):
             ) from None
         self._pickled = buffer.getvalue()
         self._starting: asyncio.Task[_Child] | None = None
-        self._units: dict[tuple[int, int], _Unit] = {}  # by batch and number, while one of them is out
-        self._again: dict[asyncio.Future[None], int] = {}  # of completions that are asked again: the batch of each
 
     @property
     def names(self) -> RewardNames:
@@ -258,26 +215,24 @@ class RemoteReward(Scorer):
         return None if starting.result().has_ended else starting.result()
 
     async def _child(self) -> _Child:
-        """The child, which whoever comes first starts. Raises `ServiceUnavailable` where it does not start."""
-        starting = self._starting
-        is_of_this_loop = starting is not None and starting.get_loop() is asyncio.get_running_loop()
-        if starting is None or not is_of_this_loop or (starting.done() and self.child is None):
-            starting = self._starting = asyncio.ensure_future(_Child.start(self._pickled))
-        return await asyncio.shield(starting)
+        """The child, which whoever comes first starts. Raises `_ChildEnded` where it does not start."""
+        if self._starting is None or (self._starting.done() and self.child is None):
+            self._starting = asyncio.ensure_future(_Child.start(self._pickled))
+        return await asyncio.shield(self._starting)
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """As `Scorer.warm_up`; starts the child."""
         answers: dict[str, float | ServiceError] = await (await self._child()).ask("warm_up")[1]
         return answers
 
     async def prepare(self, rows: Iterable[Example]) -> None:
         with contextlib.suppress(ServiceUnavailable):  # where no child starts, a completion says so
-            (await self._child()).channel.send("prepare", None, [self._sent(row) for row in rows])
+            (await self._child()).ask("prepare", [self._sent(row) for row in rows])
 
     async def drain(self) -> BatchReport:
         if (child := self.child) is not None:
             _, answer = child.ask("drain")
-            if await child.hear(answer, ANSWER_S):
+            await asyncio.wait([answer], timeout=ANSWER_S)
+            if answer.done() and answer.exception() is None:
                 report: BatchReport = answer.result()
                 return report
             logger.warning("the reward process does not answer what it has counted")
@@ -296,25 +251,17 @@ class RemoteReward(Scorer):
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         sample = replace(sample, row=self._sent(sample.row), origin=None)
-        key = (sample.batch, sample.place // self._names.together.size(sample.group, sample.size))
-        unit = self._units.setdefault(key, _Unit())
-        unit.scored.pop(sample.place, None)
-        unit.out += 1
         try:
             try:
-                reward = await self._asked_once(sample, stages)
+                return await self._asked(sample, stages)
             except _ChildEnded:
-                reward = await self._asked_again(sample, stages, unit)
-            unit.scored[sample.place] = sample
-            return reward
+                if self._names.together is not Per.COMPLETION:  # others of its group may have been scored
+                    raise
+                return await self._asked(sample, stages)
         except ServiceError as error:  # no child starts, or the next one has ended too
             return missing(Outcome.INFRA, error.code)
-        finally:
-            unit.out -= 1
-            if not unit.out:
-                del self._units[key]
 
-    async def _asked_once(self, sample: Sample, stages: StageTimes) -> Reward:
+    async def _asked(self, sample: Sample, stages: StageTimes) -> Reward:
         """The child's reward. Raises `ServiceError` where there is no child, or it ends before."""
         child = await self._child()
         number, answer = child.ask("score", sample, stages.track, remaining_s())
@@ -323,28 +270,96 @@ class RemoteReward(Scorer):
             await asyncio.wait([answer])
         except asyncio.CancelledError:
             child.channel.send("cancel", number)
-            await child.hear(answer, LAST_WORD_S)  # for its spans
+            await asyncio.wait([answer], timeout=LAST_WORD_S)  # for its spans
             raise
         finally:
             del child.scored[number]
-            is_answered = answer.done() and answer.exception() is None
-            said: Said | None = answer.result() if is_answered else None
-            stages.adopt(number, *(() if said is None else (said.spans, said.record)))
+            stages.elsewhere = ()
+            if answer.done() and answer.exception() is None:
+                stages.adopt(*answer.result()[1:])
             answer.cancel()  # nobody waits for it any more
-        return Said(*answer.result()).reward
+        reward: Reward = answer.result()[0]
+        return reward
 
-    async def _asked_again(self, sample: Sample, stages: StageTimes, unit: _Unit) -> Reward:
-        """The next child's reward. Those that were scored together with the completion are sent with it."""
-        settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._again[settled] = sample.batch
+
+class Worker:
+    """The child's side: a reward, and the questions that it answers."""
+
+    def __init__(self, reward: Scorer, channel: Channel) -> None:
+        self._reward = reward
+        self._channel = channel
+        self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
+
+    async def run(self, messages: AsyncIterator[Any]) -> None:
+        """Answer until the parent is gone."""
+        others: set[asyncio.Task[None]] = set()
+        async for kind, number, *what in messages:
+            match kind:
+                case "ping":
+                    self._answer(number, [(at, stages.under_way) for at, (_, stages) in self._in_hand.items()])
+                case "score":
+                    self._score(number, *what)
+                case "cancel":
+                    if number in self._in_hand:
+                        self._in_hand[number][0].cancel()
+                case _:
+                    calling = asyncio.ensure_future(self._call(kind, number, what))
+                    others.add(calling)
+                    calling.add_done_callback(others.discard)
+        await self._reward.aclose()
+
+    def _score(self, number: int, sample: Sample, track: str, left_s: float) -> None:
+        """Begin to score, at once: the next message may cancel it."""
+        stages = StageTimes(track)
+        with deadline(min(self._reward.deadline_s, left_s)):
+            task = asyncio.ensure_future(self._reward.score(sample, stages))
+        self._in_hand[number] = (task, stages)
+        task.add_done_callback(partial(self._scored, number))
+
+    def _scored(self, number: int, task: asyncio.Task[Reward]) -> None:
+        _, stages = self._in_hand.pop(number)
+        self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+
+    async def _call(self, kind: str, number: int, what: Sequence[object]) -> None:
+        """`prepare`, `drain` or `warm_up`."""
         try:
-            await asyncio.sleep(0)  # until all that were lost with it are listed
-            if earlier := [other for other, batch in self._again.items() if batch < sample.batch]:
-                await asyncio.wait(earlier)
-            mates, unit.scored = unit.scored, {}
-            for mate in mates.values():
-                (await self._child()).ask("score", mate, stages.track, remaining_s())
-            return await self._asked_once(sample, stages)
-        finally:
-            del self._again[settled]
-            settled.set_result(None)
+            self._answer(number, await getattr(self._reward, kind)(*what))
+        except Exception as error:
+            self._answer(number, self._fault(error))
+
+    def _answer(self, number: int, answer: object) -> None:
+        try:
+            self._channel.send(number, answer)
+        except Exception as error:  # of what can't be pickled
+            self._channel.send(number, self._fault(error))
+
+    @staticmethod
+    def _fault(error: Exception) -> ServiceError:
+        """What is sent and logged of an error: its type. Its message may hold a customer's text."""
+        name = type(error).__name__
+        logger.error(f"the reward process could not answer: it raised {name}")
+        code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
+        return ServiceError(f"the reward process raised {name}", code)
+
+
+async def serve(descriptor: int) -> None:
+    """Take the parent's module path, where a user's own code may lie, then the reward, and answer for it."""
+    asyncio.get_running_loop().set_default_executor(THREADS)  # for `asyncio.to_thread`
+    channel = Channel(*await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor)))
+    messages = channel.messages()
+    async for paths, reward in messages:
+        sys.path += [path for path in paths if path not in sys.path]
+        await Worker(pickle.loads(reward), channel).run(messages)
+    channel.close()
+
+
+if __name__ == "__main__":
+    for terminating in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(terminating, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # shows the stacks also where Python's lock is held
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
+    hide_lines()
+    asyncio.run(serve(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # no thread of a user's code holds it up

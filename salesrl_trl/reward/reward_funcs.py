@@ -1,7 +1,6 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
 
-Owns who calls what: TRL runs reward models, the reward loop calls all functions. `trainer` makes it,
-`wiring.components` asks it. Has TRL's soft overlong punishment too, for each completion as soon as it is finished.
+TRL runs reward models, the reward loop calls all functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,14 +52,8 @@ class RewardFuncs:
             return cls(alone, list(alone.functions), weights, has_models=False)
         models = [isinstance(function, str | torch.nn.Module) for function in given]
         called = [place for place, is_model in enumerate(models) if not is_model]
-        reward_loop = RewardLoop(
-            combined(
-                [reward_of(given[place]) for place in called],
-                [weights[place] for place in called],
-                apart,
-                are_all=not (has_more or any(models)),
-            )
-        )
+        rewards, of_called = [reward_of(given[place]) for place in called], [weights[place] for place in called]
+        reward_loop = RewardLoop(combined(rewards, of_called, apart, are_all=not (has_more or any(models))))
         functions = dict(enumerate(given)) | dict(zip(called, reward_loop.functions, strict=True))
         return cls(reward_loop, [*functions.values()], weights, any(models))
 

@@ -1,7 +1,6 @@
 """A reward and its event loops, callable from the trainer's thread.
 
-Owns the batches that have no result yet, the stop that holds for all of them, the threads of the loops, and what the
-ranks conclude from a warm-up. The rollouts, `trainer`, `update.stopping` and commands without a trainer call it.
+Owns the batches that have no result yet, the stop that holds for all of them, and what ranks conclude from a warm-up.
 """
 
 import asyncio
@@ -18,46 +17,33 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
-from salesrl_trl.reward.batch import (
-    NOTHING_SCORED,
-    BatchReport,
-    BatchResult,
-    Completion,
-    Origin,
-    RewardBatch,
-    settled,
-)
+from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.watched_loop import Calls, LoopThread, WatchedLoop, result_of
-from salesrl_trl.service.event_loop import cancel_others
-from salesrl_trl.timing import Span, TimingContext
+from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others, result_of
+from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import Example
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 3.0  # longest wait for the figures of services that lie in this process
+DRAIN_S = 6.0  # longest wait for the figures of services
 
 
 class RewardLoop:
-    """Scores batches for a caller that is not on an event loop.
-
-    TRL gets `functions` as its reward functions. A trainer that scores earlier than TRL asks does it in three steps:
+    """Scores batches for a caller that is not on an event loop. TRL gets `functions` as its reward functions.
 
         batch = loop.begin(rows)                  # then loop.start(batch, place, text), as completions come
         result = loop.result(batch, completions)  # waits; starts what has not been started with the same text
         with loop.answering(result):
             rewards = super()._calculate_rewards(...)
 
-    All methods may be called from any thread but the loop's own. `reward` is used on the loops alone from now on, but
-    for its names.
+    All methods may be called from any thread but the loop's own. `reward` is used there alone, but for its names.
     """
 
     def __init__(self, reward: Scorer) -> None:
         self.reward = reward
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
-        """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
         self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
         self.by_second: frozenset[str] = frozenset()
@@ -66,9 +52,7 @@ class RewardLoop:
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         self._batches = LoopThread("rewards")  # of batches and deadlines
-        self._calls = Calls() if reward.is_apart else WatchedLoop(reward.deadline_s, self.cut_off)
-
-    # A batch, from its beginning to its result
+        self._calls = WatchedLoop()
 
     def begin(self, rows: Sequence[Example], group: int = 1, origin: Origin | None = None) -> RewardBatch:
         """A batch of completions to these rows. `group` neighbours are completions of a prompt."""
@@ -97,18 +81,8 @@ class RewardLoop:
         self._batches.post(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
-        """Wait for rewards of these batches: `batch.settled`. An interrupted wait cancels them."""
-        self._batches.run(settled, batches, is_enough)
-
-    def take(
-        self, parts: Sequence[tuple[RewardBatch, range]], group: int, waits: Sequence[tuple[float, float]]
-    ) -> RewardBatch:
-        """A batch of settled completions, which leave others with all that was measured. `waits`: when the trainer
-        waited for them."""
-        taken = [completion for batch, places in parts for completion in batch.hand_over(places)]
-        batch = self.begin([completion.row for completion in taken], group)
-        batch.fill(taken, waits)
-        return batch
+        """Wait for rewards of these batches: `batch.wait_for`. An interrupted wait cancels them."""
+        self._batches.run(wait_for, batches, is_enough)
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it. A completion whose text is another one than was started
@@ -116,17 +90,21 @@ class RewardLoop:
 
         async def scored() -> BatchResult:
             batch.start_all(completions)
-            await batch.settled([range(len(batch))])
-            drained = await self._drained()
+            await wait_for([batch], batch.is_settled)
+            draining = asyncio.ensure_future(self._calls.call(self.reward.drain))
+            await asyncio.wait([draining], timeout=DRAIN_S)
             self._open.pop(batch.number, None)
-            return batch.result(drained)
+            if draining.done():
+                return batch.result(draining.result())
+            draining.cancel()  # the loop is held up: the next batch reports it
+            return batch.result()
 
         return self._batches.run(scored)
 
     def prepare(self, rows: Sequence[Example]) -> None:
         """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
         if self.stopped is None:
-            self._batches.submit(self._calls.call, self.reward.prepare, rows)
+            self.call(self.reward.prepare, rows)
 
     def give_up(self, batches: Sequence[RewardBatch] | None = None) -> None:
         """Cancel these open batches, or every one, and forget them."""
@@ -152,8 +130,6 @@ class RewardLoop:
         """Call a coroutine function where the reward's code runs. Does not wait."""
         return self._batches.submit(self._calls.call, function, *arguments)
 
-    # TRL's questions, and what is shown meanwhile
-
     @contextlib.contextmanager
     def answering(self, result: BatchResult) -> Iterator[None]:
         """Calls of `functions` inside the block are answered with this result."""
@@ -164,30 +140,14 @@ class RewardLoop:
             self.answer = None
 
     def status(self, generating: str = "") -> str:
-        """The oldest batch with a stage under way, in words for the console: its completions by stage. `generating`:
-        what to say where there is none and completions are still to come, as in an evaluation. A batch of training may
-        wait, settled, for the end of an evaluation."""
-        if self.answer is not None:  # TRL gathers over all ranks inside `answering`
-            return "this rank's are scored, another's may be out"
-        if held_up := self._calls.held_up():
-            return held_up
-        batches = list(self._open.values())
-        more = len(batches) - 1
-        behind = f"; {more} more batch{'es' * (more > 1)} in flight" if more > 0 else ""
-        for batch in batches:
-            if stages := Counter(batch.under_way()):
-                listed = ", ".join(f"{number} in {name}" for name, number in stages.items())
-                return f"of {len(batch)} completions {listed}{behind}"
-        awaited = [batch for batch in batches if generating or batch.times.first is not None]
-        if awaited and all(batch.is_settled() for batch in awaited):
-            return f"this rank's are scored, another's may be out{behind}"
-        return f"{generating or 'none is being scored'}{behind}"
-
-    def unreported_spans(self) -> list[Span]:
-        """The stages of the open batches, for example of one that was cut off. One under way counts as failed."""
-        return [span for batch in list(self._open.values()) for stages in batch.stages for span in stages.so_far()]
-
-    # Before the first batch, and after the last
+        """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
+        `generating`, as in an evaluation."""
+        for batch in list(self._open.values()):
+            if stages := Counter(stage for each in batch.stages for stage in each.under_way):
+                return (
+                    f"of {len(batch)} completions {', '.join(f'{count} in {name}' for name, count in stages.items())}"
+                )
+        return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timed: TimingContext) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
@@ -196,7 +156,7 @@ class RewardLoop:
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
-        return result_of(begun or self._batches.submit(self._calls.call, self.reward.warm_up))
+        return result_of(begun or self.call(self.reward.warm_up))
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
@@ -207,24 +167,13 @@ class RewardLoop:
 
         if not self._batches.loop.is_closed():
             self.give_up()
-            self._batches.cancel_all()
             self._batches.run(closed)
             self._batches.close()
 
-    async def _drained(self) -> BatchReport:
-        """What services did. It counts for the next batch where the loop of the reward's code is held up."""
-        if self._calls.is_held:
-            return NOTHING_SCORED
-        draining = asyncio.ensure_future(self._calls.call(self.reward.drain))
-        try:
-            await asyncio.wait([draining], timeout=None if self.reward.is_apart else DRAIN_S)
-        finally:
-            draining.cancel()
-        return draining.result() if draining.done() else NOTHING_SCORED
-
 
 class RewardColumn:
-    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`."""
+    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`. Answers inside
+    `RewardLoop.answering` alone."""
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop

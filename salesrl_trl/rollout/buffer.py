@@ -304,7 +304,9 @@ class Buffer:
         leaving = [group for group in groups if group in chosen or policy.drops(group, following)]
         completions = KeptRollouts.of(chosen, head.sampled)
         of_batches = [(group.rollout.rewards, group.places) for group in chosen]
-        rewards = self.launcher.reward_loop.take(of_batches, head.group, head.rewards.waits[waits:])
+        rows = [batch.rows[place] for batch, places in of_batches for place in places]
+        rewards = self.launcher.reward_loop.begin(rows, head.group)
+        rewards.take(of_batches, head.rewards.waits[waits:])
         trained = Rollout(
             inputs=completions.inputs, rewards=rewards, steps=completions.steps, is_trained_on=True, group=head.group,
             sampled=completions.sampled, behaviour_logps=completions.behaviour_logps,

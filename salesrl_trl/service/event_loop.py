@@ -1,25 +1,36 @@
-"""What belongs to an event loop: the clock of all waits for services, the deadline of a reward phase, and objects.
+"""Event loops: the clock of all waits for services, the deadline of a reward, objects, and threads with a loop.
 
 A deadline travels in a context variable, which every task that is started inside takes along. It cancels nothing: the
-code that waits asks how long it may. The reward sets it, `transport` observes it. In the same way calls tell which
-limit they wait for.
+code that waits asks how long it may. Code that does not give its loop back is named: deadlines lie on another loop.
 """
 
 import asyncio
 import contextlib
+import contextvars
+import itertools
+import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from salesrl_trl.errors import ServiceError
+from salesrl_trl.ground.process import enter
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 1.0  # longest wait for tasks that were cancelled. After it they are left behind.
+CLOSE_S = 8.0  # longest wait for a reward to close what belongs to its loop
+_LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")  # through which a loop calls other code
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
-_WAITS_FOR: ContextVar[list[Callable[[], str]]] = ContextVar("salesrl_trl_waits_for")
 
 
 def now() -> float:
@@ -35,27 +46,6 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
     finally:
         _END.reset(token)
-
-
-@contextlib.contextmanager
-def told_to(limits: list[Callable[[], str]]) -> Iterator[None]:
-    """The limits that calls inside wait for are in this list while they do."""
-    token = _WAITS_FOR.set(limits)
-    try:
-        yield
-    finally:
-        _WAITS_FOR.reset(token)
-
-
-@contextlib.contextmanager
-def waiting_for(limit: Callable[[], str]) -> Iterator[None]:
-    """The running call waits for a limit; `limit` says which."""
-    limits = _WAITS_FOR.get([])
-    limits.append(limit)
-    try:
-        yield
-    finally:
-        limits.remove(limit)
 
 
 def remaining_s() -> float:
@@ -113,3 +103,139 @@ class PerLoop(Generic[T]):
     def pop(self) -> T | None:
         """Remove and return the running loop's object, if it has one."""
         return self._made.pop(asyncio.get_running_loop(), None)
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """A thread for each call, with the caller's context and devices. One that hangs holds up nothing else."""
+
+    def submit(self, call: Callable[..., T], /, *args: object, **kwargs: object) -> "Future[T]":
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                enter()
+                result = call(*args, **kwargs)
+            except StopIteration:  # no future takes it
+                done.set_exception(RuntimeError("StopIteration"))
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        threading.Thread(target=contextvars.copy_context().run, args=(run,), name="reward call", daemon=True).start()
+        return done
+
+
+THREADS = DaemonThreads()
+
+
+class LoopThread:
+    """An event loop on a thread of its own, for callers on other threads."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function on the loop, unless it has ended. Does not wait."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+        """Call a coroutine function on the loop. Does not wait."""
+
+        async def called() -> T:
+            return await call(*arguments)
+
+        submitted = asyncio.run_coroutine_threadsafe(called(), self.loop)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
+        return submitted
+
+    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+        """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
+        return result_of(self.submit(call, *arguments))
+
+    def close(self) -> None:
+        self.post(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def result_of(waiting: "Future[T]") -> T:
+    """Wait for what was submitted to a loop. Where the wait is interrupted, it is cancelled."""
+    try:
+        return waiting.result()
+    except BaseException:
+        waiting.cancel()
+        raise
+
+
+class WatchedLoop(LoopThread):
+    """Calls of a user's code on a loop of their own, which it may hold up. From one other loop."""
+
+    def __init__(self) -> None:
+        super().__init__("reward calls")
+        self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
+
+    async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
+        """The result of a coroutine function there, in the caller's context. A call that is cancelled waits until the
+        function has ended."""
+        task: asyncio.Task[Any] | None = None
+        is_given_up = False  # before it began, because the loop was held up
+
+        async def called() -> T:
+            nonlocal task
+            task = asyncio.current_task()
+            if is_given_up:
+                raise asyncio.CancelledError
+            enter()
+            return await function(*arguments)
+
+        result = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self.loop))
+        result.add_done_callback(lambda result: result.cancelled() or result.exception())  # the caller may be gone
+        try:
+            await asyncio.wait([result])
+            return result.result()
+        except asyncio.CancelledError:
+            if not result.done():
+                is_given_up = True
+                self.post(lambda: task is not None and task.cancel())
+                await asyncio.wait([result])
+            raise
+
+    async def aclose(self, aclose: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Close the reward and end the loop. Code that holds it up is left behind."""
+
+        async def closed() -> None:
+            await aclose()
+            await cancel_others()
+
+        closing = asyncio.ensure_future(self.call(closed))
+        await asyncio.wait([closing], timeout=CLOSE_S)
+        if closing.done():
+            self.close()
+            closing.result()
+        else:
+            logger.error(f"{self.held_by() or 'The event loop of rewards does not close.'} It is left behind.")
+
+    def held_by(self) -> str:
+        """What does not give the loop back, in words: where it is now. Empty if the loop is idle."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        frames = [] if frame is None else [*traceback.walk_stack(frame)]
+        inwards = itertools.dropwhile(lambda each: _module(each[0]) in _LOOPS, reversed(frames))
+        stack = [f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards]
+        if not stack:
+            return ""
+        return (
+            f"{stack[0]} does not give the event loop of rewards back. Expected `await` wherever it waits, or a "
+            f"function without `async`, which gets a thread of its own. Stack: {', '.join(stack)}."
+        )
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,11 +1,9 @@
-"""Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
-
-Owns the tasks, the timer task that starts hedges, and the pure laws: how many slots there are, and when a call is
-late. `transport` calls it.
-"""
+"""Calls in flight on one event loop: their slots, hedges (late calls that are sent a second time), and the laws: how
+many slots there are, and when a call is late."""
 
 import asyncio
 import contextvars
+import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -15,29 +13,25 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.service.breaker import Breaker, Quota
-from salesrl_trl.service.event_loop import now, waiting_for
+from salesrl_trl.service.event_loop import now
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")
 Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
 
+logger = logging.getLogger(__name__)
+
 LOOK_EVERY_S = 0.02
-MAX_HEDGES = 2
-"""Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
+MAX_HEDGES = 2  # most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers.
 PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
-MARGIN = 1.3
-"""Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
+MARGIN = 1.3  # factor on the percentile. With it few calls that are merely slow are sent twice.
 WINDOW = 256  # the percentile is taken over this many latest calls
 MIN_SAMPLES = 20  # with fewer calls there is no percentile
 REFRESH_EVERY = 16  # calls between two computations of the percentile
-GROWTH_PER_SUCCESS = 0.5
-"""Slots that each answer adds while growth is fast. Doubling could overshoot a service's limit by its whole size."""
-DECREASE = 0.8
-"""Factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds."""
-ROUNDS_TO_GROW = 3
-"""Rounds of waiting calls before one more slot is tried. With fewer, the call that is turned away would come last."""
-MEMORY = 256
-"""Latest requests, exponentially weighted, over which refusals and load are correlated: a few rounds of 64 calls."""
+GROWTH_PER_SUCCESS = 0.5  # slots that each answer adds while growth is fast
+DECREASE = 0.8  # factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds.
+ROUNDS_TO_GROW = 3  # rounds of waiting calls before one more slot is tried: else a call that is refused comes last
+MEMORY = 256  # latest requests, exponentially weighted, over which refusals and load are correlated
 SIGNIFICANT = 2.5
 """Standard errors above 0 at which a correlation counts. With 2, random refusals lower the limit now and then; with 3,
 a service that takes 8 calls turns 3 % more away before the limit follows."""
@@ -46,7 +40,6 @@ MOST = 0.5
 """Share of the latest `MEMORY_OF_SHARE` requests that are turned away when a service counts as closed. Fewer requests
 then cost nothing. Random refusals of 20 % never reach it, those of 30 % seldom."""
 ROUNDING = 1e-9  # a smaller variance, as a share of the mean square, is that of a constant load
-SOME_REFUSALS = 8  # refusals in the memory from which on it is said that they are not due to our load
 OURS = "its 429s come with our load"
 CLOSED = "it turns most requests away, at any load"
 
@@ -78,7 +71,7 @@ class AdaptiveLimit:
 
     def __init__(self, start: int, cap: int, service: str = "the service") -> None:
         self.cap, self._service = cap, service
-        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before the first, and once it is made good
+        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before it, and once it is made good
         self.share = 0.0  # of the latest requests that were turned away
         self._limit = float(min(start, cap))
         self._fast_until = float(cap)
@@ -91,17 +84,6 @@ class AdaptiveLimit:
     def slots(self) -> int:
         """The limit in whole calls, at least 1."""
         return int(self._limit)
-
-    @property
-    def is_of_others(self) -> bool:
-        """Whether requests are turned away, and not because of our load."""
-        return not self.cause and self._r > SOME_REFUSALS and self.share < MOST / 2
-
-    def in_words(self) -> str:
-        """`judge's limit of 12 calls at once, of max_concurrency 64: it turns most requests away, ...`"""
-        why = self.cause or ("429s come at any load" if self.is_of_others else "")
-        why = f": {why} ({self.share:.0%} of the latest)" if why else "" if self.slots == self.cap else ", and growing"
-        return f"{self._service}'s limit of {self.slots} calls at once, of max_concurrency {self.cap}{why}"
 
     def record_sent(self, load: int) -> Sent:
         """A request is about to be sent, with which so many are in flight."""
@@ -133,8 +115,11 @@ class AdaptiveLimit:
             self._fast_until = 0.0
         elif self.cause != CLOSED:
             self._fast_until = self._limit
-        self.cause = OURS if is_ours else CLOSED
         self._limit = max(1.0, DECREASE * self._limit)
+        cause = OURS if is_ours else CLOSED
+        if cause != self.cause:
+            self.cause = cause
+            logger.info(f"[Limit] {self._service}: {self.slots} calls at once, and falling, because {cause}")
 
     def _comes_with_load(self) -> bool:
         n = self._n
@@ -235,8 +220,7 @@ class Flights:
         self.resize()
         try:
             try:
-                with waiting_for(self.limit.in_words):
-                    await asyncio.sleep(wait_s)
+                await asyncio.sleep(wait_s)
             finally:
                 self._turned_away.pop(place, None)
                 self.resize()
@@ -250,8 +234,7 @@ class Flights:
         stand(turn)
         self.resize()
         try:
-            with waiting_for(self.limit.in_words):
-                await turn
+            await turn
         except BaseException:
             if not turn.cancelled():  # it had its turn at the same moment
                 self._taken -= 1

@@ -1,12 +1,13 @@
-"""One call to one service: how often it is tried, how long it may take, how many run at once. Its clients call it.
+"""One call to one service: how often it is tried, how long it may take, how many run at once.
 
-Owns retries, time-outs of attempts, limits, hedges and breakers: no other module has them. A call holds one slot until
-it ends. It leaves the slot while it waits because the service turned it away; `flights` says who gets the slot.
+Owns retries: no other module has them. A call holds one slot until it ends, and leaves it while it waits because the
+service turned it away.
 """
 
 import asyncio
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,17 +24,9 @@ from salesrl_trl.errors import (
     ServiceTimeout,
     ServiceUnavailable,
 )
-from salesrl_trl.service.breaker import MAX_DENIED_COOLDOWN_S, Bill, Breaker, Gate, Quota, SharedBudget
+from salesrl_trl.service.breaker import Bill, Breaker, Gate, Quota, SharedBudget
 from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
-from salesrl_trl.service.flights import (
-    CLOSED,
-    OURS,
-    AdaptiveLimit,
-    Attempt,
-    Flights,
-    HedgePolicy,
-    Sent,
-)
+from salesrl_trl.service.flights import AdaptiveLimit, Attempt, Flights, HedgePolicy, Sent
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 
@@ -45,15 +38,11 @@ RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks
 RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
 OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
 MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
-RETRY_LINES_S = 10.0
-"""One retry of a service is logged in so many seconds. The others are counted, and a second line says how many."""
+RETRY_LINES_S = 10.0  # one retry of a service is logged in so many seconds. All are counted.
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
-"""Names of the counts:
-- `calls` asked for;
-- requests `sent`, hedges included; of them `retries`, `overloads` (turned away), `timeouts`, other `failures`;
-- calls `held_back`, which were not sent because the breaker was open;
-- `hedges`, extra requests for late calls, and `hedges_won`, those that were faster.
-"""
+"""Names of the counts: `calls` asked for; requests `sent`, hedges included; of them `retries`, `overloads` (turned
+away), `timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
+`hedges_won`, those that were faster."""
 
 
 class Transport:
@@ -73,8 +62,6 @@ class Transport:
         outage_patience_s (`float`, *optional*, defaults to `0.0`):
             Seconds that calls wait for a service that is down, counted from when it went down. After that they fail at
             once; only single probes are sent.
-        denied_cooldown_s (`float`, *optional*, defaults to `60.0`):
-            Longest pause between two probes of a service that refuses the key or whose quota is used up.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
             Most extra requests for late calls, as a share of all; 0 for none.
         quota (`Quota`, *optional*):
@@ -85,35 +72,27 @@ class Transport:
 
     def __init__(
         self, service: str, *, max_concurrency: int, attempt_timeout_s: float, max_attempts: int,
-        initial_concurrency: int = 8, outage_patience_s: float = 0.0, denied_cooldown_s: float = MAX_DENIED_COOLDOWN_S,
-        hedge_fraction: float = 0.05, quota: Quota | None = None, breaker: Breaker | None = None,
+        initial_concurrency: int = 8, outage_patience_s: float = 0.0, hedge_fraction: float = 0.05,
+        quota: Quota | None = None, breaker: Breaker | None = None,
     ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
-        self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
-        self._breaker = breaker or Breaker(denied_cooldown_s)
+        self._breaker = breaker or Breaker()
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._gate = Gate(service, self._breaker, self._traffic)
-        self._limit_lines = _LimitLines(self._limit, service)
-        self._flights = self._new_flights()
-        self._retry_lines: PerLoop[_RetryLines] = PerLoop(partial(_RetryLines, service, max_attempts))
+        self.count_by(quota)
+        self._next_retry_line = 0.0  # on `time.monotonic`'s scale
 
-    def _new_flights(self) -> PerLoop[Flights]:
-        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
-
-    def count_by(self, quota: Quota) -> None:
+    def count_by(self, quota: Quota | None) -> None:
         """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
         self._quota = quota
-        self._flights = self._new_flights()
-
-    @property
-    def slots(self) -> int:
-        return self._limit.slots
+        flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
+        self._flights: PerLoop[Flights] = PerLoop(flights)
 
     @property
     def max_concurrency(self) -> int:
@@ -181,7 +160,7 @@ class Transport:
                 wait_s = retries.wait_s(error)
                 if wait_s is None:
                     raise
-                self._retry_lines.get().record(error, retries.failures, wait_s)
+                self._log_retry(error, retries.failures, wait_s)
                 turned_away = error.request if isinstance(error, ServiceOverloaded) else None
             if turned_away is not None:
                 async with asyncio.timeout(remaining_s()):
@@ -189,6 +168,12 @@ class Transport:
             else:
                 await asyncio.sleep(wait_s)
             self._traffic["retries"] += 1
+
+    def _log_retry(self, error: ServiceError, failures: int, wait_s: float) -> None:
+        if time.monotonic() >= self._next_retry_line:
+            self._next_retry_line = time.monotonic() + RETRY_LINES_S
+            attempt = f"attempt {failures + 1} of {self._max_attempts}"
+            logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}")
 
     async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
         await self.admit()
@@ -208,13 +193,10 @@ class Transport:
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
                     raise DeadlineExceeded.before_answer_of(self.service) from None
-                raise ServiceTimeout(
-                    f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
-                    code=f"{self.service}_timeout",
-                ) from None
+                text = f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s"
+                raise ServiceTimeout(text, code=f"{self.service}_timeout") from None
             except Exception as error:  # of the client that the attempt uses
-                failure = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
-                if failure is None:
+                if isinstance(error, ServiceError) or (failure := service_error_of(self.service, error)) is None:
                     raise
                 raise failure from None
 
@@ -231,7 +213,6 @@ class Transport:
                 self._gate.record_answer()
             error.request = sent.number
             self._limit.record_overload(sent)
-            self._limit_lines.record()
             self._flights.get().resize()
             raise
         except (DeadlineExceeded, BudgetSpent):
@@ -251,50 +232,7 @@ class Transport:
             raise
         self._gate.record_answer()
         self._limit.record_answer(waiting=self._flights.get().waiting)
-        self._limit_lines.record()
         self._flights.get().answered(sent)
-
-
-class _LimitLines:
-    """Logs why the limit of a service moves, or why not: each cause once, and once that it is made good."""
-
-    def __init__(self, limit: AdaptiveLimit, service: str) -> None:
-        self._limit, self._service = limit, service
-        self._told: set[str] = set()
-
-    def record(self) -> None:
-        limit = self._limit
-        news = limit.cause or ("again" if self._told & {OURS, CLOSED} else "others" if limit.is_of_others else "")
-        if news and news not in self._told:
-            self._told.add(news)
-            again = f"{self._service}'s limit is {limit.slots} calls at once again"
-            logger.info(f"[Limit] {again if news == 'again' else limit.in_words()}")
-
-
-@dataclass(slots=True)
-class _RetryLines:
-    """Logs the retries of a service on one event loop: a line in `RETRY_LINES_S`, and how many it stands for."""
-
-    service: str
-    max_attempts: int
-    held_back: int = 0
-    is_open: bool = False
-
-    def record(self, error: ServiceError, failures: int, wait_s: float) -> None:
-        """A call is tried again after `wait_s` seconds, and `failures` of its attempts have failed."""
-        if self.is_open:
-            self.held_back += 1
-            return
-        self.is_open = True
-        asyncio.get_running_loop().call_later(RETRY_LINES_S, self._end)
-        attempt = f"attempt {failures + 1} of {self.max_attempts}"
-        turned_away = ", because it asks for later calls" if isinstance(error, ServiceOverloaded) else ""
-        logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
-
-    def _end(self) -> None:
-        held_back, self.held_back, self.is_open = self.held_back, 0, False
-        if held_back:
-            logger.info(f"[Retry] {self.service}: {held_back:,} more within {RETRY_LINES_S:g} s, without a line each")
 
 
 @dataclass(slots=True)

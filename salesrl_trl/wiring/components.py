@@ -342,7 +342,6 @@ class Components:
             if self.run_control.error is not None:
                 raise self.run_control.error
         except BaseException:
-            self.timeline.add(self.reward_loop.unreported_spans())
             self.pipeline.forget()
             self.instruments.close()
             for part in self.parts:

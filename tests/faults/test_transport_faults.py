@@ -263,6 +263,5 @@ def test_a_thousand_retries_are_few_lines_that_name_attempt_reason_and_wait(capl
 
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         virtual_time.run(run())
-    first, second = (record.message for record in caplog.records if record.name.startswith("salesrl_trl"))
-    assert re.fullmatch(r"\[Retry\] judge: attempt 2 of 4 in 0\.[234] s after judge_http_500", first)  # 0.2 s + jitter
-    assert second == "[Retry] judge: 999 more within 10 s, without a line each"
+    [line] = (record.message for record in caplog.records if record.name.startswith("salesrl_trl"))
+    assert re.fullmatch(r"\[Retry\] judge: attempt 2 of 4 in 0\.[234] s after judge_http_500", line)  # 0.2 s + jitter

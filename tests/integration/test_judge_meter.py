@@ -123,7 +123,7 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
     def kill(request):  # the reward process, once batches are the second judge's
         if request.json["model"] == "second" and len(asked(services, "second")) > 0.25 * BATCH * STEPS and not killed:
             killed.append(
-                next(one for one in psutil.Process().children() if "salesrl_trl.reward.worker" in one.cmdline())
+                next(one for one in psutil.Process().children() if "salesrl_trl.reward.remote" in one.cmdline())
             )
             os.kill(killed[0].pid, signal.SIGKILL)
 

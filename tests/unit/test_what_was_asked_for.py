@@ -96,7 +96,7 @@ ROWS: dict[str, list[Check]] = {
     + of(word, *((f"rag_{name}", f"rag.{name}") for name in ("base_url", "top_k", "score_threshold")))
     + of(there, "tests/unit/scripts/test_rag_tools.py"),
     "3": of(there, "tests/faults/test_chain_faults.py")
-    + of(says, ("salesrl_trl/reward/stage_times.py", '"scoring"')),
+    + of(says, ("salesrl_trl/reward/batch.py", '"scoring"')),
     "4": of(setting, "num_generations", "temperature", "vllm_gpu_memory_utilization"),
     "5, 6": of(is_script, "scripts/test_rag_endpoints.py", "scripts/simulate_training_rewards.py")
     + of(says, ("scripts/test_rag_endpoints.py", "--quick")),
@@ -107,7 +107,7 @@ ROWS: dict[str, list[Check]] = {
     + of(says, ("scripts/create_tiny_dataset.py", "--by_branch"))
     + of(word, ("data_copy_dir", "copy the file to the faster disk")),
     "11, 12": of(setting, "verbose", "held_out_eval", "quick_eval_steps")
-    + of(says, ("salesrl_trl/reward/stage_times.py", '"rag"', '"completions"')),
+    + of(says, ("salesrl_trl/reward/batch.py", '"rag"', '"completions"')),
     "13": of(recipe, ("hybrid", "hybrid_reference_weight", 0.3))
     + of(there, "tests/integration/test_hybrid_baseline.py"),
     "14": of(recipe, ("fast_load", "vllm_engine_kwargs", dict.fromkeys(CACHED, True)))

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import completion_text
+from salesrl_trl.reward.batch import completion_text, wait_for
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import CANCEL_GRACE_S, remaining_s
@@ -114,7 +115,7 @@ def test_a_completion_is_scored_from_its_start_while_others_are_not_there_yet():
         assert values(batch) == [None, 0.5]
         assert [batch.is_settled(places) for places in ([1], [0, 1], None)] == [True, False, False]
         batch.start(0, "b")  # an equal text at another place is scored too
-        await batch.settled([[0, 1]])
+        await wait_for([batch], partial(batch.has_settled, [[0, 1]]))
         assert reward.asked == [(1, "b"), (0, "b")]
 
     play(scene())
@@ -126,7 +127,7 @@ def test_a_text_that_is_started_again_is_not_scored_twice(again):
         reward, batch = await begun("a")
         batch.start(0, again)
         reward.answer("a", 0.5)
-        await batch.settled([[0]])
+        await wait_for([batch], partial(batch.has_settled, [[0]]))
         batch.start(0, again)
         await turns()
         assert reward.asked == [(0, "a")]
@@ -142,7 +143,7 @@ def test_another_text_takes_the_place_of_the_first_one(first_is):
         reward, batch = await begun("a", reward=Stubborn(60.0) if first_is == "stubborn" else None)
         if first_is == "scored":
             reward.answer("a", 0.5)
-            await batch.settled([[0]])
+            await wait_for([batch], partial(batch.has_settled, [[0]]))
         batch.start(0, "b")
         await turns()
         if first_is == "stubborn":
@@ -151,7 +152,7 @@ def test_another_text_takes_the_place_of_the_first_one(first_is):
         assert reward.asked == [(0, "a"), (0, "b")]
         assert reward.cancelled == ([] if first_is == "scored" else ["a"])
         reward.answer("b", 0.25)
-        await batch.settled([[0]])
+        await wait_for([batch], partial(batch.has_settled, [[0]]))
         assert values(batch) == [0.25]
         assert [span.name for span in batch.result().report.spans] == ["judge"]  # of the text that counts
 
@@ -169,10 +170,10 @@ def test_each_completion_has_a_deadline_of_its_own():
         await asyncio.sleep(1.5)
         later = loop.time()
         batch.start(1, "b")
-        await batch.settled([[0]])
+        await wait_for([batch], partial(batch.has_settled, [[0]]))
         assert loop.time() - began == pytest.approx(2.0)
         assert values(batch) == ["deadline", None]
-        await batch.settled([[1]])
+        await wait_for([batch], partial(batch.has_settled, [[1]]))
         assert loop.time() - later == pytest.approx(2.0)
         assert [(each.outcome, each.reason) for each in batch.rewards] == [(Outcome.INFRA, "deadline")] * 2
         assert [(span.name, span.failed) for span in batch.result().report.spans] == [("judge", True)] * 2
@@ -196,7 +197,7 @@ def test_what_a_late_completion_says_in_the_end_concerns_nobody(caplog, ends, er
         expected = "deadline"
         if is_cut_off and ends == "never":
             batch.cut_off(expected := "stopped")  # within the grace: it is the last word
-        await batch.settled([[0]])
+        await wait_for([batch], partial(batch.has_settled, [[0]]))
         if not is_cut_off:
             assert loop.time() - began == pytest.approx(0.1 + CANCEL_GRACE_S * (ends == "never"), abs=0.02)
         assert values(batch) == [expected]
@@ -216,8 +217,8 @@ def test_what_a_late_completion_says_in_the_end_concerns_nobody(caplog, ends, er
 def test_waiting_ends_with_the_first_whole_group():
     async def scene():
         reward, batch = await begun(*"abcd")
-        await batch.settled([])  # nothing to wait for
-        waiting = asyncio.create_task(batch.settled([range(2), range(2, 4)]))
+        await wait_for([batch], partial(batch.has_settled, []))  # nothing to wait for
+        waiting = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [range(2), range(2, 4)])))
         for text in "ac":
             reward.answer(text, 0.5)
             await turns()
@@ -225,8 +226,8 @@ def test_waiting_ends_with_the_first_whole_group():
         reward.answer("d", 0.5)
         await waiting
         assert values(batch) == [0.5, None, 0.5, 0.5]
-        await batch.settled([range(2), range(2, 4)])  # one of them is in
-        rest = asyncio.create_task(batch.settled([range(2)]))
+        await wait_for([batch], partial(batch.has_settled, [range(2), range(2, 4)]))  # one of them is in
+        rest = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [range(2)])))
         await turns()
         assert not rest.done()
         reward.answer("b", 0.5)
@@ -239,7 +240,7 @@ def test_a_waiter_that_is_cancelled_cancels_the_batch_which_can_be_started_again
     async def scene():
         reward, batch = await begun(*"abc")
         reward.answer("a", 0.5)
-        waiting = asyncio.create_task(batch.settled([[1, 2]]))
+        waiting = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [[1, 2]])))
         await turns()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -247,10 +248,10 @@ def test_a_waiter_that_is_cancelled_cancels_the_batch_which_can_be_started_again
         await turns()
         assert reward.cancelled == ["b", "c"]
         assert values(batch) == [0.5, None, None]
-        assert batch.under_way() == []
+        assert not any(stages.under_way for stages in batch.stages)
         batch.start(1, "b")
         reward.answer("b", 0.25)
-        await batch.settled([[1]])
+        await wait_for([batch], partial(batch.has_settled, [[1]]))
         assert values(batch) == [0.5, 0.25, None]
 
     play(scene())
@@ -263,11 +264,11 @@ def test_a_batch_reports_when_it_was_waited_for_and_from_when_to_when_it_took(sp
         await asyncio.sleep(2.0)  # the trainer is at something else
         reward.answer("a", 0.5)
         await asyncio.sleep(3.0)
-        waiting = asyncio.create_task(batch.settled([[0, 1]]))
+        waiting = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [[0, 1]])))
         await asyncio.sleep(4.0)
         reward.answer("b", 0.5)
         await waiting
-        span, report = (batch.times.first, batch.times.last), batch.result().report
+        span, report = (batch.began, max(batch.ended)), batch.result().report
         assert [moment - started for moment in (*span, *report.waits[0])] == pytest.approx([0.0, 9.0, 5.0, 9.0])
         assert overlap(span, report.waits[0]) == pytest.approx(4.0)
         assert report.judge_seconds == pytest.approx(9.0)
@@ -288,13 +289,12 @@ def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
         waiting = asyncio.create_task(stages.timed(out, "rag_32b"))
         await turns()
         assert stages.under_way == ["rag_32b"]
-        seen = [(span.name, span.track, span.failed) for span in stages.so_far()]
-        assert seen == [("rag_8b", "reward 3", True), ("rag_32b", "reward 3 reference", True)]
         assert set(stages.seconds) == {"rag_8b"}
         out.set_result("answer")
         assert await waiting == "answer"
         assert stages.under_way == []
-        assert [(span.name, span.failed) for span in stages.spans] == [("rag_8b", True), ("rag_32b", False)]
+        spans = [(span.name, span.track, span.failed) for span in stages.spans]
+        assert spans == [("rag_8b", "reward 3", True), ("rag_32b", "reward 3 reference", False)]
 
     play(scene())
 
@@ -303,7 +303,7 @@ def test_a_cut_off_settles_what_is_out_and_all_that_is_started_later():
     async def scene():
         reward, batch = await begun("a", "b", None)
         reward.answer("a", 0.5)
-        waiting = asyncio.create_task(batch.settled([range(3)]))
+        waiting = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [range(3)])))
         await turns()
         batch.cut_off("stopped")
         await waiting

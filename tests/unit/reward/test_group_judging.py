@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.judged.scoring import Added, RewardStage, Scoring
 from salesrl_trl.names import JUDGED_SINGLY
+from salesrl_trl.reward.batch import wait_for
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import METER, Per
 from salesrl_trl.types import Outcome, Verdict
@@ -75,7 +77,7 @@ def test_each_completions_record_has_its_own_score_and_the_calls_of_its_group(se
     async def once():
         batch = recording.batch([ROW] * 8, group=8)
         batch.start_all(TEXTS)
-        await batch.settled([range(8)])
+        await wait_for([batch], partial(batch.has_settled, [range(8)]))
         await recording.aclose()
         return [stages.completion_record for stages in batch.stages]
 
@@ -159,14 +161,14 @@ def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_ar
             batch = metered.batch([ROW] * 8, group=8)
             batch.by_second = by_second
             batch.start_all(TEXTS)
-            await batch.settled([range(8)])
+            await wait_for([batch], partial(batch.has_settled, [range(8)]))
             # A completion of another text, in the place of the last one, is of the same judge.
             batch.start(7, "0.9")
-            await batch.settled([range(8)])
+            await wait_for([batch], partial(batch.has_settled, [range(8)]))
         taken = metered.batch([ROW] * 8, group=8)
-        taken.fill(batch.hand_over(range(8)), [(0.0, 0.0)])
+        taken.take([(batch, range(8))], [(0.0, 0.0)])
         taken.start(7, "0.95")
-        await taken.settled([range(8)])
+        await wait_for([taken], partial(taken.has_settled, [range(8)]))
         await metered.aclose()
 
     asyncio.run(both())
@@ -230,10 +232,10 @@ def test_the_call_waits_for_the_last_completion_and_not_for_one_that_failed():
         batch = reward.batch([ROW] * 16, group=8)
         for place in range(15):
             batch.start(place, TEXTS[place % 8], failed="tool_down" if place == 3 else None)
-        await batch.settled([range(8)])
+        await wait_for([batch], partial(batch.has_settled, [range(8)]))
         asked = [*judge.asked]
         batch.start(15, TEXTS[7])
-        await batch.settled([range(16)])
+        await wait_for([batch], partial(batch.has_settled, [range(16)]))
         return asked, batch.result().rewards
 
     asked, rewards = asyncio.run(streamed())
@@ -262,7 +264,7 @@ def test_a_group_that_begins_again_is_judged_by_its_new_texts():
         batch.start(0, "0.15")  # the one that was left out before
         await asyncio.sleep(0.05)
         batch.start(7, TEXTS[7])
-        await batch.settled([range(8)])
+        await wait_for([batch], partial(batch.has_settled, [range(8)]))
         return batch.result().values
 
     assert asyncio.run(changed()) == [0.15, *map(float, TEXTS[1:])]

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from PIL import Image
@@ -15,7 +16,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import record_file, row_of
 from salesrl_trl.record.replay import NOT_RECORDED, ReplayReward, recorded_name
 from salesrl_trl.record.writer import Batch, Entry, Recorder
-from salesrl_trl.reward.batch import Origin, Sample
+from salesrl_trl.reward.batch import Origin, Sample, wait_for
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -54,7 +55,7 @@ def score(reward, texts):
         try:
             batch = reward.batch([EXAMPLES[number] for number, _ in texts])
             batch.start_all([text for _, text in texts])
-            await batch.settled([range(len(texts))])
+            await wait_for([batch], partial(batch.has_settled, [range(len(texts))]))
             result = batch.result(await reward.drain())
             return list(result.rewards), [stages.completion_record for stages in batch.stages], result.report
         finally:

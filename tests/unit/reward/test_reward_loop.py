@@ -39,7 +39,6 @@ def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
     assert result.values == [VERDICT["candidate"], -0.25]
     assert result.report.traffic["rag_8b"]["calls"] == 1
     assert {span.name for span in result.report.spans} == {"parse", "rag_8b", "rag_32b", "judge"}
-    assert loop.unreported_spans() == []
 
 
 def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
@@ -49,7 +48,8 @@ def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
         batches.append((batch, range(1)))
         took.append(loop.result(batch, [ACTION]).report)
         time.sleep(0.3)
-    taken = loop.take(batches, group=1, waits=[(time.perf_counter(),) * 2])
+    taken = begin(loop, 0, 1)
+    taken.take(batches, [(time.perf_counter(),) * 2])
     report = loop.result(taken, [ACTION, ACTION]).report
     assert report.judge_seconds == max(own.judge_seconds for own in took) > 0
     assert report.seconds == pytest.approx(max(own.seconds for own in took))
@@ -79,7 +79,7 @@ def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatc
         patched.setattr("concurrent.futures.Future.result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.wait([batch], batch.is_settled)
-    until(lambda: not batch.under_way())
+    until(lambda: not batch.stages[0].under_way)
     assert batch.rewards == [None]
 
 
@@ -92,25 +92,12 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     until(lambda: loop.status() == "of 1 completions 1 in rag_8b; 1 more batch in flight")
     loop.start_all(older, [ACTION, BAD])
     until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batch in flight")
-    seen = {(span.track, span.name, span.failed) for span in loop.unreported_spans()}
-    assert {("reward 0", "rag_8b", True), ("reward 1", "parse", False), ("reward 0 ahead 1", "rag_8b", True)} <= seen
     loop.wait([older], older.is_settled)
     assert loop.status() == "this rank's are scored, another's may be out; 1 more batch in flight"
     loop.give_up()
     assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now
     assert loop.status() == "none is being scored"
-    assert loop.unreported_spans() == []
-    assert [*older.under_way(), *newer.under_way()] == []
-
-
-def test_a_waiting_person_reads_which_limit_calls_are_in_line_for(services):
-    services.set("8b", "", delay_s=0.5)
-    loop = RewardLoop(build_reward(services.url, [row()], limits={"max_concurrency": 1}))
-    batch = begin(loop, 0, 0)
-    loop.start_all(batch, [action("one"), action("another")])
-    line = "of 2 completions 1 in rag_8b, 1 in line for rag_8b's limit of 1 calls at once, of max_concurrency 1"
-    until(lambda: loop.status() == line)
-    loop.close()
+    assert not any(stages.under_way for stages in (*older.stages, *newer.stages))
 
 
 def test_an_evaluation_names_what_is_slow_whatever_of_training_waits_settled(loop, services):

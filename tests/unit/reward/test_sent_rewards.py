@@ -9,7 +9,6 @@ from support.loopback import row as example
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch import assembly
-from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
 
@@ -26,9 +25,7 @@ def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do():
     assert not any(secret in str(caught.value) for secret in SECRETS)
 
 
-def test_a_function_that_needs_the_trainers_state_is_refused_and_of_a_row_goes_what_is_read():
-    with pytest.raises(ConfigError, match=r"takes 'trainer_state', which is not sent"):
-        RemoteReward(per_completion(lambda completion, trainer_state: 0.0))
+def test_of_a_row_goes_what_is_read():
     row = {"row": 3, "prompt": "p", "trainer_state": object()}
     assert RemoteReward(build_reward(NOBODY, [example()]))._sent(row) == {"row": 3}
     assert RemoteReward(deadly.everything)._sent(row) == {"row": 3, "prompt": "p"}
