@@ -126,22 +126,12 @@ class SalesReward(JudgeReward):
                 given = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
                 answer = given[0] if given else Answer(text="No answer.", passages=(), took_ms=0.0)
                 results.update(await self._warm_up_judges(row, action, answer))
-            # 3. Whether the index is empty.
-            if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
-                any_passage = await clocked(lambda: answers.index_has_some(row))
-                if not isinstance(any_passage, ServiceError) and not any_passage[0] and self._announces:
-                    logger.warning(
-                        f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: "
-                        "look whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are "
-                        "not scored (`no_passages`)."
-                    )
-            # 4. Whether references that an earlier run kept still hold.
+            # 3. Whether references that an earlier run kept still hold.
             if not isinstance(of_32b, ServiceError):
                 judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
-                line = await answers.compare_references(judged)
-                if self._announces and line is not None:
-                    text, is_warning = line
-                    logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
+                changed = await answers.compare_references(judged)
+                if self._announces and changed is not None:
+                    logger.warning(f"[References] {changed}")
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
