@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import re
 import sqlite3
 import time
 from dataclasses import replace
