@@ -16,7 +16,7 @@ from salesrl_trl.judged.budget import (
     open_account,
     reported,
 )
-from salesrl_trl.judged.meter_part import Spending
+from salesrl_trl.judged.spending import Spending
 from salesrl_trl.kl.controller import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
