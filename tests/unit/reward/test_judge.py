@@ -102,7 +102,7 @@ def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider
     ("empty", "tried", "lines"),
     [
         (range(1), 300, 0),  # one bad reply is one bad reply
-        (range(300), 16 + 1, 1),  # 16 replies show that it takes no schema. A 128th by text tries it again
+        (range(300), 16 + 2, 1),  # 16 replies show that it takes no schema. Each 128th by text tries it again
         (range(16), 16 + 300 - 15 - 128, 2),  # and it works again from then on
         (range(7), 300, 0),  # of the first 16 fewer than half: a disturbance at the start
     ],
