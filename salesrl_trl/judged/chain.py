@@ -1,8 +1,4 @@
-"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer.
-
-Owns how an action becomes an answer, what every failure on the way means, and the first question to every service.
-`launch.assembly` makes it.
-"""
+"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer."""
 
 import asyncio
 import logging
@@ -24,15 +20,7 @@ from salesrl_trl.reward.stage_times import SampleLines, StageTimes
 from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
-from salesrl_trl.types import (
-    DEFAULT_FORMAT,
-    SALES,
-    ActionFormat,
-    Answer,
-    Example,
-    InvalidAction,
-    SalesRow,
-)
+from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat, Answer, Example, InvalidAction, SalesRow
 
 logger = logging.getLogger(__name__)
 

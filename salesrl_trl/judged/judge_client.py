@@ -1,7 +1,4 @@
-"""The judge's client: which provider is asked, and how several verdicts become one.
-
-Owns rubrics, the order and weights of providers, repeats and their aggregation. `launch.assembly` makes it.
-"""
+"""The judge's client: rubrics, which provider is asked, and how several verdicts become one."""
 
 import asyncio
 import hashlib
@@ -31,24 +28,21 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: bool = False) -> dict[str, str]:
     """Rubrics by name: `<name>.txt` in `directory`, else the packaged one. `direct`: as in `packaged_rubrics`."""
-    packaged = packaged_rubrics(direct)
+    paths = packaged_rubrics(direct)
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct it.")
-    paths = {
-        name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
-        for name in names
-    }
-    lacking = [f"{name}.txt" for name, path in paths.items() if path is None]
-    if lacking:
+    if folder is not None:
+        paths |= {name: folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()}
+    if lacking := [f"{name}.txt" for name in names if name not in paths]:
         raise ConfigError(
             f"rubrics are missing: {', '.join(lacking)}. Expected a text file for each branch and each "
             f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
             "or `branch_reward_weights`."
         )
     rubrics = {}
-    for name, path in paths.items():
-        assert path is not None
+    for name in names:
+        path = paths[name]
         try:
             rubrics[name] = read_small(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -67,14 +61,9 @@ def packaged_rubrics(direct: bool = False) -> dict[str, Path]:
 class JudgeClient(Judge):
     """Asks one of several OpenAI-compatible models for a verdict.
 
-    The weights decide which provider is asked first. It is the same provider for the same material. If it fails or
-    gives no valid verdict, the others follow in the order in which they are listed.
-
-    With `orders` the completions of a prompt are judged together, once in each of so many orders.
-
-    A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
-    order of candidate and reference alternates. If more than half of the repeats are valid, `aggregation`, a key of
-    `AGGREGATIONS`, makes one verdict of them.
+    The weights decide which provider is asked first, the same one for the same material. If it fails or gives no valid
+    verdict, the others follow as they are listed. `repeats` are verdicts on a completion; with `orders` those of a
+    prompt are judged together, so often. If more than half are valid, `aggregation` makes one verdict of them.
     """
 
     def __init__(
@@ -90,24 +79,17 @@ class JudgeClient(Judge):
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
-        asked = [
-            (
-                (provider.base_url, provider.model, provider.weight),
-                (
-                    provider.temperature, provider.max_completion_tokens, provider.response_format,
-                    dict(provider.extra_body),
-                ),
-            )
-            for provider in providers
-        ]  # fmt: skip
-        self._identities = {
-            name: cache_key("judge", MESSAGE_VERSION, asked, rubric, repeats, aggregation)
-            for name, rubric in rubrics.items()
-        }
         self._records: list[JudgeRecord] = []
 
     def identity(self, rubric: str) -> str:
-        return self._identities[rubric]
+        asked = [
+            (
+                provider.base_url, provider.model, provider.weight, provider.temperature,
+                provider.max_completion_tokens, provider.response_format, dict(provider.extra_body),
+            )
+            for provider in (client.settings for client in self._all)
+        ]  # fmt: skip
+        return cache_key("judge", MESSAGE_VERSION, asked, self._rubrics[rubric], self._repeats, self._aggregation)
 
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
@@ -125,7 +107,6 @@ class JudgeClient(Judge):
         return self._merge(await asyncio.gather(*asked, return_exceptions=True))
 
     def material(self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None) -> Material:
-        """Everything that a provider is asked about. Arguments as in `Judge.judge_group`."""
         return Material(rubric, self._rubrics[rubric], row, candidates, reference)
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
@@ -143,7 +124,6 @@ class JudgeClient(Judge):
         }
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
-        """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
         material = self.material(row.branch, row, [(action, answer)], answer)
         asked = [partial(provider.ask, material, order=(0, 1), patient=True) for provider in self._all]
         results = await asyncio.gather(*map(seconds_or_error, asked))
@@ -169,8 +149,9 @@ class JudgeClient(Judge):
             for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
                 behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
                 first = None if behind == 0 else behind < 0
-                record = JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
-                self._records.append(record)
+                self._records.append(
+                    JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
+                )
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         assert failure is not None
         raise failure
@@ -186,7 +167,6 @@ class JudgeClient(Judge):
         return providers
 
     def _merge(self, results: Sequence[list[Verdict] | BaseException]) -> list[Verdict]:
-        """One verdict on each candidate, of those of all requests."""
         valid = [result for result in results if not isinstance(result, BaseException)]
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:

@@ -1,14 +1,10 @@
-"""The seam for a judge: one class with one method scores answers, whatever it asks.
-
-`JudgeClient` asks OpenAI-compatible services. Another judge is handed to `SalesReward` as an object, or named by its
-dotted path in the setting `judge`:
+"""The seam for a judge: one class with one method scores answers, whatever it asks. It is handed to `SalesReward` as
+an object, or named by its dotted path in the setting `judge_providers`:
 
     class Shortest(Judge):
         async def judge(self, rubric, row, action, candidate, reference):
             score = 1 / (1 + len(candidate.text) / 400)
             return Verdict(candidate=score, reference=None if reference is None else 0.5, reason="by length")
-
-Owns what the chain asks of a judge.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +30,7 @@ class Judge(ABC):
     """
 
     orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
-    provider_names: tuple[str, ...] = ()
-    """Everything with usage of its own, in a fixed order."""
+    provider_names: tuple[str, ...] = ()  # everything with usage of its own, in a fixed order
     transports: Mapping[str, Transport] = MappingProxyType({})
     """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
 
@@ -109,8 +104,6 @@ async def judged(
 
 
 def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdict]) -> None:
-    """Refuse verdicts on another number of candidates, and one that scores a reference where there was none, or lacks
-    the score of one."""
     if len(verdicts) != count:
         raise JudgeInvalid(f"{len(verdicts)} verdicts on {count} candidates", code="judge_wrong_candidates")
     if any((verdict.reference is not None) != expect_reference for verdict in verdicts):

@@ -1,7 +1,6 @@
 """The packaged judge's score of an answer: stages of one's own -> judge -> further stages -> score.
 
-`JudgeReward` scores what a policy answers directly. `chain.SalesReward` derives from it, and makes the answer to score
-of an action. Owns the order of the stages, and what every failure of them means. `launch.assembly` makes it.
+`chain.SalesReward` derives from it, and makes the answer to score of an action.
 """
 
 import asyncio
@@ -22,16 +21,7 @@ from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.scorer import (
-    AT_ONCE,
-    DEADLINE_S,
-    METER,
-    MeterSettings,
-    Needs,
-    Per,
-    RewardNames,
-    Scorer,
-)
+from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, METER, MeterSettings, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import SampleLines, StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
@@ -54,8 +44,7 @@ from salesrl_trl.types import (
 
 T = TypeVar("T")
 
-Known: TypeAlias = Case | InvalidAction | Missing
-"""What is known of a completion on its way, or why it is refused."""
+Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
@@ -143,12 +132,10 @@ class JudgeReward(Scorer):
         )
 
     async def drain(self) -> BatchReport:
-        """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
-        usage = {name: use for judge in self._judges for name, use in judge.drain_usage().items()}
         # The figures of a judge's bias are of one: of the first, while that one gives rewards.
         records = [judge.drain_records() for judge in self._judges]
         drained = BatchReport(
-            usage=usage,
+            usage={name: use for judge in self._judges for name, use in judge.drain_usage().items()},
             traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             judged_singly=self._judged_singly,
             records=next(filter(None, records[: len(self._rewarding)]), ()),
@@ -194,11 +181,9 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
-                # 1. The answer to score, the stages of one's own and the judge. Each may refuse the case.
                 outcome = await _passed(self._before, await self._case(sample, stages), stages)
                 if isinstance(outcome, Case):
                     outcome = await _passed(self._behind, await self._judged(member, judge, outcome, stages), stages)
-                # 2. The number.
                 if isinstance(outcome, Missing):
                     return missing(Outcome.INFRA, outcome.reason)
                 if isinstance(outcome, InvalidAction):
@@ -208,7 +193,7 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
+        """The second judge's score of a completion, or the first one's of an anchor, whatever was kept."""
         assert self._second is not None
         with noted_in(self._ahead_record if self.records else None):
             try:
@@ -216,20 +201,17 @@ class JudgeReward(Scorer):
                     case = await self._case(sample, stages)
                     if not isinstance(case, Case):
                         return missing(Outcome.INFRA, case.reason)
-                    row, judge = case.row, self._second.judge
-                    asked = judge.judge(row.branch, row, case.action, case.answer, case.reference)
+                    judge = self._second.judge
+                    asked = (case.row.branch, case.row, case.action, case.answer, case.reference)
                 else:
-                    anchor = self._second.anchors[at]
-                    asked = self._judge.judge(
-                        anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference
-                    )
-                verdict = await stages.timed(asked, Stage.JUDGE)
+                    judge, anchor = self._judge, self._second.anchors[at]
+                    asked = (anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference)
+                verdict = await stages.timed(judge.judge(*asked), Stage.JUDGE)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
         return Reward(outcome=Outcome.OK, value=verdict.candidate)
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Known:
-        """The answer to score, with its row and its reference; or why there is none."""
         try:
             row, reference = judged_row(sample.row, [*self._scoring.weights])
         except DataError as error:
@@ -261,16 +243,16 @@ class JudgeReward(Scorer):
                 )
                 for name, result in results.items()
             }  # fmt: skip
-        verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
-        failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
-        if failed is None:
-            return replace(case, verdicts=verdicts)
-        outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
-        return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
+        failed = [result for result in results.values() if isinstance(result, ServiceError)]
+        outcome = Outcome.JUDGE_INVALID if failed and isinstance(failed[0], JudgeInvalid) else Outcome.INFRA
+        return replace(
+            case,
+            verdicts={name: None if isinstance(result, ServiceError) else result for name, result in results.items()},
+            failure=(outcome, failed[0].code) if failed else None,
+        )
 
     async def _verdicts_of(self, asked: Sequence[Asked]) -> list[Results]:
-        """What their judge said of each of these cases, by component. Those of one row and reference are judged
-        together, and equal ones as one."""
+        """What their judge said of each. Those of one row and reference are judged together, and equal ones as one."""
         judge, cases = asked[0][0], [case for _, case in asked]  # a batch has one judge
         results: list[Results] = [{} for _ in cases]
         wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
@@ -346,7 +328,6 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
 
 
 async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes) -> Known:
-    """What is known behind these stages."""
     for stage in through:
         if not isinstance(known, Case):
             break
@@ -375,27 +356,21 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
 
 def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
     """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
-    reference = columns.get("reference")
+    reference, given_criteria = columns.get("reference"), columns.get("criteria")
     if reference is not None and not isinstance(reference, str):
         raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
-    return reference or None, _criteria(columns.get("criteria"))
-
-
-def _criteria(value: object) -> tuple[Criterion, ...]:
     expected = "Expected a list of texts, or of {text, weight, name}."
-    if value is None:
-        return ()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"`criteria` is {shape(value)}. {expected}")
+    if given_criteria is not None and (not isinstance(given_criteria, Sequence) or isinstance(given_criteria, str)):
+        raise DataError(f"`criteria` is {shape(given_criteria)}. {expected}")
     criteria = []
-    for entry in value:
+    for entry in given_criteria or ():
         try:
             given = {"text": entry} if isinstance(entry, str) else entry
             fields: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
             criteria.append(Criterion(**fields))
         except (AttributeError, TypeError, ValueError):
             raise DataError(f"`criteria` holds {shape(entry)}. {expected}") from None
-    return tuple(criteria)
+    return reference or None, tuple(criteria)
 
 
 def needs_of(scoring: Scoring) -> tuple[Needs, ...]:

@@ -1,9 +1,8 @@
 """How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
 
-Owns a small set of answers from right to wrong, for which the preflight asks the judge, and the figures. Pure.
+The preflight asks the judge for a small set of answers from right to wrong. Pure.
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -12,14 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from salesrl_trl.types import (
-    NOTHING_WRITTEN,
-    Action,
-    ActionFormat,
-    Answer,
-    Message,
-    SalesRow,
-)
+from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Message, SalesRow
 
 ORDERS = (True, False)  # the candidate first, and second
 MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
@@ -96,7 +88,6 @@ def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most
 
 
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
-    """An action of the run's format: the query, and what else there is room for."""
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)
     fields = dict.fromkeys(action_format.fields, "") | dict(texts) | {action_format.query: written["query"]}
@@ -157,26 +148,8 @@ def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
 
 
 def _pooled_sd(groups: Iterable[Sequence[float]]) -> float | None:
-    """The standard deviation inside the groups; `None` if no group has two values."""
     several = [group for group in groups if len(group) > 1]
     if not several:
         return None
     squares = sum((len(group) - 1) * statistics.variance(group) for group in several)
     return math.sqrt(squares / sum(len(group) - 1 for group in several))
-
-
-def widest_gap(scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> float | None:
-    """The largest difference between the mean scores of two judges, over the answers that both scored."""
-    means = [
-        {
-            answer: statistics.fmean(score for sample, score in pairs if sample.answer == answer)
-            for answer in {sample.answer for sample, _ in pairs}
-        }
-        for pairs in scored.values()
-    ]
-    gaps = [
-        abs(statistics.fmean(first[answer] - other[answer] for answer in first.keys() & other.keys()))
-        for first, other in itertools.combinations(means, 2)
-        if first.keys() & other.keys()
-    ]
-    return max(gaps, default=None)

@@ -25,7 +25,6 @@ from salesrl_trl.judged.noise import (
     Noise,
     noise_of,
     samples,
-    widest_gap,
 )
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.judged.rag_client import RagAnswers, RagClient
@@ -49,7 +48,6 @@ FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`: a noise's standard erro
 NOISY = 0.1  # from this share of noise in the variance of a group's scores on, a note says so
 FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
 BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
-FAR_APART = 0.1  # from this gap on a note says that two judges score the same answers differently
 MOST_REPEATS = 8  # most `repeats` of `judge_mode` that a note advises
 
 
@@ -271,27 +269,18 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 findings.note(f"{line[0].upper()}{line[1:]}.")
         if not has_load:
             return
-        scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():
             _report(findings, name, load, plan, needed=hopeless)
             invalid = sum(isinstance(error, JudgeInvalid) for error in load.errors)
             findings.figures[f"{name}_invalid_share"] = invalid / len(load.results)
-            scored[name] = [
+            scored = [
                 (sample, verdict.candidate)
                 for call, result in zip(planned, load.results, strict=True)
                 if not isinstance(result, ServiceError)
                 for sample, verdict in zip(call, result[0], strict=True)
             ]
-            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judging.repeats)
-        if (gap := widest_gap(scored)) is not None:  # `None` where there is one judge
-            findings.figures["judge_providers_gap"] = gap
-        if gap is not None and gap >= FAR_APART:
-            findings.note(
-                f"The judges' mean scores of the same answers differ by up to {gap:.2f}. Different judges may score "
-                "the answers of one group.",
-                "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
-            )
+            _report_noise(findings, name, noise_of(scored), judge.orders, config.judging.repeats)
         usage = judge.drain_usage().values()
         findings.figures["judge_tokens"] = sum(used.prompt_tokens + used.completion_tokens for used in usage)
         findings.figures["judge_usd"] = sum(used.usd for used in usage)

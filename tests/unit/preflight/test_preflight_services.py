@@ -299,8 +299,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
     ]
     report = examine(JUDGE_STAGE, mild, judge_providers=providers)
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
-    assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
-    assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
+    assert "judge_gone could not be reached" in text_of(report)
     assert report.verdict is NOTED
 
 
