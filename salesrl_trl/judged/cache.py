@@ -12,7 +12,7 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -81,21 +81,6 @@ class AnswerStore:
             del self._memory[next(iter(self._memory))]
         if self.path is not None and (self._writing is None or self._writing.done()):
             self._writing = asyncio.ensure_future(self._write_all())
-
-    async def get_or_put(self, key: str, value: object) -> object:
-        """The value in the file. If it has none, `value` is put there; of several processes, the first one's stays.
-        `None` if the file can't be used now."""
-        await self._run("INSERT OR IGNORE INTO kept VALUES (?, ?)", key, json.dumps(value))
-        return await self.get(key)
-
-    async def replace(self, key: str, old: object, new: object) -> bool:
-        """Put `new` in the place of `old`, if that is still there. Returns whether the file could be written."""
-        values = (json.dumps(new), key, json.dumps(old))
-        return await self._run("UPDATE kept SET value = ? WHERE key = ? AND value = ?", *values) is not None
-
-    async def known(self, keys: Collection[str]) -> set[str]:
-        statement = "SELECT key FROM kept WHERE key IN (SELECT value FROM json_each(?))"
-        return {key for (key,) in await self._run(statement, json.dumps([*keys])) or ()}
 
     async def aclose(self) -> None:
         """Write what is new and close the file. The next use opens it again."""

@@ -1,7 +1,6 @@
 """The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,8 +21,6 @@ from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
 from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat, Answer, Example, InvalidAction, SalesRow
 
-logger = logging.getLogger(__name__)
-
 
 class SalesReward(JudgeReward):
     """The packaged reward: both RAG endpoints, the judge, a score.
@@ -41,8 +38,6 @@ class SalesReward(JudgeReward):
             Keep 8B answers and verdicts, and 32B answers, which do not depend on the policy. In memory when not given.
         action_format (`ActionFormat`, *optional*):
             What an action consists of.
-        announces (`bool`, *optional*, defaults to `True`):
-            Whether this is the process that logs what became of kept references.
         judge, scoring, deadline_s, stages, lines, records, second:
             As in `JudgeReward`.
 
@@ -55,7 +50,7 @@ class SalesReward(JudgeReward):
     def __init__(
         self, rows: Sequence[SalesRow], rag: RagBackend, judge: Judge, scoring: Scoring, *, score_threshold: float,
         top_k: int, deadline_s: float, stages: Sequence[RewardStage] = (), answers: AnswerStore | None = None,
-        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT, announces: bool = True,
+        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT,
         lines: SampleLines | None = None, records: bool = False, second: SecondJudge | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -64,7 +59,6 @@ class SalesReward(JudgeReward):
         )  # fmt: skip
         self._rows = rows
         self._format = action_format
-        self._announces = announces
         self._rag = rag
         self._references = references or AnswerStore()
         self._answers = RagAnswers(rag, score_threshold, top_k, action_format, self._store, self._references)
@@ -114,12 +108,6 @@ class SalesReward(JudgeReward):
                 given = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
                 answer = given[0] if given else Answer(text="No answer.", passages=(), took_ms=0.0)
                 results.update(await self._warm_up_judges(row, action, answer))
-            # 3. Whether references that an earlier run kept still hold.
-            if not isinstance(of_32b, ServiceError):
-                judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
-                changed = await answers.compare_references(judged)
-                if self._announces and changed is not None:
-                    logger.warning(f"[References] {changed}")
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results

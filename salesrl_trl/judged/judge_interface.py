@@ -30,7 +30,8 @@ class Judge(ABC):
     """
 
     orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
-    provider_names: tuple[str, ...] = ()  # everything with usage of its own, in a fixed order
+    provider_names: tuple[str, ...] = ()
+    """Everything with usage of its own, in a fixed order."""
     transports: Mapping[str, Transport] = MappingProxyType({})
     """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
 

@@ -3,15 +3,13 @@
 Each request has an id of its own, in the header and in the body. An answer with the id of another request is refused.
 """
 
-import asyncio
-import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from salesrl_trl.errors import BadServiceResponse, ServiceError
+from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.parsing import MAX_FIELD_CHARS, is_empty_text
 from salesrl_trl.service.http import HttpClient, check_echo, form_of, make_request_id, read_json, refuse_stated_error
@@ -97,11 +95,6 @@ class RagClient(RagBackend):
         asked = {"context": context, "score_threshold": score_threshold, "top_k": top_k}
         return await self._ask("32b", {**named, **asked})
 
-    @property
-    def returns_ids(self) -> bool:
-        """Whether both endpoints return the request's id, in the header or in the body."""
-        return all(http.echoes_ids for http in self._http.values())
-
     async def aclose(self) -> None:
         for http in self._http.values():
             await http.aclose()
@@ -137,7 +130,6 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
             code=f"{service}_bad_response",
         ) from None
     check_echo(service, request_id, body.request_id)
-    http.echoes_ids |= body.request_id == request_id
     refuse_stated_error(service, body.model_extra)
     return _answer(body)
 
@@ -160,14 +152,8 @@ def answer_from_json(value: object) -> Answer:
     return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))
 
 
-COMPARED_REFERENCES = 8
-"""Kept references that are asked for again. Several, because a changed document shows only in the rows about it."""
-
-
 class RagAnswers:
-    """Asks a backend, and keeps what it answers: 8B answers for this run, 32B answers, which do not depend on the
-    policy, for all runs. Both hold for one state of the knowledge behind the endpoints. What asks raises
-    `ServiceError`."""
+    """Asks a backend, and keeps what it answers in these stores. What asks raises `ServiceError`."""
 
     def __init__(
         self, backend: RagBackend, score_threshold: float, top_k: int, action_format: ActionFormat,
@@ -176,24 +162,21 @@ class RagAnswers:
         self.backend = backend
         self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
         self.reference_cache = Cache(references, answer_to_json, answer_from_json)
-        self._stores, self._references = (answers, references), references
+        self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
-        self._state_key = cache_key("knowledge", backend.identity)
-        self._own_state = secrets.token_hex(8)  # of this process
-        self._known_state: str | None = None
 
     async def candidate(self, row: SalesRow, action: Action) -> Answer:
-        key = await self._key("8b", row, action.as_dict(), action.query_field)
+        key = self._key("8b", row, action.as_dict(), action.query_field)
         return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_passages)
 
     async def reference(self, row: SalesRow) -> Answer:
-        key = await self._key("32b", row)
+        key = self._key("32b", row)
         return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_passages)
 
     async def fetch_reference(self, row: SalesRow) -> None:
         """Ask for the row's 32B answer ahead of the completions that need it."""
-        await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
+        await self.reference_cache.fetch(self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
 
     async def search(self, query: str, *, anew: bool = False) -> Answer:
         """The 8B answer to a query alone. `anew`: asked for whatever is kept."""
@@ -204,7 +187,7 @@ class RagAnswers:
 
         if anew:
             return await ask()
-        key = cache_key("search", self.backend.identity, await self._state(), query, retrieval)
+        key = cache_key("search", self.backend.identity, query, retrieval)
         return await self.answer_cache.get(key, ask, _check_passages)
 
     async def index_has_some(self, row: SalesRow) -> bool:
@@ -215,7 +198,7 @@ class RagAnswers:
         async def ask() -> Answer:
             return await self.backend.chat_8b(row.context, query, 0.0, self._retrieval[1], ids=row.ids)
 
-        return bool((await self.answer_cache.get(await self._key("any passage", row), ask, _check_passages)).passages)
+        return bool((await self.answer_cache.get(self._key("any passage", row), ask, _check_passages)).passages)
 
     def plain_action(self, query: str) -> Action:
         query = query[-MAX_FIELD_CHARS:]  # no action has a longer one, and services may refuse it
@@ -234,26 +217,6 @@ class RagAnswers:
             raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
         return answer
 
-    async def compare_references(self, rows: Iterable[SalesRow]) -> str | None:
-        """Compare some references that an earlier run kept with fresh ones. If one differs, the knowledge has changed:
-        use no answer of the earlier state any more. Returns what to say of it then."""
-        store, state = self._references, await self._state()
-        by_key = {await self._key("32b", row): row for row in rows}
-        in_file = await store.known(by_key)
-        kept = [key for key in by_key if key in in_file]
-        some = kept[:: max(-(-len(kept) // COMPARED_REFERENCES), 1)]
-        results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
-        compared = [changed for changed in results if changed is not None]
-        if not any(compared):
-            return None
-        fresh = secrets.token_hex(8)
-        # Of all processes that see the change, the first one's state stays. A file that can't be written has none.
-        self._known_state = None if await store.replace(self._state_key, state, fresh) else fresh
-        return (
-            f"the knowledge behind the 32B endpoint has changed: {sum(compared)} of {len(compared)} references differ "
-            f"from those in the cache {store.path}. All kept answers are forgotten and asked for anew"
-        )
-
     async def aclose(self) -> None:
         await self.answer_cache.aclose()
         await self.reference_cache.aclose()
@@ -261,29 +224,9 @@ class RagAnswers:
         for store in self._stores:
             await store.aclose()
 
-    async def _key(self, question: str, row: SalesRow, *others: object) -> str:
+    def _key(self, question: str, row: SalesRow, *others: object) -> str:
         asked = (row.context, row.ids.as_dict(), self._retrieval)
-        return cache_key(question, self.backend.identity, await self._state(), asked, *others)
-
-    async def _state(self) -> str:
-        """The name of the state of the knowledge. It stands in the references' file, so it is new when that file was
-        deleted. While the file can't be used, this process has one of its own. Without a file there is one."""
-        if self._known_state is None and self._references.path is not None:
-            state = await self._references.get_or_put(self._state_key, self._own_state)
-            if state is None:
-                return self._own_state
-            self._known_state = self._known_state or str(state)  # another call may have been quicker
-        return self._known_state or ""
-
-    async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
-        """Whether a kept reference has other passages than a fresh one; `None` if either can't be had. The answer's
-        text proves nothing: an endpoint that samples never repeats it."""
-        try:
-            answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
-        except (ServiceError, ValueError, TypeError, KeyError):
-            return None
-        earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
-        return earlier != fresh
+        return cache_key(question, self.backend.identity, asked, *others)
 
 
 def _check_passages(answer: Answer) -> None:

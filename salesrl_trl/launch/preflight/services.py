@@ -27,7 +27,7 @@ from salesrl_trl.judged.noise import (
     samples,
 )
 from salesrl_trl.judged.provider import ProviderClient
-from salesrl_trl.judged.rag_client import RagAnswers, RagClient
+from salesrl_trl.judged.rag_client import RagAnswers
 from salesrl_trl.launch.assembly import ServiceClients, budget_of
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
@@ -175,8 +175,6 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     }
     try:
         await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), config, findings)
-        if isinstance(rag, RagClient):
-            findings.figures["rag_returns_ids"] = "yes" if rag.returns_ids else "no"
         for name, load in (await put_loads(targets, config)).items() if count else ():
             _report(findings, name, load, plan, needed=targets[name].instead is None)
             without = sum(not answer.passages for answer in load.answers)

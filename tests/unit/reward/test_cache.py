@@ -191,12 +191,9 @@ def test_a_file_that_another_process_has_locked_is_as_an_empty_one_and_holds_nob
         longest = await slowest_turn(asking)
         seconds = time.perf_counter() - began
         assert await asking == ["asked for"] * 12
-        states = await asyncio.gather(*(store.get_or_put("state", "own") for _ in range(64)))
-        assert (states, time.perf_counter() - began < 0.6) == ([None] * 64, True)
         assert await cache.get("k12", ask) == "asked for"
         other.execute("COMMIT")
-        await asyncio.sleep(0.3)
-        assert await store.get_or_put("state", "own") == "own"  # it is back
+        await asyncio.sleep(0.3)  # it is back
         await store.aclose()
         return longest, seconds
 
@@ -289,23 +286,6 @@ async def main():
 asyncio.run(main())
 """
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
-
-
-def test_the_first_value_of_several_processes_stays_until_it_is_replaced(path):
-    async def run():
-        first, second = AnswerStore(path), AnswerStore(path)
-        assert await first.get_or_put("state", "one") == "one"
-        assert await second.get_or_put("state", "two") == "one"
-        await first.replace("state", "one", "three")
-        await second.replace("state", "one", "four")
-        assert await second.get_or_put("state", "five") == "three"
-        second.put("k", 1)
-        await second.aclose()
-        assert await first.known(["state", "k", "another"]) == {"state", "k"}
-        await first.aclose()
-        await second.aclose()
-
-    asyncio.run(run())
 
 
 def test_memory_holds_the_latest_only():
