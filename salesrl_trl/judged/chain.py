@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge_interface import Judge
-from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, add_places, slots_of
+from salesrl_trl.judged.judge import Judge
+from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, answer_to_json
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
@@ -16,7 +16,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.stage_times import SampleLines, StageTimes
-from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
+from salesrl_trl.service.event_loop import deadline, remaining_s, seconds_or_error
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
 from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat, Answer, Example, InvalidAction, SalesRow
@@ -91,25 +91,13 @@ class SalesReward(JudgeReward):
         answers.hits = references.hits = 0
         return replace(of_judge, cache_hits=hits)
 
-    async def warm_up(self) -> dict[str, float | ServiceError]:
+    async def _first_questions(self) -> dict[str, float | ServiceError]:
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
-        with deadline(self.deadline_s):
-            # 1. Both endpoints about the first row.
-            of_8b, of_32b = await asyncio.gather(
-                clocked(lambda: answers.ask_8b(row, action)), clocked(lambda: answers.ask_32b(row))
-            )
-            results: dict[str, float | ServiceError] = {
-                name: result if isinstance(result, ServiceError) else result[1]
-                for name, result in zip(self._rag.transports, (of_8b, of_32b), strict=True)
-            }
-            # 2. The judge about their answer, if any branch needs one.
-            if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
-                given = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
-                answer = given[0] if given else Answer(text="No answer.", passages=(), took_ms=0.0)
-                results.update(await self._warm_up_judges(row, action, answer))
-        await self.drain()  # the first step's figures are its own
-        add_places(results, self.names.places)
+        asked = (lambda: answers.ask_8b(row, action), lambda: answers.ask_32b(row))
+        results = dict(zip(self._rag.transports, await asyncio.gather(*map(seconds_or_error, asked)), strict=True))
+        if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
+            results |= await self._warm_up_judges(row, action)
         return results
 
     async def aclose(self) -> None:
@@ -120,13 +108,11 @@ class SalesReward(JudgeReward):
         return {**self._rag.transports, **super()._transports()}
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Known:
-        # 1. Parse it. What is no action is the policy's own fault.
         began = time.perf_counter()
         action = parse_action(sample.text, self._format)
         stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return action
-        # 2. Ask both endpoints at the same time.
         row, record = self._rows[int(sample.row["row"])], stages.completion_record
         if record is not None:
             record.action = action.as_dict()

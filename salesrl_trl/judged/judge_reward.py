@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
+from salesrl_trl.judged.judge import Judge, check_verdicts, judged
 from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
@@ -148,13 +148,15 @@ class JudgeReward(Scorer):
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        branch = next(iter(self._scoring.weights))
-        row = SalesRow(row_id="warm-up", branch=branch, prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
-            results = await self._warm_up_judges(row, NOTHING_WRITTEN, _answer("2"))
+            results = await self._first_questions()
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
+
+    async def _first_questions(self) -> dict[str, float | ServiceError]:
+        row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
+        return await self._warm_up_judges(row, NOTHING_WRITTEN)
 
     async def aclose(self) -> None:
         await self._verdicts.aclose()
@@ -168,8 +170,8 @@ class JudgeReward(Scorer):
     def _transports(self) -> Mapping[str, Transport]:
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
 
-    async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
-        asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))
+    async def _warm_up_judges(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
+        asked = await asyncio.gather(*(judge.warm_up(row, action, _answer("2")) for judge in self._judges))
         return {name: result for results in asked for name, result in results.items()}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:

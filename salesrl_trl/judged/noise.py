@@ -15,8 +15,7 @@ from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Mes
 
 ORDERS = (True, False)  # the candidate first, and second
 MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
-MIN_ANSWERS = 2
-MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS  # fewest verdicts that show noise, order and spread
+MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on the 4 answers to a conversation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,16 +49,11 @@ def samples(
     to a conversation. Their `candidate_first` says whether they stand in the first half, before the reference."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
     talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
-    # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
     size, turns = len(talks[0]["answers"]), len(talks)
     calls, per_call = (calls * size, size) if of_groups else (calls, 1)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
-    chosen = pairs[: max(calls // (size * len(ORDERS) * MIN_REPEATS), 1)]
-    # 2. Fewer answers where not even one pair has them all, the best and the worst among them.
-    answers = min(size, calls // (len(ORDERS) * MIN_REPEATS * len(chosen)))
-    places = [round(at * (size - 1) / (answers - 1)) for at in range(answers)]
     inputs = []
-    for name, number in chosen:
+    for name, number in pairs[: max(calls // MIN_CALLS, 1)]:
         talk = talks[number]
         row = SalesRow(
             row_id=f"noise-{number}",
@@ -70,14 +64,13 @@ def samples(
         reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
         for first in ORDERS:
             call = []
-            for place, written in ((place, talk["answers"][place]) for place in places):
+            for place, written in enumerate(talk["answers"]):
                 action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
                 candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
                 is_first = first == (2 * place < size) if of_groups else first
                 call.append(JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
                                          candidate_first=is_first))  # fmt: skip
             inputs += [call] if of_groups else [[sample] for sample in call]
-    # 3. Further verdicts on the same.
     return inputs * (calls // per_call // len(inputs))
 
 

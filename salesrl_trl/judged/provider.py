@@ -20,8 +20,8 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.judge_interface import Candidates
 from salesrl_trl.judged.verdict import (
+    Candidates,
     candidate_names,
     judge_message,
     read_verdict,

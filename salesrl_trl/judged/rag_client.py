@@ -54,7 +54,6 @@ class RagBackend(ABC):
 MAX_ANSWER_CHARS = 65_536
 """Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
 MAX_PASSAGES = 1000
-SHOWN_FAULTS = 5  # of an answer outside its contract
 
 
 class _PassageBody(BaseModel):
@@ -121,11 +120,9 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
         if isinstance(error, ValidationError):
             refuse_stated_error(service, value)
             found = error.errors(include_url=False, include_context=False, include_input=False)
-            faults = [f"{'.'.join(map(str, fault['loc'])) or 'the body'} ({fault['type']})" for fault in found]
-        more = f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+            faults = [f"{'.'.join(map(str, fault['loc'])) or 'the body'} ({fault['type']})" for fault in found[:5]]
         raise BadServiceResponse(
-            f"{service} answered with a body of {len(content)} bytes outside its contract: "
-            f"{', '.join(faults[:SHOWN_FAULTS])}{more}. "
+            f"{service} answered with a body of {len(content)} bytes outside its contract: {', '.join(faults)}. "
             "Expected {answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
             code=f"{service}_bad_response",
         ) from None

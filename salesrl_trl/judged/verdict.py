@@ -10,16 +10,16 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.judged.judge_interface import Candidates
-from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
+from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
 
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, and what the policy wrote for each
 MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdicts on another version are not reused.
 MAX_VERDICT_CHARS = 65_536
 """Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""

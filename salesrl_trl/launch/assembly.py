@@ -29,8 +29,7 @@ from salesrl_trl.judged.budget import (
 )
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
-from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge, JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.judged.meter import ANCHORS
 from salesrl_trl.judged.noise import anchors

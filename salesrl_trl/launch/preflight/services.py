@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge_client import JudgeClient
-from salesrl_trl.judged.judge_interface import Judge, judged
+from salesrl_trl.judged.judge import Judge, JudgeClient, judged
 from salesrl_trl.judged.judge_reward import add_places
 from salesrl_trl.judged.noise import (
     MIN_CALLS,

@@ -8,7 +8,7 @@ import pytest
 from salesrl_trl import judge_reward
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.judged.scoring import Added, RewardStage, Scoring

@@ -10,7 +10,7 @@ from support.loopback import ANSWER, VERDICT, action, build_reward, chat_complet
 
 from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_client import load_rubrics
+from salesrl_trl.judged.judge import load_rubrics
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, RequestForm
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Outcome

@@ -9,8 +9,7 @@ from support.virtual_time import run as in_virtual_time
 from salesrl_trl import judge_reward
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_client import packaged_rubrics
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge, packaged_rubrics
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.names import RIGHT_DOCUMENT
