@@ -178,7 +178,7 @@ class Budget(SharedBudget):
         self.limits = tuple(limits)
         self._processes = processes
         self._held = {limit.name: 0.0 for limit in limits}  # of the blocks that were taken
-        self._refused: set[str] = set()  # names of limits of which nothing is left
+        self.refused: set[str] = set()  # names of limits of which nothing is left
         self._unwritten: dict[str, Spent] = {}  # by service
         self._written_s = -math.inf
         self._has_complained = False
@@ -193,9 +193,6 @@ class Budget(SharedBudget):
         stated = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
         rates = [Rate(per_minute / self._processes, kind) for kind, per_minute in stated if per_minute is not None]
         return ServiceQuota(self, service, limits, price, rates)
-
-    def refused(self, limits: Sequence[Limit]) -> Limit | None:
-        return next((limit for limit in limits if limit.name in self._refused), None)
 
     def take(self, limits: Sequence[Limit], request: Spent) -> None:
         """Take blocks of the limits that this process has used up. Afterwards they hold the request, or are refused.
@@ -247,13 +244,12 @@ class Budget(SharedBudget):
             raise ServiceError(message, "budget_unknown") from None
         self._unwritten = {}
         self._held |= {name: block or 0.0 for name, block in blocks.items()}
-        self._refused |= {name for name, block in blocks.items() if block is None}
+        self.refused |= {name for name, block in blocks.items() if block is None}
 
 
 class Rate:
-    """The law of `tokens_per_minute` and `requests_per_minute`: a level that grows evenly up to a burst. A request
-    waits until the level is as high as what it is expected to have, or at its highest, and takes that. When it has
-    ended it settles the difference."""
+    """The law of a rate per minute: a level that grows evenly up to a burst. A request waits until the level is as
+    high as what it is expected to have, or at its highest, and takes that. At its end it settles the difference."""
 
     def __init__(self, per_minute: float, kind: str = TOKENS) -> None:
         self.kind = kind
@@ -286,17 +282,18 @@ class ServiceQuota(Quota):
 
     def __post_init__(self) -> None:
         self._counted = 0  # requests in the means
-        self._means = (float(FIRST_PROMPT_TOKENS), float(self.price.max_completion_tokens))
+        self._means: Sequence[float] = (FIRST_PROMPT_TOKENS, self.price.max_completion_tokens)
         self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
     @property
     def is_spent(self) -> bool:
-        return self.budget.refused(self.limits) is not None
+        return any(limit.name in self.budget.refused for limit in self.limits)
 
     def refuse_if_spent(self) -> None:
-        if (limit := self.budget.refused(self.limits)) is not None:
-            raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
+        for limit in self.limits:
+            if limit.name in self.budget.refused:
+                raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
         self.refuse_if_spent()
@@ -323,11 +320,8 @@ class ServiceQuota(Quota):
     def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
         if tokens is not None and is_stated:
             self._counted = min(self._counted + 1, LATEST)
-            prompt, completion = self._means
-            self._means = (
-                prompt + (tokens[0] - prompt) / self._counted,
-                completion + (tokens[1] - completion) / self._counted,
-            )
+            of_each = zip(self._means, tokens, strict=True)
+            self._means = [mean + (count - mean) / self._counted for mean, count in of_each]
         self._end(self._spent(*(tokens or self._means)))
 
     def _wait_s(self) -> float:
