@@ -264,7 +264,7 @@ class ProviderClient:
         message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
         names = candidate_names(nonce, len(material.candidates))
         shown = [names[place] for place in order if place < len(names)]
-        expect_reference, criteria = material.reference is not None, material.row.criteria
+        criteria = material.row.criteria
         room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
         body: dict[str, object] = {
             "model": self.settings.model,
@@ -278,16 +278,16 @@ class ProviderClient:
             body["temperature"] = self.settings.temperature
         if not by_text:
             body["response_format"] = response_format(
-                expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
+                expect_reference=material.reference is not None, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
         def read(answer: bytes) -> list[Verdict]:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                text, count = _text_of(value), len(names)
+                text, with_reference = _text_of(value), material.reference is not None
                 verdicts = read_verdict(
-                    text, nonce=nonce, expect_reference=expect_reference, criteria=criteria, count=count
+                    text, nonce=nonce, expect_reference=with_reference, criteria=criteria, count=len(names)
                 )
             except ForeignVerdict:  # another request counts its tokens
                 raise
@@ -347,12 +347,11 @@ class ProviderClient:
 def _text_of(completion: object) -> str:
     """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
     try:
-        choices = _Completion.model_validate(completion).choices
-    except ValidationError:
-        choices = []
-    if not choices:
-        raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
-    end, message = str(choices[0].finish_reason).lower(), choices[0].message
+        choice = _Completion.model_validate(completion).choices[0]
+    except (ValidationError, IndexError):
+        text = "the judge answered 200 without any choice. Expected a chat completion."
+        raise JudgeInvalid(text, "judge_empty") from None
+    end, message = str(choice.finish_reason).lower(), choice.message
     text = message.text
     if message.role in ASKING:
         raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
@@ -366,16 +365,15 @@ def _text_of(completion: object) -> str:
         raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
     if end in BROKEN_OFF:
         raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
-    has_text, extra = bool(text.strip()), message.model_extra or {}
-    if not has_text and (isinstance(message.content, list) or any(extra.get(name) for name in _THOUGHTS)):
+    if text.strip():
+        return text
+    if isinstance(message.content, list) or any((message.model_extra or {}).get(name) for name in _THOUGHTS):
         raise JudgeInvalid(
             "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
             f"{_LESS}.",
             "judge_only_thoughts",
         )
-    if not has_text:
-        raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
-    return text
+    raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
 
 
 def _refused(what: str) -> JudgeInvalid:

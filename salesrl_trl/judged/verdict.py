@@ -234,17 +234,9 @@ def _without_end(text: str) -> str:
 
 def _unsigned(got: object) -> JudgeInvalid:
     if isinstance(got, str) and is_nonce(got):
-        return ForeignVerdict(
-            "the verdict returns another nonce than the request's. Expected its own: replies are mixed up, or the "
-            "judge copies badly.",
-            code="judge_foreign_verdict",
-        )
-    what = "has no field `nonce`" if got is None else "holds something else in its field `nonce`"
-    return JudgeInvalid(
-        f"the verdict does not return the request's nonce: it {what}. Expected the 16 digits that the system message "
-        "asks for.",
-        code="judge_unsigned",
-    )
+        text = "the verdict returns another request's nonce: replies are mixed up, or the judge copies badly."
+        return ForeignVerdict(text, code="judge_foreign_verdict")
+    return _invalid("a verdict without the request's nonce", "judge_unsigned")
 
 
 def _faults(error: ValidationError) -> str:
