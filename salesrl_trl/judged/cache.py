@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from salesrl_trl.errors import DeadlineExceeded, ServiceError
+from salesrl_trl.errors import ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
+from salesrl_trl.service.event_loop import PerLoop, cancel
 
 T = TypeVar("T")
 
@@ -201,18 +201,10 @@ class Cache(Generic[T]):
 
     async def _obtain(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
         under_way = self._under_way.get()
-        while (task := under_way.get(key)) is not None:
-            try:
-                return await asyncio.shield(task)
-            except ServiceError as error:
-                of_the_deadline = isinstance(error, DeadlineExceeded) or error.out_of_time
-                if not of_the_deadline or remaining_s() <= 0:
-                    raise
-                # that call had less time than this one
-        task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-        task.add_done_callback(partial(_forget, under_way, key))
-        # Shielded, here and above: others wait for the same task, and one that is cut off must not cancel it.
-        return await asyncio.shield(task)
+        if (task := under_way.get(key)) is None:
+            task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
+            task.add_done_callback(partial(_forget, under_way, key))
+        return await asyncio.shield(task)  # others wait for it too, and one that is cut off must not cancel it
 
     async def _ask(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
         kept = self._read(await self._store.get(key), check)

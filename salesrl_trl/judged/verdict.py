@@ -177,13 +177,12 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
 
 
 def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
-    values = [asdict(verdict) for verdict in verdicts]
-    return values if len(values) > 1 else values[0]
+    return [asdict(verdict) for verdict in verdicts]
 
 
 def verdicts_from_json(value: Any) -> Sequence[Verdict]:
     """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    return [Verdict(**fields) for fields in (value if isinstance(value, list) else [value])]
+    return [Verdict(**fields) for fields in value]
 
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:

@@ -19,7 +19,6 @@ from support.seconds import check_seconds
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged import cache as module
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.service.event_loop import deadline, remaining_s
 
 
 def cache_of(store):
@@ -120,31 +119,6 @@ def test_a_failure_is_not_kept_and_reaches_everybody_who_waits(path):
         return answer, ask.times, cache.hits
 
     assert asyncio.run(run()) == ("answer", 2, 0)
-
-
-@pytest.mark.parametrize("out_of_time", [True, False])
-def test_a_failure_for_want_of_time_alone_is_asked_again_by_who_has_more(out_of_time):
-    async def run():
-        cache, times = cache_of(AnswerStore()), []
-
-        async def ask():
-            times.append(remaining_s())
-            await asyncio.sleep(0.02)
-            if len(times) == 1:
-                error = ServiceUnavailable("come back in 5 s")
-                error.out_of_time = out_of_time
-                raise error
-            return "answer"
-
-        with deadline(3.0):
-            first = asyncio.create_task(cache.get("k", ask))
-        with deadline(60.0):
-            second = asyncio.create_task(cache.get("k", ask))
-        results = await asyncio.gather(first, second, return_exceptions=True)
-        return [type(result) for result in results], len(times)
-
-    failed = ServiceUnavailable
-    assert asyncio.run(run()) == (([failed, str], 2) if out_of_time else ([failed, failed], 1))
 
 
 def test_one_that_is_cut_off_does_not_cancel_the_others():
