@@ -19,7 +19,7 @@ from salesrl_trl.reward.stage_times import SampleLines, StageTimes
 from salesrl_trl.service.event_loop import deadline, remaining_s, seconds_or_error
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
-from salesrl_trl.types import DEFAULT_FORMAT, SALES, ActionFormat, Answer, Example, InvalidAction, SalesRow
+from salesrl_trl.types import DEFAULT_FORMAT, SALES, Action, ActionFormat, Answer, Example, InvalidAction, SalesRow
 
 
 class SalesReward(JudgeReward):
@@ -91,13 +91,13 @@ class SalesReward(JudgeReward):
         answers.hits = references.hits = 0
         return replace(of_judge, cache_hits=hits)
 
-    async def _first_questions(self) -> dict[str, float | ServiceError]:
+    async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
         asked = (lambda: answers.ask_8b(row, action), lambda: answers.ask_32b(row))
         results = dict(zip(self._rag.transports, await asyncio.gather(*map(seconds_or_error, asked)), strict=True))
         if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
-            results |= await self._warm_up_judges(row, action)
+            results |= await super()._first_questions(row, action)
         return results
 
     async def aclose(self) -> None:

@@ -148,15 +148,16 @@ class JudgeReward(Scorer):
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
+        row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
-            results = await self._first_questions()
+            results = await self._first_questions(row, NOTHING_WRITTEN)
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
 
-    async def _first_questions(self) -> dict[str, float | ServiceError]:
-        row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
-        return await self._warm_up_judges(row, NOTHING_WRITTEN)
+    async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
+        asked = await asyncio.gather(*(judge.warm_up(row, action, _answer("2")) for judge in self._judges))
+        return {name: result for results in asked for name, result in results.items()}
 
     async def aclose(self) -> None:
         await self._verdicts.aclose()
@@ -169,10 +170,6 @@ class JudgeReward(Scorer):
 
     def _transports(self) -> Mapping[str, Transport]:
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
-
-    async def _warm_up_judges(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
-        asked = await asyncio.gather(*(judge.warm_up(row, action, _answer("2")) for judge in self._judges))
-        return {name: result for results in asked for name, result in results.items()}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         if METER in sample.row:
