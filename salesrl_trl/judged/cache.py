@@ -184,27 +184,21 @@ class Cache(Generic[T]):
     ) -> T:
         """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises. `check` refuses, by
         `ValueError` or `ServiceError`, an answer that is not to be kept, or not to be used if it was."""
-        answer = await self._obtain(key, ask, check)
+        answer = await self.fetch(key, ask, check)
         self.hits += 1
         return answer
 
-    async def fetch(
-        self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
-    ) -> None:
-        """Ask for the answer of `key` ahead of those who need it. Raises what `ask` raises."""
-        if key not in self._under_way.get():
-            await self._obtain(key, ask, check)
-
-    async def aclose(self) -> None:
-        """Cancel what is under way on the running loop."""
-        await cancel(self._under_way.get().values())
-
-    async def _obtain(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
+    async def fetch(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
+        """As `get`, ahead of those who need the answer."""
         under_way = self._under_way.get()
         if (task := under_way.get(key)) is None:
             task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
             task.add_done_callback(partial(_forget, under_way, key))
         return await asyncio.shield(task)  # others wait for it too, and one that is cut off must not cancel it
+
+    async def aclose(self) -> None:
+        """Cancel what is under way on the running loop."""
+        await cancel(self._under_way.get().values())
 
     async def _ask(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
         kept = self._read(await self._store.get(key), check)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
@@ -41,8 +41,6 @@ from salesrl_trl.types import (
     Verdict,
     missing,
 )
-
-T = TypeVar("T")
 
 Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
 Asked: TypeAlias = tuple[Judge, Case]

@@ -36,8 +36,7 @@ from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
 
-OTHER_NAME = {"max_completion_tokens": "max_tokens"}
-"""The name by which servers of an older form know a field."""
+OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # by which servers of an older form know a field
 WINDOW = 32  # latest schema replies that are looked at
 FEWEST = 16  # replies that are looked at before half of them, without a verdict by the schema alone, give it up
 TRY_AGAIN = 128  # of so many requests by text one goes by schema again
@@ -131,11 +130,9 @@ _LESS = (
 )
 ASKING = frozenset({"user", "system", "developer", "tool"})
 """Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
-_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})
-"""Codes of answers that do not keep to the schema: after one `auto` asks for this verdict by text."""
+_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})  # answers that ignore the schema
 _TEXTS = (None, "text", "output_text")  # types of parts, as against `reasoning_text`
-_THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-"""Fields of a message with a model's thoughts: of OpenRouter and Ollama, vLLM and DeepSeek, others."""
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # fields of a message with a model's thoughts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +222,7 @@ class ProviderClient:
 
     async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
         """The verdict on each candidate, by schema, or by text where that does not work."""
-        unheld = False  # the schema did not work for this material, and text has not been tried since
+        unheld = False  # whether the schema did not work for this material
 
         async def attempt() -> list[Verdict]:
             nonlocal unheld
@@ -240,11 +237,7 @@ class ProviderClient:
                     return verdicts
                 unheld = True
                 await self.settings.transport.admit()
-            try:
-                verdicts = await self._one_way(material, order, by_text=True)
-            except ServiceError:
-                unheld = False
-                raise
+            verdicts = await self._one_way(material, order, by_text=True)
             if unheld:
                 self.form.record_schema(worked=False)
             return verdicts

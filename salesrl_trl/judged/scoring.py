@@ -133,22 +133,6 @@ class RewardStage(ABC):
         )
 
 
-def check_stages(stages: Sequence[RewardStage]) -> None:
-    """Raise `ConfigError` for a name that is missing, no short code, or taken."""
-    names: list[str] = [*Stage]
-    components = [*COMPONENTS, REFERENCE]
-    for stage in stages:
-        if not isinstance(stage, RewardStage):
-            raise ConfigError(f"a stage of the reward is a {type(stage).__name__}. Expected a `RewardStage`.")
-        for name, taken in [(getattr(stage, "name", None), names), *((each, components) for each in stage.components)]:
-            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
-                raise ConfigError(
-                    f"the stage {type(stage).__name__} names itself or a component {name!r}. Expected lower-case "
-                    f"letters, digits and _, 40 at most, and none of {', '.join(taken)}, {OTHER_RUBRIC}*."
-                )
-            taken.append(name)
-
-
 COMPONENTS = {
     "judge": "score of the answer by the branch's own rubric, in [0, 1]",
     "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
@@ -221,8 +205,21 @@ class Scoring:
         return {**main, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
-        """The same law, with the components of these stages."""
-        check_stages(stages)
+        """The same law, with the components of these stages. Raises `ConfigError` for a name that is missing, no short
+        code, or taken."""
+        names: list[str] = [*Stage]
+        components = [*COMPONENTS, REFERENCE]
+        for stage in stages:
+            if not isinstance(stage, RewardStage):
+                raise ConfigError(f"a stage of the reward is a {type(stage).__name__}. Expected a `RewardStage`.")
+            given = [(getattr(stage, "name", None), names), *((each, components) for each in stage.components)]
+            for name, taken in given:
+                if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
+                    raise ConfigError(
+                        f"the stage {type(stage).__name__} names itself or a component {name!r}. Expected lower-case "
+                        f"letters, digits and _, 40 at most, and none of {', '.join(taken)}, {OTHER_RUBRIC}*."
+                    )
+                taken.append(name)
         added = tuple(component for stage in stages for component in stage.components)
         lacking = sorted(set(self.stage_components) - set(added))
         if lacking:
