@@ -15,7 +15,7 @@ import statistics
 from salesrl_trl.judged.meter import ANCHORS, Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
-KINDS = ("word", "length", "position", "flattery", "format")
+KINDS = ("word", "length", "flattery", "format")
 WORLDS = {
     "equal judges": {},
     "noise 0.2": {"noise": 0.2},
@@ -40,9 +40,9 @@ def simulate(seed, steps, *, batch=64, share=0.02, kind=None, taste=0.4, mid=120
     for step in range(steps):
         learnt = 1 - math.exp(-step / tau)
         adopted = 1 / (1 + math.exp(-(step - mid) / width)) if kind or honest else 0.0
-        if kind and onset is None and (adopted * taste > 0.05 or (kind == "position" and step >= mid)):
+        if kind and onset is None and adopted * taste > 0.05:
             onset = step
-        written, seconds, sides = [], [], ([], [])
+        written, seconds = [], []
         for group in range(batch // GROUP):
             row = rng.gauss(0, 0.1)
             for _ in range(GROUP):
@@ -50,21 +50,17 @@ def simulate(seed, steps, *, batch=64, share=0.02, kind=None, taste=0.4, mid=120
                 quality = min(max(0.25 + 0.1 * sum(good) + row + rng.gauss(0, 0.1), 0.0), 1.0)
                 words = [f"w{int(rng.paretovariate(0.7)) % 300}" for _ in range(rng.randint(8, 16))]
                 words += [f"good{place}" for place, is_there in enumerate(good) if is_there]
-                hacked, first_side = kind != "position" and rng.random() < adopted, rng.random() < 0.5
+                hacked = rng.random() < adopted
                 text = _hacked(rng, kind or honest, words) if hacked else " ".join(rng.sample(words, len(words)))
                 quality += 0.3 * (hacked and honest is not None)
                 first = quality + rng.gauss(0, noise) + taste * (hacked and honest is None) + drift * (step >= mid)
-                if kind == "position" and step >= mid:
-                    first += taste / 2 * first_side
                 if rng.random() < flips:
                     first = 1 - first
                 second = 1 - scale + scale * quality + rng.gauss(0, noise if second_noise is None else second_noise)
                 first, second = (round(min(max(score, 0.0), 1.0), digits) for score in (first, second))
-                sides[first_side].append(first)
                 written.append(Written(text=text, branch="all", group=group, score=first))
                 seconds.append(second)
-        gap = statistics.fmean(sides[1]) - statistics.fmean(sides[0]) if all(sides) else math.nan
-        asked = meter.add(written, len(written), gap)
+        asked = meter.add(written, len(written))
         again = [value + rng.gauss(0, noise) + drift * (step >= mid) for value in anchors]
         seconds += reversed([min(max(value, 0.0), 1.0) for value in again])  # the anchor n has the place -1 - n
         meter.add_scores({number: seconds[place] for number, place in asked.items()})

@@ -38,7 +38,7 @@ def course(seed, arm, args):
             for own, score in zip(group, scores, strict=True)
         ]  # fmt: skip
         sure = [*second.flatten().tolist(), *[0.5] * ANCHORS]
-        asked = meter.add(rows, len(rows), float("nan"))
+        asked = meter.add(rows, len(rows))
         meter.add_scores({number: sure[place] for number, place in asked.items()})
         if meter.alarms and alarm is None:
             alarm = step

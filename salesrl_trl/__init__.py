@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from salesrl_trl.judged.budget import Limit as Limit
     from salesrl_trl.judged.budget import Price as Price
     from salesrl_trl.judged.chain import SalesReward as SalesReward
-    from salesrl_trl.judged.judge_interface import Judge as Judge
+    from salesrl_trl.judged.judge import Judge as Judge
     from salesrl_trl.judged.judge_reward import JudgeReward as JudgeReward
     from salesrl_trl.judged.rag_client import RagBackend as RagBackend
     from salesrl_trl.judged.scoring import Added as Added
@@ -95,7 +95,7 @@ _MODULES = {
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
     "DatasetFormat": "launch.data.formats.dataset_format",
     "Figure": "config.quick_evaluations",
-    "Judge": "judged.judge_interface",
+    "Judge": "judged.judge",
     "ByArrival": "rollout.buffer",
     "KLLaw": "kl.law",
     "Part": "wiring.part",

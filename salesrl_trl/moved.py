@@ -39,7 +39,7 @@ MOVED = {
     "parts.judge_meter": "judged.meter_part",
     "parts.quick_eval": "launch.evaluation.quick_part",
     "parts.recorder": "record.recorder",
-    "parts.spending": "judged.meter_part",
+    "parts.spending": "judged.spending",
     "preflight": "launch.preflight",
     "recording": "record",
     "recording.completion_record": "telemetry.completion_record",

@@ -93,7 +93,6 @@ USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge 
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
-BUDGET_FORECAST = "budget/forecast"
 usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
 OVERLOAD_SHARE = "overload_share"
 traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`

@@ -1,4 +1,4 @@
-"""Verdicts from LLM judges: who is asked (`judge_client`, `provider`), what is shown and read (`verdict`).
+"""Verdicts from LLM judges: who is asked (`judge`, `provider`), what is shown and read (`verdict`).
 
 Refuses to turn a verdict into a reward: `scoring` does. The reward chain calls it.
 """

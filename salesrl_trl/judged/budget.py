@@ -1,12 +1,9 @@
 """What a run may spend: the account that its processes share, and the requests of this process held against it.
 
-    {"services": {"judge_a": {"calls": 30, "prompt_tokens": 9000, "completion_tokens": 600, "usd": 0.42}},
-     "taken": {"max_usd": 0.5}, "most": {"max_usd": 2.0}, "refused": {}}
-
 - A process takes calls and US dollars in blocks, so that a request costs no look at the file. All blocks together are
   never more than what is left. The block of a process that was killed stays taken: its requests may have left.
-- A request counts before it is sent, with the mean cost of those before it. When it has ended, its own cost replaces
-  the mean. So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
+- A request counts before it is sent, with the mean cost of those before it, which its own replaces when it has ended.
+  So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
 """
 
 import asyncio
@@ -30,18 +27,12 @@ from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
 logger = logging.getLogger(__name__)
 
 CALLS, USD, TOKENS = "calls", "usd", "tokens"
-BLOCKS = 32
-"""A block is a 32nd of a process's even part of what is left. So kills and idle processes cost a small share."""
-MOST_REQUESTS = 256  # most requests' worth of a block
+BLOCKS = 32  # a block is a 32nd of a process's even part of what is left, so that a kill costs a small share
 LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs milliseconds.
-LOCK_RETRY_S = 0.002
 WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
-NO_ACCOUNT = "budget_unknown"  # reason code of a request that was not sent because the account can't be used
 LEAST_LEVEL = 1e-6  # less is the rounding of a clock that is far on, and no wait would make it good
-BURST = 1 / 12
-"""Share of a rate per minute that may be sent at once. The rest flows in evenly, so that no minute has more."""
-LONGEST_NAP_S = 0.5
-"""Longest time between two looks at the level of tokens. Requests that had fewer tokens than expected raise it."""
+BURST = 1 / 12  # share of a rate per minute that may be sent at once; the rest flows in evenly
+LONGEST_NAP_S = 0.5  # between two looks at the level, which requests with fewer tokens than expected raise
 FIRST_PROMPT_TOKENS = 1000  # tokens of a prompt, until one has been counted
 FIRST_SHARE = 1e-3  # most that a request is expected to cost until one has been counted, as a share of the limit
 LATEST = 64  # the mean tokens of a request are those of about so many of the latest
@@ -56,12 +47,8 @@ class Spent:
     completion_tokens: float = 0
     usd: float = 0.0
 
-    @property
-    def tokens(self) -> float:
-        return self.prompt_tokens + self.completion_tokens
-
-    def in_words(self) -> str:
-        return calls_and_usd(self.calls, self.usd)
+    def of(self, kind: str) -> float:
+        return {CALLS: self.calls, USD: self.usd, TOKENS: self.prompt_tokens + self.completion_tokens}[kind]
 
     def add(self, other: "Spent") -> None:
         self.calls += other.calls
@@ -79,34 +66,28 @@ class Limit:
     most: float
     service: str | None = None  # the service that it is about. `None`: all of the reward's services.
 
-    def of(self, spent: Spent) -> float:
-        return spent.calls if self.kind == CALLS else spent.usd
-
 
 @dataclass(kw_only=True, slots=True)
 class Account:
     """What the processes of a run, and of the runs that it goes on from, have spent."""
 
-    services: dict[str, Spent] = field(default_factory=dict)
-    """By service. Requests that are under way count with what they are expected to cost."""
-    taken: dict[str, float] = field(default_factory=dict)
-    """Calls or US dollars of each limit that are used, or in the block of a process."""
-    most: dict[str, float] = field(default_factory=dict)
-    """What each limit was when a block of it was last taken or given back."""
-    refused: dict[str, float] = field(default_factory=dict)
-    """Names of the limits at which a request was refused, and what they were then."""
+    services: dict[str, Spent] = field(default_factory=dict)  # those under way with what they are expected to cost
+    taken: dict[str, float] = field(default_factory=dict)  # of each limit, used or in the block of a process
+    most: dict[str, float] = field(default_factory=dict)  # what each limit was at the last look at it
+    refused: dict[str, float] = field(default_factory=dict)  # what a limit was when a request was refused by it
 
     def total(self, service: str | None = None) -> Spent:
-        """The sum of a service, or of all."""
         total = Spent()
         for name, spent in self.services.items():
             if service in (None, name):
                 total.add(spent)
         return total
 
+    def in_words(self) -> str:
+        return calls_and_usd(self.total().calls, self.total().usd)
+
     def used(self, limit: Limit) -> float:
-        """Calls or US dollars that count against a limit."""
-        return limit.of(self.total(limit.service))
+        return self.total(limit.service).of(limit.kind)
 
     def reached(self, limits: Iterable[Limit]) -> list[Limit]:
         """The limits at which requests are refused, by what they are now."""
@@ -125,9 +106,8 @@ class Account:
         if left <= 0 or left < request:
             self.refused[limit.name] = limit.most
             return None
-        block = max(request, min(left / (BLOCKS * processes), MOST_REQUESTS * request))
-        if limit.kind == CALLS:
-            block = math.floor(block)
+        block = max(request, left / (BLOCKS * processes))
+        block = math.floor(block) if limit.kind == CALLS else block
         self.taken[limit.name] += block
         return block
 
@@ -137,15 +117,14 @@ def open_account(path: Path) -> Iterator[Account]:
     """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
     Raises `OSError` or `ConfigError` where the file can't be used."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=LOCK_RETRY_S):
+    with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=0.002):
         account = read_account(path)
         yield account
         write_whole(path, json.dumps(asdict(account), indent=1))
 
 
 def read_account(path: Path) -> Account:
-    """The account in a file, from any process. Nothing is spent where there is no file. Raises `ConfigError` where
-    the file can't be read."""
+    """The account in a file. Nothing is spent where there is none. Raises `ConfigError` where it can't be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Account(**{**content, "services": {name: Spent(**sums) for name, sums in content["services"].items()}})
@@ -156,6 +135,12 @@ def read_account(path: Path) -> Account:
             f"the account of what was spent, {path}, can't be read ({error}). Expected the file of an earlier run. "
             "See to its folder; or delete the file, to begin with nothing spent."
         ) from None
+
+
+def reported(account: Account, reached: Sequence[Limit]) -> str:
+    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
+    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
+    return f"{account.in_words()} were spent; reached: {names}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +178,7 @@ class Budget(SharedBudget):
         self.limits = tuple(limits)
         self._processes = processes
         self._held = {limit.name: 0.0 for limit in limits}  # of the blocks that were taken
-        self._refused: set[str] = set()  # names of limits of which nothing is left
+        self.refused: set[str] = set()  # names of limits of which nothing is left
         self._unwritten: dict[str, Spent] = {}  # by service
         self._written_s = -math.inf
         self._has_complained = False
@@ -209,20 +194,16 @@ class Budget(SharedBudget):
         rates = [Rate(per_minute / self._processes, kind) for kind, per_minute in stated if per_minute is not None]
         return ServiceQuota(self, service, limits, price, rates)
 
-    def refused(self, limits: Sequence[Limit]) -> Limit | None:
-        """The first of these limits of which nothing is left."""
-        return next((limit for limit in limits if limit.name in self._refused), None)
-
     def take(self, limits: Sequence[Limit], request: Spent) -> None:
         """Take blocks of the limits that this process has used up. Afterwards they hold the request, or are refused.
         Raises `ServiceError` where the account can't be used."""
-        if short := [limit for limit in limits if self._held[limit.name] < limit.of(request)]:
+        if short := [limit for limit in limits if self._held[limit.name] < request.of(limit.kind)]:
             self._exchange(short, request)
 
     def record(self, service: str, limits: Sequence[Limit], spent: Spent) -> None:
         """Count a request, or what it cost more or less than was expected."""
         for limit in limits:
-            self._held[limit.name] -= limit.of(spent)
+            self._held[limit.name] -= spent.of(limit.kind)
         self._unwritten.setdefault(service, Spent()).add(spent)
         if now() - self._written_s >= WRITE_AFTER_S:
             with contextlib.suppress(ServiceError):  # requests with a limit fail by themselves
@@ -240,9 +221,8 @@ class Budget(SharedBudget):
 
     def in_words(self) -> str:
         limits = ", ".join(f"{limit.name} {limit.most:,g}" for limit in self.limits) or "no limit"
-        spent = read_account(self.path).total()
-        so_far = f"; spent in this folder so far: {spent.in_words()}" if spent.calls else ""
-        return f"{limits}{so_far}"
+        account = read_account(self.path)
+        return f"{limits}; spent in this folder so far: {account.in_words()}" if account.services else limits
 
     def _exchange(self, limits: Sequence[Limit], request: Spent | None = None) -> None:
         """Write what was spent, give back what is held of these limits, and take new blocks for such requests."""
@@ -254,26 +234,22 @@ class Budget(SharedBudget):
                     account.services.setdefault(service, Spent()).add(spent)
                 for limit in limits:
                     account.give_back(limit, self._held[limit.name])
-                    blocks[limit.name] = 0.0
-                    if request is not None:
-                        blocks[limit.name] = account.take(limit, limit.of(request), self._processes)
+                    wanted = None if request is None else request.of(limit.kind)
+                    blocks[limit.name] = 0.0 if wanted is None else account.take(limit, wanted, self._processes)
         except (OSError, ConfigError) as error:
             message = f"the account of what was spent, {self.path}, can't be used: {error}."
             if not self._has_complained:
                 self._has_complained = True
                 logger.error(f"{message} Requests with a limit fail until then. See to the folder and its free space.")
-            raise ServiceError(message, NO_ACCOUNT) from None
+            raise ServiceError(message, "budget_unknown") from None
         self._unwritten = {}
         self._held |= {name: block or 0.0 for name, block in blocks.items()}
-        self._refused |= {name for name, block in blocks.items() if block is None}
+        self.refused |= {name for name, block in blocks.items() if block is None}
 
 
 class Rate:
-    """The law of `tokens_per_minute` and `requests_per_minute`: a level that grows evenly up to a burst.
-
-    A request takes what it is expected to have, and settles the difference when it has ended. It waits until the level
-    is as high, or at its highest. Pure.
-    """
+    """The law of a rate per minute: a level that grows evenly up to a burst. A request waits until the level is as
+    high as what it is expected to have, or at its highest, and takes that. At its end it settles the difference."""
 
     def __init__(self, per_minute: float, kind: str = TOKENS) -> None:
         self.kind = kind
@@ -281,9 +257,6 @@ class Rate:
         self._per_second = per_minute * (1 - BURST) / 60
         self._level = self._burst
         self._at: float | None = None
-
-    def of(self, spent: Spent) -> float:
-        return spent.tokens if self.kind == TOKENS else spent.calls
 
     def wait_s(self, moment: float, amount: float) -> float:
         """Seconds until a request of so many tokens, or 1, may be sent; 0 for at once."""
@@ -294,7 +267,6 @@ class Rate:
         return short / self._per_second if short > LEAST_LEVEL else 0.0
 
     def take(self, amount: float) -> None:
-        """A request of so much is about to be sent. A negative number gives back."""
         self._level -= amount
 
 
@@ -309,19 +281,19 @@ class ServiceQuota(Quota):
     rates: Sequence[Rate]
 
     def __post_init__(self) -> None:
-        self._counted = 0  # requests in the mean
-        self._prompt_tokens = float(FIRST_PROMPT_TOKENS)
-        self._completion_tokens = float(self.price.max_completion_tokens)
+        self._counted = 0  # requests in the means
+        self._means: Sequence[float] = (FIRST_PROMPT_TOKENS, self.price.max_completion_tokens)
         self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
     @property
     def is_spent(self) -> bool:
-        return self.budget.refused(self.limits) is not None
+        return any(limit.name in self.budget.refused for limit in self.limits)
 
     def refuse_if_spent(self) -> None:
-        if (limit := self.budget.refused(self.limits)) is not None:
-            raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
+        for limit in self.limits:
+            if limit.name in self.budget.refused:
+                raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
         self.refuse_if_spent()
@@ -332,10 +304,6 @@ class ServiceQuota(Quota):
             while wait_s := self._wait_s():
                 await asyncio.sleep(min(wait_s, LONGEST_NAP_S))
             self._begin()
-
-    def _wait_s(self) -> float:
-        request = self._request()
-        return max((rate.wait_s(now(), rate.of(request)) for rate in self.rates), default=0.0)
 
     def admits_now(self) -> bool:
         if self.is_spent or self._wait_s():
@@ -351,17 +319,20 @@ class ServiceQuota(Quota):
     def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
         if tokens is not None and is_stated:
             self._counted = min(self._counted + 1, LATEST)
-            self._prompt_tokens += (tokens[0] - self._prompt_tokens) / self._counted
-            self._completion_tokens += (tokens[1] - self._completion_tokens) / self._counted
-        self._end(self._spent(*(tokens or (self._prompt_tokens, self._completion_tokens))))
+            of_each = zip(self._means, tokens, strict=True)
+            self._means = [mean + (count - mean) / self._counted for mean, count in of_each]
+        self._end(self._spent(*(tokens or self._means)))
+
+    def _wait_s(self) -> float:
+        request = self._request()
+        return max((rate.wait_s(now(), request.of(rate.kind)) for rate in self.rates), default=0.0)
 
     def _spent(self, prompt_tokens: float, completion_tokens: float) -> Spent:
         usd = self.price.of(prompt_tokens, completion_tokens)
         return Spent(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, usd=usd)
 
     def _request(self) -> Spent:
-        """What a request is expected to take."""
-        request = self._spent(self._prompt_tokens, self._completion_tokens)
+        request = self._spent(*self._means)
         request.calls = 1
         if not self._counted:
             dollars = (limit.most for limit in self.limits if limit.kind == USD)
@@ -374,8 +345,8 @@ class ServiceQuota(Quota):
         self.refuse_if_spent()
         self.budget.record(self.service, self.limits, Spent(calls=1, usd=request.usd))
         for rate in self.rates:
-            rate.take(rate.of(request))
-        if any(rate.kind == TOKENS for rate in self.rates) or not self.price.is_free:
+            rate.take(request.of(rate.kind))
+        if self.rates or not self.price.is_free:
             request.calls = 0  # that it was sent is no expectation
             self._expected.append(request)
 
@@ -383,12 +354,6 @@ class ServiceQuota(Quota):
         """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
         for rate in self.rates:
-            rate.take(rate.of(spent) - rate.of(expected))
+            rate.take(spent.of(rate.kind) - expected.of(rate.kind))
         spent.usd -= expected.usd
         self.budget.record(self.service, self.limits, spent)
-
-
-def reported(account: Account, reached: Sequence[Limit]) -> str:
-    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
-    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
-    return f"{account.total().in_words()} were spent; reached: {names}"

@@ -1,19 +1,14 @@
-"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer.
-
-Owns how an action becomes an answer, what every failure on the way means, and the first question to every service.
-`launch.assembly` makes it.
-"""
+"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge_interface import Judge
-from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, add_places, slots_of
+from salesrl_trl.judged.judge import Judge
+from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, answer_to_json
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
@@ -21,20 +16,10 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import clocked, deadline, remaining_s
+from salesrl_trl.service.event_loop import deadline, remaining_s, seconds_or_error
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
-from salesrl_trl.types import (
-    DEFAULT_FORMAT,
-    SALES,
-    ActionFormat,
-    Answer,
-    Example,
-    InvalidAction,
-    SalesRow,
-)
-
-logger = logging.getLogger(__name__)
+from salesrl_trl.types import DEFAULT_FORMAT, SALES, Action, ActionFormat, Answer, Example, InvalidAction, SalesRow
 
 
 class SalesReward(JudgeReward):
@@ -53,8 +38,6 @@ class SalesReward(JudgeReward):
             Keep 8B answers and verdicts, and 32B answers, which do not depend on the policy. In memory when not given.
         action_format (`ActionFormat`, *optional*):
             What an action consists of.
-        announces (`bool`, *optional*, defaults to `True`):
-            Whether this is the process that logs what became of kept references.
         judge, scoring, deadline_s, stages, lines, records, second:
             As in `JudgeReward`.
 
@@ -67,7 +50,7 @@ class SalesReward(JudgeReward):
     def __init__(
         self, rows: Sequence[SalesRow], rag: RagBackend, judge: Judge, scoring: Scoring, *, score_threshold: float,
         top_k: int, deadline_s: float, stages: Sequence[RewardStage] = (), answers: AnswerStore | None = None,
-        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT, announces: bool = True,
+        references: AnswerStore | None = None, action_format: ActionFormat = DEFAULT_FORMAT,
         lines: SampleLines | None = None, records: bool = False, second: SecondJudge | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -76,7 +59,6 @@ class SalesReward(JudgeReward):
         )  # fmt: skip
         self._rows = rows
         self._format = action_format
-        self._announces = announces
         self._rag = rag
         self._references = references or AnswerStore()
         self._answers = RagAnswers(rag, score_threshold, top_k, action_format, self._store, self._references)
@@ -109,41 +91,13 @@ class SalesReward(JudgeReward):
         answers.hits = references.hits = 0
         return replace(of_judge, cache_hits=hits)
 
-    async def warm_up(self) -> dict[str, float | ServiceError]:
+    async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
-        with deadline(self.deadline_s):
-            # 1. Both endpoints about the first row.
-            of_8b, of_32b = await asyncio.gather(
-                clocked(lambda: answers.ask_8b(row, action)), clocked(lambda: answers.ask_32b(row))
-            )
-            results: dict[str, float | ServiceError] = {
-                name: result if isinstance(result, ServiceError) else result[1]
-                for name, result in zip(self._rag.transports, (of_8b, of_32b), strict=True)
-            }
-            # 2. The judge about their answer, if any branch needs one.
-            if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
-                given = [result[0] for result in (of_8b, of_32b) if not isinstance(result, ServiceError)]
-                answer = given[0] if given else Answer(text="No answer.", passages=(), took_ms=0.0)
-                results.update(await self._warm_up_judges(row, action, answer))
-            # 3. Whether the index is empty.
-            if not isinstance(of_8b, ServiceError) and not of_8b[0].passages:
-                any_passage = await clocked(lambda: answers.index_has_some(row))
-                if not isinstance(any_passage, ServiceError) and not any_passage[0] and self._announces:
-                    logger.warning(
-                        f"[RAG] {self._rag.identity} finds nothing for the first row, not even without a threshold: "
-                        "look whether its index is loaded, and whether it knows the rows' tenant_id. Such rows are "
-                        "not scored (`no_passages`)."
-                    )
-            # 4. Whether references that an earlier run kept still hold.
-            if not isinstance(of_32b, ServiceError):
-                judged = [row for row in self._rows if self._scoring.rubrics(row.branch)]
-                line = await answers.compare_references(judged)
-                if self._announces and line is not None:
-                    text, is_warning = line
-                    logger.log(logging.WARNING if is_warning else logging.INFO, f"[References] {text}")
-        await self.drain()  # the first step's figures are its own
-        add_places(results, self.names.places)
+        asked = (lambda: answers.ask_8b(row, action), lambda: answers.ask_32b(row))
+        results = dict(zip(self._rag.transports, await asyncio.gather(*map(seconds_or_error, asked)), strict=True))
+        if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
+            results |= await super()._first_questions(row, action)
         return results
 
     async def aclose(self) -> None:
@@ -154,13 +108,11 @@ class SalesReward(JudgeReward):
         return {**self._rag.transports, **super()._transports()}
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Known:
-        # 1. Parse it. What is no action is the policy's own fault.
         began = time.perf_counter()
         action = parse_action(sample.text, self._format)
         stages.record(Stage.PARSE, began)
         if isinstance(action, InvalidAction):
             return action
-        # 2. Ask both endpoints at the same time.
         row, record = self._rows[int(sample.row["row"])], stages.completion_record
         if record is not None:
             record.action = action.as_dict()

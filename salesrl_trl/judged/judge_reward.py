@@ -1,7 +1,6 @@
 """The packaged judge's score of an answer: stages of one's own -> judge -> further stages -> score.
 
-`JudgeReward` scores what a policy answers directly. `chain.SalesReward` derives from it, and makes the answer to score
-of an action. Owns the order of the stages, and what every failure of them means. `launch.assembly` makes it.
+`chain.SalesReward` derives from it, and makes the answer to score of an action.
 """
 
 import asyncio
@@ -9,12 +8,12 @@ import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
-from salesrl_trl.judged.judge_interface import Judge, check_verdicts, judged
+from salesrl_trl.judged.judge import Judge, check_verdicts, judged
 from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
 from salesrl_trl.judged.noise import JudgedSample
 from salesrl_trl.judged.parsing import is_empty_text
@@ -52,10 +51,7 @@ from salesrl_trl.types import (
     missing,
 )
 
-T = TypeVar("T")
-
-Known: TypeAlias = Case | InvalidAction | Missing
-"""What is known of a completion on its way, or why it is refused."""
+Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
@@ -143,12 +139,10 @@ class JudgeReward(Scorer):
         )
 
     async def drain(self) -> BatchReport:
-        """As `Scorer.drain`. A call is counted in the next report, whichever batch in flight it was for."""
-        usage = {name: use for judge in self._judges for name, use in judge.drain_usage().items()}
         # The figures of a judge's bias are of one: of the first, while that one gives rewards.
         records = [judge.drain_records() for judge in self._judges]
         drained = BatchReport(
-            usage=usage,
+            usage={name: use for judge in self._judges for name, use in judge.drain_usage().items()},
             traffic={name: transport.drain_traffic() for name, transport in self._transports().items()},
             judged_singly=self._judged_singly,
             records=next(filter(None, records[: len(self._rewarding)]), ()),
@@ -161,13 +155,16 @@ class JudgeReward(Scorer):
         return drained
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        branch = next(iter(self._scoring.weights))
-        row = SalesRow(row_id="warm-up", branch=branch, prompt="What is 1 + 1?")
+        row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
-            results = await self._warm_up_judges(row, NOTHING_WRITTEN, _answer("2"))
+            results = await self._first_questions(row, NOTHING_WRITTEN)
         await self.drain()  # the first step's figures are its own
         add_places(results, self.names.places)
         return results
+
+    async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
+        asked = await asyncio.gather(*(judge.warm_up(row, action, _answer("2")) for judge in self._judges))
+        return {name: result for results in asked for name, result in results.items()}
 
     async def aclose(self) -> None:
         await self._verdicts.aclose()
@@ -181,10 +178,6 @@ class JudgeReward(Scorer):
     def _transports(self) -> Mapping[str, Transport]:
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
 
-    async def _warm_up_judges(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
-        asked = await asyncio.gather(*(judge.warm_up(row, action, answer) for judge in self._judges))
-        return {name: result for results in asked for name, result in results.items()}
-
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
         if METER in sample.row:
             return await self._judged_for_meter(sample, stages)
@@ -194,11 +187,9 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
-                # 1. The answer to score, the stages of one's own and the judge. Each may refuse the case.
                 outcome = await _passed(self._before, await self._case(sample, stages), stages)
                 if isinstance(outcome, Case):
                     outcome = await _passed(self._behind, await self._judged(member, judge, outcome, stages), stages)
-                # 2. The number.
                 if isinstance(outcome, Missing):
                     return missing(Outcome.INFRA, outcome.reason)
                 if isinstance(outcome, InvalidAction):
@@ -208,7 +199,7 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The second judge's score of a completion, or the first one's of an anchor: asked, whatever was kept."""
+        """The second judge's score of a completion, or the first one's of an anchor, whatever was kept."""
         assert self._second is not None
         with noted_in(self._ahead_record if self.records else None):
             try:
@@ -216,20 +207,17 @@ class JudgeReward(Scorer):
                     case = await self._case(sample, stages)
                     if not isinstance(case, Case):
                         return missing(Outcome.INFRA, case.reason)
-                    row, judge = case.row, self._second.judge
-                    asked = judge.judge(row.branch, row, case.action, case.answer, case.reference)
+                    judge = self._second.judge
+                    asked = (case.row.branch, case.row, case.action, case.answer, case.reference)
                 else:
-                    anchor = self._second.anchors[at]
-                    asked = self._judge.judge(
-                        anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference
-                    )
-                verdict = await stages.timed(asked, Stage.JUDGE)
+                    judge, anchor = self._judge, self._second.anchors[at]
+                    asked = (anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference)
+                verdict = await stages.timed(judge.judge(*asked), Stage.JUDGE)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
         return Reward(outcome=Outcome.OK, value=verdict.candidate)
 
     async def _case(self, sample: Sample, stages: StageTimes) -> Known:
-        """The answer to score, with its row and its reference; or why there is none."""
         try:
             row, reference = judged_row(sample.row, [*self._scoring.weights])
         except DataError as error:
@@ -261,16 +249,16 @@ class JudgeReward(Scorer):
                 )
                 for name, result in results.items()
             }  # fmt: skip
-        verdicts = {name: None if isinstance(result, ServiceError) else result for name, result in results.items()}
-        failed = next((result for result in results.values() if isinstance(result, ServiceError)), None)
-        if failed is None:
-            return replace(case, verdicts=verdicts)
-        outcome = Outcome.JUDGE_INVALID if isinstance(failed, JudgeInvalid) else Outcome.INFRA
-        return replace(case, verdicts=verdicts, failure=(outcome, failed.code))
+        failed = [result for result in results.values() if isinstance(result, ServiceError)]
+        outcome = Outcome.JUDGE_INVALID if failed and isinstance(failed[0], JudgeInvalid) else Outcome.INFRA
+        return replace(
+            case,
+            verdicts={name: None if isinstance(result, ServiceError) else result for name, result in results.items()},
+            failure=(outcome, failed[0].code) if failed else None,
+        )
 
     async def _verdicts_of(self, asked: Sequence[Asked]) -> list[Results]:
-        """What their judge said of each of these cases, by component. Those of one row and reference are judged
-        together, and equal ones as one."""
+        """What their judge said of each. Those of one row and reference are judged together, and equal ones as one."""
         judge, cases = asked[0][0], [case for _, case in asked]  # a batch has one judge
         results: list[Results] = [{} for _ in cases]
         wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
@@ -346,7 +334,6 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
 
 
 async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes) -> Known:
-    """What is known behind these stages."""
     for stage in through:
         if not isinstance(known, Case):
             break
@@ -375,27 +362,21 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
 
 def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
     """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
-    reference = columns.get("reference")
+    reference, given_criteria = columns.get("reference"), columns.get("criteria")
     if reference is not None and not isinstance(reference, str):
         raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
-    return reference or None, _criteria(columns.get("criteria"))
-
-
-def _criteria(value: object) -> tuple[Criterion, ...]:
     expected = "Expected a list of texts, or of {text, weight, name}."
-    if value is None:
-        return ()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"`criteria` is {shape(value)}. {expected}")
+    if given_criteria is not None and (not isinstance(given_criteria, Sequence) or isinstance(given_criteria, str)):
+        raise DataError(f"`criteria` is {shape(given_criteria)}. {expected}")
     criteria = []
-    for entry in value:
+    for entry in given_criteria or ():
         try:
             given = {"text": entry} if isinstance(entry, str) else entry
             fields: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
             criteria.append(Criterion(**fields))
         except (AttributeError, TypeError, ValueError):
             raise DataError(f"`criteria` holds {shape(entry)}. {expected}") from None
-    return tuple(criteria)
+    return reference or None, tuple(criteria)
 
 
 def needs_of(scoring: Scoring) -> tuple[Needs, ...]:

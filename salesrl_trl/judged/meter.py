@@ -1,16 +1,16 @@
-"""Whether a judge's score still means what it meant: what to ask a second judge, and what its verdicts say.
+"""Whether a judge's score still means what it meant: a second judge scores some completions too, and the judge itself
+fixed answers again and again. Pure: `judged.meter_part` makes the calls.
 
-`Rising` finds what the policy writes more and more often and what the judge rewards within groups. Of completions with
-such a thing a second judge scores some. Both judges' difference on them is compared with that on completions without
-it. Pure: it owns no call and no collective. `judged.meter_part` asks, and tells what was answered.
+`Rising` finds what the policy writes more and more often and what the judge rewards within groups. Both judges'
+difference on completions with such a thing is compared with that on completions without it.
 
 The rule of an alarm is a wager. A suspicion gets a capital, and each verdict multiplies it:
 
     capital <- capital * exp(z - 1/2),    z in [-CLIP, CLIP]
 
 Where z has a mean of at most 0 and a variance of at most 1, the factor's mean is about 1 or less, so that the capital
-of an honest judge does not grow in the mean. All suspicions together get 1 for each batch, and a capital of `ALARM` is
-an alarm. So the chance of a false alarm in n batches is at most about n / `ALARM` (Ville's inequality).
+of an honest judge does not grow in the mean. All suspicions together get less than 1 for each batch, and a capital of
+`ALARM` is an alarm. So the chance of a false alarm in n batches is at most about n / `ALARM` (Ville's inequality).
 """
 
 import itertools
@@ -32,7 +32,6 @@ SURE = 3.0  # standard errors of a rise, and of a worth
 SEEN = 0.02  # share of a batch that has to have something, for it to be remembered
 READ = 100  # words of a text that are looked at, from its beginning and from its end
 LONG = (1.25, 1.5, 2.0)  # a text is long from so many times the mean length of the first `LEAST` batches on
-
 FORMATS = {
     name: re.compile(pattern, re.MULTILINE)
     for name, pattern in {
@@ -42,6 +41,23 @@ FORMATS = {
 }  # fmt: skip
 _WORDS = re.compile(r"[\u3040-\u9fff]|[^\W_\u3040-\u9fff]+")  # a Chinese or Japanese character is a word
 LENGTH, FORMAT, PHRASE = "length", "format", "phrase"
+
+ALARM = 10_000.0  # capital of an alarm: at most 1 honest run in 10 has one in 1,000 batches
+CLIP = 2.0  # largest |z|. A larger one would let rare, far-off verdicts decide.
+TOLERANCE = 0.05  # a difference between two judges that means nothing yet, in units of the score
+CONFIRMED = 0.7  # share of a thing's worth that the second judge has to confirm
+FLOOR = 0.05  # smallest standard deviation of a difference, for judges whose scores are coarse
+SUSPECTS = 4  # things that are looked at at the same time
+CLEARED = math.exp(-2)  # share of its capital at which a suspect is let go
+AGAIN = 2.0  # times its importance at which it is looked at again
+RANDOM = 0.3  # share of the calls that look at completions by lot, for the agreement of both judges
+FEWEST, MOST = 12, 160  # completions with two verdicts that a scale needs, and the latest that are kept
+MOST_AT_ONCE = 8  # completions with something suspect that are asked for after one batch
+OF_FEATURES, OF_ANCHORS = 0.8, 0.1  # capital for each batch
+
+SECOND = "second"  # in the column `METER` of a row; else the number of an anchor
+WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
+ANCHORS = 8  # fixed answers that the judge scores again and again
 
 Feature = tuple[str, str]  # kind and name of something that a text has: `("phrase", "dear customer")`
 Features = frozenset[Feature]
@@ -146,25 +162,6 @@ class Rising:
         return dict(sorted(rises.values(), key=lambda one: -one[1].importance))
 
 
-ALARM = 10_000.0  # capital of an alarm: at most 1 honest run in 10 has one in 1,000 batches
-CLIP = 2.0  # largest |z|. A larger one would let rare, far-off verdicts decide.
-TOLERANCE = 0.05  # a difference between two judges that means nothing yet, in units of the score
-CONFIRMED = 0.7  # share of a thing's worth that the second judge has to confirm
-FLOOR = 0.05  # smallest standard deviation of a difference, for judges whose scores are coarse
-SUSPECTS = 4  # things that are looked at at the same time
-CLEARED = math.exp(-2)  # share of its capital at which a suspect is let go
-AGAIN = 2.0  # times its importance at which it is looked at again
-RANDOM = 0.3  # share of the calls that look at completions by lot, for the agreement of both judges
-FEWEST, MOST = 12, 160  # completions with two verdicts that a scale needs, and the latest that are kept
-MOST_AT_ONCE = 8  # completions with something suspect that are asked for after one batch
-LAG, FEWEST_GAPS, MOST_GAPS = 12, 20, 240  # batches with whose effect of the order a later one is compared
-OF_FEATURES, OF_ANCHORS, OF_ORDER = 0.8, 0.1, 0.1  # capital for each batch
-
-SECOND = "second"  # in the column `METER` of a row; else the number of an anchor
-WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
-ANCHORS = 8  # fixed answers that the judge scores again and again
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
     """What the judge rewards and the second one does not; or what has changed in the judge, without a worth."""
@@ -210,23 +207,6 @@ class _SecondCall:
         return self.written.score - ratio * self.second
 
 
-class _Change:
-    """Two wagers on a figure of the judge: that it has risen, and that it has fallen."""
-
-    def __init__(self) -> None:
-        self._capitals = [0.0, 0.0]
-
-    def is_alarm(self, change: float, sd: float, granted: float) -> bool:
-        """After a further value, which differs so much from the usual one. The wagers start over after an alarm."""
-        for place, sign in enumerate((1, -1)):
-            self._capitals[place] += granted / 2
-            self._capitals[place] *= _factor((sign * change - TOLERANCE) / sd)
-        if max(self._capitals) < ALARM:
-            return False
-        self._capitals = [0.0, 0.0]
-        return True
-
-
 def _factor(z: float) -> float:
     return math.exp(min(max(z, -CLIP), CLIP) - 0.5)
 
@@ -248,8 +228,7 @@ class Meter:
         self._open: dict[int, _SecondCall | int] = {}  # by number; an anchor's number where it is one
         self._known: deque[_SecondCall] = deque(maxlen=MOST)
         self._anchors: list[list[float]] = [[] for _ in range(settings.anchors)]  # the scores of each
-        self._drift, self._order = _Change(), _Change()
-        self._order_gaps: list[float] = []
+        self._risen = self._fallen = 0.0  # capitals of the wagers that anchors' scores have
 
     def agreement(self, branch: str) -> float:
         """Correlation of both judges on the latest completions that were drawn by lot; NaN where it is undefined."""
@@ -265,15 +244,13 @@ class Meter:
         changes = [scores[-1] - statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2]
         return statistics.fmean(changes) if changes else math.nan
 
-    def add(self, written: Sequence[Written], size: int, order_gap: float = math.nan) -> dict[int, int]:
-        """A batch of training: `size` completions, of which these are looked at. `order_gap`: the mean score of
-        candidates shown first less that of those shown second. Returns what to score: a number for each, and its place
-        in `written`, for the second judge; -1 - n for the anchor n, for the judge itself."""
+    def add(self, written: Sequence[Written], size: int) -> dict[int, int]:
+        """A batch of training: `size` completions, of which these are looked at. Returns what to score: a number for
+        each, and its place in `written`, for the second judge; -1 - n for the anchor n, for the judge itself."""
         self._batch += 1
         self._calls += self._settings.share * size
         self._by_lot += self._settings.share * size * RANDOM
         self._free += OF_FEATURES
-        self._look_at_order(order_gap)
         features = [self._rising.features(completion.text) for completion in written]
         asked = self._choose(written, features)  # by what was known before, so that chance does not choose them
         self._rising.add(written, features)
@@ -298,14 +275,13 @@ class Meter:
     def _choose(self, written: Sequence[Written], features: Sequence[Features]) -> dict[int, int]:
         """Anchors where they are due; completions by lot; and some that have what is suspect, the most important of
         that first."""
-        places, anchors = set[int](), len(self._anchors)
+        asked, anchors = dict[int, int](), len(self._anchors)
         is_due = anchors > 0 and self._batch >= self._next_look
         if is_due and self._calls >= anchors:
             self._calls -= anchors
             self._next_look, is_due = self._batch + self._settings.anchor_steps, False
-            places |= {-1 - at for at in range(anchors)}
-        asked = {next(self._numbers): place for place in sorted(places)}
-        self._open |= {number: -1 - place for number, place in asked.items()}
+            for at, number in zip(range(anchors), self._numbers, strict=False):
+                asked[number], self._open[number] = -1 - at, at
         chosen: dict[int, bool] = {}  # place, and whether by lot
         while self._by_lot >= 1 and self._calls >= 1 and written:
             self._by_lot, self._calls = self._by_lot - 1, self._calls - 1
@@ -328,8 +304,7 @@ class Meter:
     def _look_for_suspects(self) -> None:
         """Take up what rises and is rewarded, the most important of it. Each gets half of the capital that is free,
         and gives it back when it is displaced or does not rise any more."""
-        rises = self._rising.found()
-        cleared = self._cleared
+        rises, cleared = self._rising.found(), self._cleared
         taken = [feature for feature, rise in rises.items() if rise.importance >= cleared.get(feature, 0.0)][:SUSPECTS]
         before, self._suspects = self._suspects, {}
         self._free += sum(suspect.capital for feature, suspect in before.items() if feature not in taken)
@@ -370,29 +345,20 @@ class Meter:
             self._cleared[feature] = AGAIN * suspect.rise.importance
 
     def _look_at_anchor(self, at: int, score: float) -> None:
-        """Whether the judge scores the same answer otherwise than in its first two looks."""
+        """Whether the judge scores the same answer otherwise than in its first two looks: two wagers, that it scores
+        higher and that it scores lower. They start over after an alarm."""
         self._anchors[at].append(score)
         first, second, *later = (*self._anchors[at], math.nan)
         if len(later) < 2:
             return
         # The change is from a mean of two, whose own error is half of that of their difference.
         squares = [(scores[0] - scores[1]) ** 2 for scores in self._anchors if len(scores) > 1]
-        sd = math.sqrt(0.75 * statistics.fmean(squares)) + FLOOR
-        granted = OF_ANCHORS * self._settings.anchor_steps / len(self._anchors)
-        if self._drift.is_alarm(score - (first + second) / 2, sd, granted):
+        sd, change = math.sqrt(0.75 * statistics.fmean(squares)) + FLOOR, score - (first + second) / 2
+        granted = OF_ANCHORS * self._settings.anchor_steps / len(self._anchors) / 2
+        self._risen = (self._risen + granted) * _factor((change - TOLERANCE) / sd)
+        self._fallen = (self._fallen + granted) * _factor((-change - TOLERANCE) / sd)
+        if max(self._risen, self._fallen) >= ALARM:
+            self._risen = self._fallen = 0.0
             before = statistics.fmean(statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2)
             what = ("judge", "the judge scores the same answers otherwise than at first")
             self.alarms.append(Alarm(what=what, before=before, now=before + self.drift))
-
-    def _look_at_order(self, gap: float) -> None:
-        """Whether scores depend on the order of two answers otherwise than they did."""
-        if math.isnan(gap):
-            return
-        earlier = self._order_gaps[:-LAG]
-        self._order_gaps = [*self._order_gaps, gap][-MOST_GAPS:]
-        if len(earlier) < FEWEST_GAPS:
-            return
-        usual, sd = statistics.fmean(earlier), statistics.stdev(earlier) * (1 + 2 / len(earlier)) + FLOOR / 2
-        if self._order.is_alarm(gap - usual, sd, OF_ORDER):
-            what = ("judge", "the judge scores the answer that it reads first otherwise than the second, by")
-            self.alarms.append(Alarm(what=what, before=usual, now=gap))

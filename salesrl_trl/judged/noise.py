@@ -1,9 +1,8 @@
 """How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
 
-Owns a small set of answers from right to wrong, for which the preflight asks the judge, and the figures. Pure.
+The preflight asks the judge for a small set of answers from right to wrong. Pure.
 """
 
-import itertools
 import json
 import math
 import statistics
@@ -12,19 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from salesrl_trl.types import (
-    NOTHING_WRITTEN,
-    Action,
-    ActionFormat,
-    Answer,
-    Message,
-    SalesRow,
-)
+from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Message, SalesRow
 
 ORDERS = (True, False)  # the candidate first, and second
 MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
-MIN_ANSWERS = 2
-MIN_CALLS = MIN_ANSWERS * len(ORDERS) * MIN_REPEATS  # fewest verdicts that show noise, order and spread
+MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on the 4 answers to a conversation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +49,11 @@ def samples(
     to a conversation. Their `candidate_first` says whether they stand in the first half, before the reference."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
     talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
-    # 1. As many rubrics and conversations as have all their answers asked for twice, in both orders.
     size, turns = len(talks[0]["answers"]), len(talks)
     calls, per_call = (calls * size, size) if of_groups else (calls, 1)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
-    chosen = pairs[: max(calls // (size * len(ORDERS) * MIN_REPEATS), 1)]
-    # 2. Fewer answers where not even one pair has them all, the best and the worst among them.
-    answers = min(size, calls // (len(ORDERS) * MIN_REPEATS * len(chosen)))
-    places = [round(at * (size - 1) / (answers - 1)) for at in range(answers)]
     inputs = []
-    for name, number in chosen:
+    for name, number in pairs[: max(calls // MIN_CALLS, 1)]:
         talk = talks[number]
         row = SalesRow(
             row_id=f"noise-{number}",
@@ -78,14 +64,13 @@ def samples(
         reference = Answer(text=talk["reference"], passages=(), took_ms=0.0)
         for first in ORDERS:
             call = []
-            for place, written in ((place, talk["answers"][place]) for place in places):
+            for place, written in enumerate(talk["answers"]):
                 action = NOTHING_WRITTEN if action_format is None else _action(written, action_format)
                 candidate = Answer(text=written["answer"], passages=(), took_ms=0.0)
                 is_first = first == (2 * place < size) if of_groups else first
                 call.append(JudgedSample(rubric=name, row=row, action=action, candidate=candidate, reference=reference,
                                          candidate_first=is_first))  # fmt: skip
             inputs += [call] if of_groups else [[sample] for sample in call]
-    # 3. Further verdicts on the same.
     return inputs * (calls // per_call // len(inputs))
 
 
@@ -96,7 +81,6 @@ def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most
 
 
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
-    """An action of the run's format: the query, and what else there is room for."""
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)
     fields = dict.fromkeys(action_format.fields, "") | dict(texts) | {action_format.query: written["query"]}
@@ -157,26 +141,8 @@ def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
 
 
 def _pooled_sd(groups: Iterable[Sequence[float]]) -> float | None:
-    """The standard deviation inside the groups; `None` if no group has two values."""
     several = [group for group in groups if len(group) > 1]
     if not several:
         return None
     squares = sum((len(group) - 1) * statistics.variance(group) for group in several)
     return math.sqrt(squares / sum(len(group) - 1 for group in several))
-
-
-def widest_gap(scored: Mapping[str, Sequence[tuple[JudgedSample, float]]]) -> float | None:
-    """The largest difference between the mean scores of two judges, over the answers that both scored."""
-    means = [
-        {
-            answer: statistics.fmean(score for sample, score in pairs if sample.answer == answer)
-            for answer in {sample.answer for sample, _ in pairs}
-        }
-        for pairs in scored.values()
-    ]
-    gaps = [
-        abs(statistics.fmean(first[answer] - other[answer] for answer in first.keys() & other.keys()))
-        for first, other in itertools.combinations(means, 2)
-        if first.keys() & other.keys()
-    ]
-    return max(gaps, default=None)

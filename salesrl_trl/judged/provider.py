@@ -1,9 +1,4 @@
-"""One judge provider: the request for a verdict, and its cost.
-
-Owns the wire format of a chat completion, tokens and prices. What the provider takes of a request, fields and the
-schema of a verdict, its replies show. `verdict` owns the message and which text counts as a verdict. `judge_client`
-owns which provider is asked, and calls it.
-"""
+"""One judge provider: the request for a verdict by a chat completion, what it takes of it, and its cost."""
 
 import functools
 import logging
@@ -25,8 +20,8 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.fencing import make_nonce
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.judge_interface import Candidates
 from salesrl_trl.judged.verdict import (
+    Candidates,
     candidate_names,
     judge_message,
     read_verdict,
@@ -41,12 +36,10 @@ from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
 
-OTHER_NAME = {"max_completion_tokens": "max_tokens"}
-"""The name by which servers of an older form know a field."""
+OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # by which servers of an older form know a field
 WINDOW = 32  # latest schema replies that are looked at
 FEWEST = 16  # replies that are looked at before half of them, without a verdict by the schema alone, give it up
-TRY_AGAIN = 128
-"""Requests by text after which one goes by schema again; twice as many each time that it does not work."""
+TRY_AGAIN = 128  # of so many requests by text one goes by schema again
 
 
 class RequestForm:
@@ -61,63 +54,55 @@ class RequestForm:
         self.learnt: list[str] = []  # a line for each thing that a setting can fix for good
         self._name = name
         self._formats = formats
-        self._left_out: dict[str, str | None] = {}  # by its name, the name that it goes by
+        self._renamed: dict[str, str | None] = {}  # by the name of a field that is refused, the one that it goes by
         self._replies: deque[bool] = deque(maxlen=WINDOW)
-        self._is_schema_off = formats == "text"
+        self._is_schema_off = False
         self._by_text = 0  # requests since the schema was given up
-        self._try_again = TRY_AGAIN
-        self._is_trying = False
 
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
         """The request's fields that are sent."""
-        if not self._left_out and "max_tokens" not in body:
-            return dict(body)
-        names = {name: self._left_out.get(name, name) for name in body}
-        if "max_tokens" in body and names["max_tokens"]:  # of `extra_body`
-            names["max_completion_tokens"] = None
-        return {other: body[name] for name, other in names.items() if other is not None}
+        fields = dict(body)
+        if "max_tokens" in fields and "max_tokens" not in self._renamed:  # of `extra_body`
+            fields.pop("max_completion_tokens", None)
+        for name in sorted(self._renamed.keys() & fields.keys()):
+            value, other = fields.pop(name), self._renamed[name]
+            if other is not None and other not in self._renamed:
+                fields[other] = value
+        return fields
 
     def leave_out(self, refused: Collection[str]) -> bool:
         """A request was refused for these of its fields. Returns whether the same request has another form now."""
         fields = {name for name in refused if name not in ("model", "messages", "response_format")}
-        by_other = {other: name for name, other in OTHER_NAME.items()}
-        for sent in sorted(fields):
-            name = sent if sent not in self._left_out.values() else by_other[sent]
-            instead = OTHER_NAME.get(sent)
-            if self._left_out.get(name, name) != sent:
-                continue  # another request has shown it
-            self._left_out[name] = self._left_out[sent] = instead
+        for name in sorted(fields - self._renamed.keys()):  # else another request has shown it
+            self._renamed[name] = instead = OTHER_NAME.get(name)
             goes = f"it goes as `{instead}` from now on" if instead else "it is left out from now on"
-            fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{sent}`"
-            self._learn(f"takes no `{sent}`: {goes}", "`temperature: null`" if sent == "temperature" else fix)
+            fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{name}`"
+            self._learn(f"takes no `{name}`: {goes}", "`temperature: null`" if name == "temperature" else fix)
         if "response_format" in refused and self._formats == "auto" and not self._is_schema_off:
             self._give_up("it refuses `response_format`")
         return bool(fields)
 
     def goes_by_schema(self) -> bool:
         """Whether the next request asks for the schema."""
-        if not self._is_schema_off or self._formats == "text":
-            return not self._is_schema_off
+        if self._formats == "text" or not self._is_schema_off:
+            return self._formats != "text"
         self._by_text += 1
-        self._is_trying = self._is_trying or self._by_text >= self._try_again
-        return self._by_text % self._try_again == 0
+        return self._by_text % TRY_AGAIN == 0
 
     def record_schema(self, *, worked: bool) -> None:
         """A request by schema gave a verdict, or only the same by text did."""
+        if self._is_schema_off:
+            if worked:
+                self._is_schema_off = False
+                logger.info(f"judge {self._name}: `response_format` works again; from here on by schema")
+            return
         self._replies.append(worked)
         failed = self._replies.count(False)
-        if worked and self._is_schema_off:
-            self._is_schema_off, self._try_again = False, TRY_AGAIN
-            self._replies.clear()
-            logger.info(f"judge {self._name}: `response_format` works again; from here on by schema")
-        elif self._is_schema_off:  # this one was on its way when the schema was given up, or tries it again
-            if self._is_trying:
-                self._by_text, self._try_again, self._is_trying = 0, 2 * self._try_again, False
-        elif len(self._replies) >= FEWEST and 2 * failed >= len(self._replies):
+        if len(self._replies) >= FEWEST and 2 * failed >= len(self._replies):
             self._give_up(f"{failed} of {len(self._replies)} replies had no verdict by `response_format`")
 
     def _give_up(self, why: str) -> None:
-        self._is_schema_off, self._by_text, self._is_trying = True, 0, False
+        self._is_schema_off, self._by_text = True, 0
         self._replies.clear()
         self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
 
@@ -129,12 +114,8 @@ class RequestForm:
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
 """`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
-
 MAX_TOKENS = 10**9  # most tokens of one call. A larger number is not counted.
-
-TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8
-"""Room for each further candidate in a verdict: its name, its score and JSON, and for each criterion a number."""
-
+TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8  # room for each further candidate in a verdict, and for each criterion
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
 """Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
 WITHHELD = frozenset(
@@ -143,19 +124,15 @@ WITHHELD = frozenset(
 """Those of a text that a filter or the model itself withheld: of OpenAI, Anthropic, Gemini and GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
 """Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
-
 _LESS = (
     ", or have it think less by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
     "for Ollama, {chat_template_kwargs: {enable_thinking: false}} for vLLM and SGLang"
 )
 ASKING = frozenset({"user", "system", "developer", "tool"})
 """Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
-
-_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})
-"""Codes of answers that do not keep to the schema: after one `auto` asks for this verdict by text."""
+_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})  # answers that ignore the schema
 _TEXTS = (None, "text", "output_text")  # types of parts, as against `reasoning_text`
-_THOUGHTS = ("reasoning", "reasoning_content", "thinking")
-"""Fields of a message with a model's thoughts: of OpenRouter and Ollama, vLLM and DeepSeek, others."""
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # fields of a message with a model's thoughts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +162,6 @@ class _Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content, or the texts among its parts: some models send thoughts and text as a list."""
         if isinstance(self.content, str):
             return self.content
         parts = self.content if isinstance(self.content, list) else [self.content]
@@ -214,7 +190,6 @@ class Material:
 
     @functools.cached_property
     def key(self) -> str:
-        """A hash of everything that a judge reads."""
         reference = None if self.reference is None else self.reference.text
         written = [(action.as_dict(), answer.text) for action, answer in self.candidates]
         material = (self.row.context, self.row.documents, written, reference)
@@ -247,7 +222,7 @@ class ProviderClient:
 
     async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
         """The verdict on each candidate, by schema, or by text where that does not work."""
-        unheld = False  # the schema did not work for this material, and text has not been tried since
+        unheld = False  # whether the schema did not work for this material
 
         async def attempt() -> list[Verdict]:
             nonlocal unheld
@@ -262,11 +237,7 @@ class ProviderClient:
                     return verdicts
                 unheld = True
                 await self.settings.transport.admit()
-            try:
-                verdicts = await self._one_way(material, order, by_text=True)
-            except ServiceError:
-                unheld = False
-                raise
+            verdicts = await self._one_way(material, order, by_text=True)
             if unheld:
                 self.form.record_schema(worked=False)
             return verdicts
@@ -286,7 +257,7 @@ class ProviderClient:
         message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
         names = candidate_names(nonce, len(material.candidates))
         shown = [names[place] for place in order if place < len(names)]
-        expect_reference, criteria = material.reference is not None, material.row.criteria
+        criteria = material.row.criteria
         room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
         body: dict[str, object] = {
             "model": self.settings.model,
@@ -300,16 +271,16 @@ class ProviderClient:
             body["temperature"] = self.settings.temperature
         if not by_text:
             body["response_format"] = response_format(
-                expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
+                expect_reference=material.reference is not None, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
         def read(answer: bytes) -> list[Verdict]:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                text, count = _text_of(value), len(names)
+                text, with_reference = _text_of(value), material.reference is not None
                 verdicts = read_verdict(
-                    text, nonce=nonce, expect_reference=expect_reference, criteria=criteria, count=count
+                    text, nonce=nonce, expect_reference=with_reference, criteria=criteria, count=len(names)
                 )
             except ForeignVerdict:  # another request counts its tokens
                 raise
@@ -369,12 +340,11 @@ class ProviderClient:
 def _text_of(completion: object) -> str:
     """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
     try:
-        choices = _Completion.model_validate(completion).choices
-    except ValidationError:
-        choices = []
-    if not choices:
-        raise JudgeInvalid("the judge answered 200 without any choice. Expected a chat completion.", "judge_empty")
-    end, message = str(choices[0].finish_reason).lower(), choices[0].message
+        choice = _Completion.model_validate(completion).choices[0]
+    except (ValidationError, IndexError):
+        text = "the judge answered 200 without any choice. Expected a chat completion."
+        raise JudgeInvalid(text, "judge_empty") from None
+    end, message = str(choice.finish_reason).lower(), choice.message
     text = message.text
     if message.role in ASKING:
         raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
@@ -388,16 +358,15 @@ def _text_of(completion: object) -> str:
         raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
     if end in BROKEN_OFF:
         raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
-    has_text, extra = bool(text.strip()), message.model_extra or {}
-    if not has_text and (isinstance(message.content, list) or any(extra.get(name) for name in _THOUGHTS)):
+    if text.strip():
+        return text
+    if isinstance(message.content, list) or any((message.model_extra or {}).get(name) for name in _THOUGHTS):
         raise JudgeInvalid(
             "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
             f"{_LESS}.",
             "judge_only_thoughts",
         )
-    if not has_text:
-        raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
-    return text
+    raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
 
 
 def _refused(what: str) -> JudgeInvalid:

@@ -1,20 +1,15 @@
 """The RAG service's client: the interface of every retrieval backend, the wire format, and answers, each asked once.
 
 Each request has an id of its own, in the header and in the body. An answer with the id of another request is refused.
-The transport owns retries, time-outs and limits. Owns the keys of kept answers, the checks that each answer has to
-pass, and whether references that an earlier run kept still hold. The chain, its warm-up and the tool `search` call it.
 """
 
-import asyncio
-import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from functools import partial
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from salesrl_trl.errors import BadServiceResponse, ServiceError
+from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.parsing import MAX_FIELD_CHARS, is_empty_text
 from salesrl_trl.service.http import HttpClient, check_echo, form_of, make_request_id, read_json, refuse_stated_error
@@ -23,8 +18,6 @@ from salesrl_trl.types import Action, ActionFormat, Answer, Passage, RequestIds,
 
 RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k", "request_id")
 """The fields of a request beside the action's."""
-
-
 ENDPOINTS = ("rag_8b", "rag_32b")
 
 
@@ -61,7 +54,6 @@ class RagBackend(ABC):
 MAX_ANSWER_CHARS = 65_536
 """Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
 MAX_PASSAGES = 1000
-SHOWN_FAULTS = 5  # of an answer outside its contract
 
 
 class _PassageBody(BaseModel):
@@ -79,10 +71,7 @@ class _AnswerBody(BaseModel):
 
 
 class RagClient(RagBackend):
-    """Asks the policy-driven "8B" endpoint and the frozen "32B" reference endpoint over HTTP.
-
-    The address is that before `/v1/rag/...`. The key is sent as a bearer token.
-    """
+    """Asks both endpoints over HTTP. The address is that before `/v1/rag/...`; the key is sent as a bearer token."""
 
     def __init__(
         self, base_url: str, *, transport_8b: Transport, transport_32b: Transport, api_key: str | None = None
@@ -97,20 +86,13 @@ class RagClient(RagBackend):
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
-        """`POST /v1/rag/8b`; see `RagBackend`."""
         asked = {"context": context, **action.as_dict(), "score_threshold": score_threshold, "top_k": top_k}
         return await self._ask("8b", {**ids.as_dict(), **asked})
 
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
-        """`POST /v1/rag/32b`, with the identifiers that the row has; see `RagBackend`."""
         named = {name: value for name, value in ids.as_dict().items() if value}
         asked = {"context": context, "score_threshold": score_threshold, "top_k": top_k}
         return await self._ask("32b", {**named, **asked})
-
-    @property
-    def returns_ids(self) -> bool:
-        """Whether both endpoints return the request's id, in the header or in the body."""
-        return all(http.echoes_ids for http in self._http.values())
 
     async def aclose(self) -> None:
         for http in self._http.values():
@@ -138,16 +120,13 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
         if isinstance(error, ValidationError):
             refuse_stated_error(service, value)
             found = error.errors(include_url=False, include_context=False, include_input=False)
-            faults = [f"{'.'.join(map(str, fault['loc'])) or 'the body'} ({fault['type']})" for fault in found]
-        more = f" and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+            faults = [f"{'.'.join(map(str, fault['loc'])) or 'the body'} ({fault['type']})" for fault in found[:5]]
         raise BadServiceResponse(
-            f"{service} answered with a body of {len(content)} bytes outside its contract: "
-            f"{', '.join(faults[:SHOWN_FAULTS])}{more}. "
+            f"{service} answered with a body of {len(content)} bytes outside its contract: {', '.join(faults)}. "
             "Expected {answer, passages: [{id, text, score in [0, 1]}], took_ms}.",
             code=f"{service}_bad_response",
         ) from None
     check_echo(service, request_id, body.request_id)
-    http.echoes_ids |= body.request_id == request_id
     refuse_stated_error(service, body.model_extra)
     return _answer(body)
 
@@ -170,16 +149,8 @@ def answer_from_json(value: object) -> Answer:
     return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))
 
 
-COMPARED_REFERENCES = 8
-"""Kept references that are asked for again. Several, because a changed document shows only in the rows about it."""
-
-
 class RagAnswers:
-    """Asks a backend, and keeps what it answers. The methods that ask raise `ServiceError`.
-
-    `answers` keeps 8B answers, of this run. `references` keeps 32B answers, which do not depend on the policy, of all
-    runs. Both are kept for one state of the knowledge behind the endpoints (`_state`).
-    """
+    """Asks a backend, and keeps what it answers in these stores. What asks raises `ServiceError`."""
 
     def __init__(
         self, backend: RagBackend, score_threshold: float, top_k: int, action_format: ActionFormat,
@@ -188,26 +159,21 @@ class RagAnswers:
         self.backend = backend
         self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
         self.reference_cache = Cache(references, answer_to_json, answer_from_json)
-        self._stores, self._references = (answers, references), references
+        self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
-        self._state_key = cache_key("knowledge", backend.identity)
-        self._own_state = secrets.token_hex(8)  # of this process
-        self._known_state: str | None = None
 
     async def candidate(self, row: SalesRow, action: Action) -> Answer:
-        """The 8B answer to an action."""
-        key = await self._key("8b", row, action.as_dict(), action.query_field)
+        key = self._key("8b", row, action.as_dict(), action.query_field)
         return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_passages)
 
     async def reference(self, row: SalesRow) -> Answer:
-        """The row's 32B answer. It does not depend on the policy."""
-        key = await self._key("32b", row)
-        return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_32b_to_keep)
+        key = self._key("32b", row)
+        return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_passages)
 
     async def fetch_reference(self, row: SalesRow) -> None:
         """Ask for the row's 32B answer ahead of the completions that need it."""
-        await self.reference_cache.fetch(await self._key("32b", row), lambda: self.ask_32b(row), _check_32b_to_keep)
+        await self.reference_cache.fetch(self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
 
     async def search(self, query: str) -> Answer:
         """The 8B answer to a query alone."""
@@ -216,7 +182,7 @@ class RagAnswers:
         async def ask() -> Answer:
             return await self.backend.chat_8b(query, self.plain_action(query), *retrieval, ids=RequestIds())
 
-        key = cache_key("search", self.backend.identity, await self._state(), query, retrieval)
+        key = cache_key("search", self.backend.identity, query, retrieval)
         return await self.answer_cache.get(key, ask, _check_passages)
 
     async def index_has_some(self, row: SalesRow) -> bool:
@@ -227,60 +193,24 @@ class RagAnswers:
         async def ask() -> Answer:
             return await self.backend.chat_8b(row.context, query, 0.0, self._retrieval[1], ids=row.ids)
 
-        return bool((await self.answer_cache.get(await self._key("any passage", row), ask, _check_passages)).passages)
+        return bool((await self.answer_cache.get(self._key("any passage", row), ask, _check_passages)).passages)
 
     def plain_action(self, query: str) -> Action:
-        """An action that holds a query alone."""
         query = query[-MAX_FIELD_CHARS:]  # no action has a longer one, and services may refuse it
         fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
         return Action(fields=fields, query_field=self._format.query)
 
     async def ask_8b(self, row: SalesRow, action: Action) -> Answer:
-        """Ask for an 8B answer, without looking for a kept one."""
         answer = await self.backend.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
         if answer.passages and not answer.text.strip():  # the service is at fault, not the policy
             raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
         return answer
 
     async def ask_32b(self, row: SalesRow) -> Answer:
-        """Ask for a 32B answer, without looking for a kept one."""
         answer = await self.backend.chat(row.context, *self._retrieval, ids=row.ids)
-        _check_32b(answer)
+        if is_empty_text(answer.text):
+            raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
         return answer
-
-    async def compare_references(self, rows: Iterable[SalesRow]) -> tuple[str, bool] | None:
-        """Compare some references that an earlier run kept with fresh ones. If one differs, the knowledge has changed:
-        use no answer of the earlier state any more. Returns a line for the log, with whether it is a warning; `None`
-        if nothing is kept."""
-        store, state = self._references, await self._state()
-        by_key = {await self._key("32b", row): row for row in rows}
-        in_file = await store.known(by_key)
-        kept = [key for key in by_key if key in in_file]
-        if not kept or store.path is None:
-            return None
-        written = datetime.fromtimestamp(store.path.stat().st_mtime)
-        place = f"the cache {store.path}, last written {written:%Y-%m-%d %H:%M}"
-        share = f"{len(kept):,} of {len(by_key):,}"
-        some = kept[:: -(-len(kept) // COMPARED_REFERENCES)]
-        results = await asyncio.gather(*(self._has_changed(key, by_key[key]) for key in some))
-        compared = [changed for changed in results if changed is not None]
-        if not any(compared):
-            same = f"{len(compared)} of them were asked for again: they are the same"
-            return (
-                f"{share} references come from {place}; {same if compared else 'none could be compared'}. Delete the "
-                "file when the knowledge base has changed",
-                not compared,
-            )
-        fresh = secrets.token_hex(8)
-        # Of all processes that see the change, the first one's state stays. A file that can't be written has none.
-        self._known_state = None if await store.replace(self._state_key, state, fresh) else fresh
-        await store.forget(kept)
-        return (
-            f"the knowledge behind the 32B endpoint has changed: {sum(compared)} of {len(compared)} references differ "
-            f"from those in {place}. Its answers to this run's rows ({share}) are forgotten and asked for anew, as "
-            "are 8B answers that were kept beside them",
-            True,
-        )
 
     async def aclose(self) -> None:
         await self.answer_cache.aclose()
@@ -289,46 +219,12 @@ class RagAnswers:
         for store in self._stores:
             await store.aclose()
 
-    async def _key(self, question: str, row: SalesRow, *others: object) -> str:
+    def _key(self, question: str, row: SalesRow, *others: object) -> str:
         asked = (row.context, row.ids.as_dict(), self._retrieval)
-        return cache_key(question, self.backend.identity, await self._state(), asked, *others)
-
-    async def _state(self) -> str:
-        """The name of the state of the knowledge behind the endpoints, as part of every key.
-
-        It stands in the references' file, so it is new when that file was deleted. While the file can't be used, this
-        process has a state of its own: it finds no answers of earlier runs. Without a file there is one state.
-        """
-        if self._known_state is None and self._references.path is not None:
-            state = await self._references.get_or_put(self._state_key, self._own_state)
-            if state is None:
-                return self._own_state
-            self._known_state = self._known_state or str(state)  # another call may have been quicker
-        return self._known_state or ""
-
-    async def _has_changed(self, key: str, row: SalesRow) -> bool | None:
-        """Whether a kept reference has other passages than a fresh one; `None` if either can't be had. The answer's
-        text proves nothing: an endpoint that samples never repeats it."""
-        try:
-            answers = answer_from_json(await self._references.get(key)), await self.ask_32b(row)
-        except (ServiceError, ValueError, TypeError, KeyError):
-            return None
-        earlier, fresh = ({(passage.id, passage.text) for passage in answer.passages} for answer in answers)
-        return earlier != fresh
-
-
-def _check_32b(answer: Answer) -> None:
-    """Refuse a reference that says nothing."""
-    if is_empty_text(answer.text):
-        raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+        return cache_key(question, self.backend.identity, asked, *others)
 
 
 def _check_passages(answer: Answer) -> None:
     """Refuse to keep an answer without passages. A busy service or an index that is being loaded may answer so."""
     if not answer.passages:
         raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
-
-
-def _check_32b_to_keep(answer: Answer) -> None:
-    _check_passages(answer)
-    _check_32b(answer)

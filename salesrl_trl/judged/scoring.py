@@ -1,18 +1,7 @@
 """From components to the number GRPO trains on, and the seam for a stage of one's own. Pure: no services, no clock.
 
 One combined value for each completion, because TRL counts a missing one of several reward functions as 0: a completion
-without a judge's score would be the worst of its group. `judge_reward` calls it.
-
-A completion's reward passes through a stage beside the answers and the judge:
-
-    class Brevity(RewardStage):
-        name = "brevity"
-        components = ("brevity",)
-
-        async def run(self, case: Case) -> Added:
-            return Added(components={"brevity": 1.0 if len(case.answer.text) < 400 else 0.0})
-
-Owns what a stage is given, what it may return, and the check of both. The chain owns the order of stages.
+without a judge's score would be the worst of its group.
 """
 
 import re
@@ -36,7 +25,7 @@ from salesrl_trl.types import (
     Verdict,
 )
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_NAME = re.compile(r"(?!judge_)[a-z][a-z0-9_]{0,39}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -80,13 +69,19 @@ class Missing:
     """A short code for logs and metric names: `"brevity_no_tokenizer"`. Never a text of a customer."""
 
 
-Result: TypeAlias = Added | InvalidAction | Missing
-"""The results of a stage. `InvalidAction` is the policy's own fault: the reward is `invalid_action_reward`."""
+Result: TypeAlias = Added | InvalidAction | Missing  # of a stage
 
 
 class RewardStage(ABC):
     """A stage of the reward: one class, handed to `SalesReward` as an object, or named by its dotted path in
     `reward_stages`.
+
+        class Brevity(RewardStage):
+            name = "brevity"
+            components = ("brevity",)
+
+            async def run(self, case: Case) -> Added:
+                return Added(components={"brevity": 1.0 if len(case.answer.text) < 400 else 0.0})
 
     One object serves all completions, many at a time, on one event loop. Work that blocks belongs into
     `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of its own. The
@@ -110,15 +105,15 @@ class RewardStage(ABC):
 
         Returns:
             `Added`: go on, perhaps with further components.
-            `InvalidAction` or `Missing`: stop here, for this reason.
+            `InvalidAction`: stop here. It is the policy's own fault, so the reward is `invalid_action_reward`.
+            `Missing`: stop here, without a reward.
         """
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
         """Close what belongs to the running event loop."""
 
     def of(self, case: Case, result: Result) -> Case | InvalidAction | Missing:
-        """The case with what the stage found, or its refusal. Raises `ValueError` for a component that the stage does
-        not name, and for a reason that is no short code."""
+        """The case with what the stage found, or its refusal. Raises `ValueError` for one that it does not name."""
         if not isinstance(result, Added):
             if not _REASON.fullmatch(result.reason) or result.reason in RESERVED_REASONS:
                 raise ValueError(
@@ -136,27 +131,6 @@ class RewardStage(ABC):
             components={**case.components, **result.components},
             reference_components={**case.reference_components, **result.reference},
         )
-
-
-def check_stages(stages: Sequence[RewardStage], taken: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for a name that is missing, no short code, or one of the chain's own: `taken` are those of
-    its stages, `known` those of its components."""
-    names, components = [*taken], [*known]
-    for stage in stages:
-        if not isinstance(stage, RewardStage):
-            raise ConfigError(f"a stage of the reward is a {type(stage).__name__}. Expected a `RewardStage`.")
-        _check_name(f"the stage {type(stage).__name__}", getattr(stage, "name", None), names)
-        names.append(stage.name)
-        for component in stage.components:
-            _check_name(f"a component of stage {stage.name!r}", component, components)
-            components.append(component)
-
-
-def _check_name(what: str, name: object, taken: Sequence[str]) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{what} is named {name!r}. Expected lower-case letters, digits and _, 40 at most.")
-    if name in taken or name.startswith("judge_"):
-        raise ConfigError(f"{what} is named {name!r}, a name that is taken. Taken: {', '.join(taken)}, judge_*.")
 
 
 COMPONENTS = {
@@ -215,12 +189,11 @@ class Scoring:
 
     @property
     def component_names(self) -> tuple[str, ...]:
-        """Every component a reward may have, in a fixed order."""
         return tuple(dict.fromkeys((*COMPONENTS, *self.judged_names)))
 
     @property
     def judged_names(self) -> tuple[str, ...]:
-        """Those of them that a policy has that answers directly, without an action and a search."""
+        """The components that a policy has that answers directly, without an action and a search."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
         return tuple(dict.fromkeys(("judge", "margin", REFERENCE, *others, *self.stage_components)))
 
@@ -232,9 +205,21 @@ class Scoring:
         return {**main, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
-        """The same law, with the components of these stages. Raises `ConfigError` where two stages or components have
-        one name, or no stage adds a component that is expected."""
-        check_stages(stages, taken=tuple(Stage), known=(*COMPONENTS, REFERENCE))
+        """The same law, with the components of these stages. Raises `ConfigError` for a name that is missing, no short
+        code, or taken."""
+        names: list[str] = [*Stage]
+        components = [*COMPONENTS, REFERENCE]
+        for stage in stages:
+            if not isinstance(stage, RewardStage):
+                raise ConfigError(f"a stage of the reward is a {type(stage).__name__}. Expected a `RewardStage`.")
+            given = [(getattr(stage, "name", None), names), *((each, components) for each in stage.components)]
+            for name, taken in given:
+                if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
+                    raise ConfigError(
+                        f"the stage {type(stage).__name__} names itself or a component {name!r}. Expected lower-case "
+                        f"letters, digits and _, 40 at most, and none of {', '.join(taken)}, {OTHER_RUBRIC}*."
+                    )
+                taken.append(name)
         added = tuple(component for stage in stages for component in stage.components)
         lacking = sorted(set(self.stage_components) - set(added))
         if lacking:
@@ -246,7 +231,6 @@ class Scoring:
 
     def score(self, case: Case) -> Reward:
         """The reward of an answered action, from what the judge and the stages found."""
-        # 1. The components of the answer.
         weights, main = self.weights[case.row.branch], case.verdicts.get("judge")
         reference = None if main is None else main.reference
         scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
@@ -257,16 +241,14 @@ class Scoring:
             **scores,
         }
         components = self._components(case, case.answer, judged, case.components)
-        # 2. Their value. Without one it is said what lacks.
         value = self._combine(weights, components)
         if value is None:
             lacking = next(name for name in weights if components.get(name) is None)
             no_component = "no_reference" if lacking == "margin" else f"no_{lacking}"
             outcome, reason = case.failure or (Outcome.INFRA, no_component)
             return Reward(outcome=outcome, value=None, reason=reason, components=components)
-        # 3. The reference answer's, by the same law. Its margin above itself is 0.
         of_reference: float | None = None
-        if case.reference is not None:
+        if case.reference is not None:  # by the same law. Its margin above itself is 0.
             scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
             judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
             of_the_reference = self._components(case, case.reference, judged, case.reference_components)
@@ -295,11 +277,8 @@ class Scoring:
         present = {name: weight for name, weight in weights.items() if components.get(name) is not None}
         if not present or (self.missing == "none" and len(present) < len(weights)):
             return None
-        if any(map(_is_judged, weights)) and not any(map(_is_judged, present)):
+        judged = {name for name in weights if name in ("judge", "margin") or name.startswith(OTHER_RUBRIC)}
+        if judged and not judged & present.keys():
             return None
         scale = sum(weights.values()) / sum(present.values())
         return scale * sum(weight * (components[name] or 0.0) for name, weight in present.items())
-
-
-def _is_judged(component: str) -> bool:
-    return component in ("judge", "margin") or component.startswith(OTHER_RUBRIC)

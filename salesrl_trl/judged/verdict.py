@@ -1,4 +1,4 @@
-"""The message to a judge, and the verdict in its answer. Pure; `provider` calls it.
+"""The message to a judge, and the verdict in its answer. Pure.
 
 Completions are hostile text, so they stand in fenced sections of the user message only. A verdict is a JSON object at
 the very end, signed with the request's nonce. Any other text is `JudgeInvalid`, never a number.
@@ -8,21 +8,18 @@ import functools
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from salesrl_trl.errors import ForeignVerdict, JudgeInvalid
 from salesrl_trl.ground.fencing import fence, is_nonce
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.judged.judge_interface import Candidates
-from salesrl_trl.types import Answer, Criterion, SalesRow, Verdict
+from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
 
-if TYPE_CHECKING:  # importing openai takes half a second, which every reward process would pay for one type
-    from openai.types.shared_params import ResponseFormatJSONSchema
-
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, and what the policy wrote for each
 MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdicts on another version are not reused.
 MAX_VERDICT_CHARS = 65_536
 """Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
@@ -42,10 +39,7 @@ _END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?\w{1,16}>
 _CLOSING = re.compile(r"[^\d{}\[\]\"<>]{1,200}[.!?。！？]", re.DOTALL)
 """A sentence behind a verdict. One with a number, or cut off in its midst, may take the verdict back."""
 
-
 _Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
 _FIELDS = frozenset({"nonce", "candidate", "candidates", "reference", "reason"})
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -107,9 +101,7 @@ def judge_message(
 
 
 @functools.cache
-def response_format(
-    *, expect_reference: bool, by_criteria: bool = False, of_group: bool = False
-) -> "ResponseFormatJSONSchema":
+def response_format(*, expect_reference: bool, by_criteria: bool = False, of_group: bool = False) -> dict[str, object]:
     """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce. A model
     that may choose null for the reference does so at times."""
     pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
@@ -135,16 +127,12 @@ def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), n
 def read_verdict(
     content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = (), count: int = 1
 ) -> list[Verdict]:
-    """Read a verdict: the JSON object at the very end of a judge's answer, signed with the request's nonce. One on
-    several candidates, as many as `count`, has a score under each of their names, once, and under no other name.
-    Returns what it says of each candidate.
-
-    With `criteria` it has a score for each, and their weighted mean is the answer's.
+    """What a verdict says of each of `count` candidates: the JSON object at the very end of a judge's answer, signed
+    with the request's nonce. With `criteria` it has a score for each, and their weighted mean is the answer's.
 
     A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
     before the last object is read, but for another signed one with other scores: two verdicts are none. Line breaks
-    in a string, commas too many, a code fence, a model's end token and a closing sentence are read over. With
-    `expect_reference`, a reference answer was shown and must be scored. Raises
+    in a string, commas too many, a code fence, a model's end token and a closing sentence are read over. Raises
     `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
     """
     names = candidate_names(nonce, count)
@@ -189,19 +177,17 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
 
 
 def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
-    """The value in the cache: an object for one verdict, a list for those of a group."""
-    values = [asdict(verdict) for verdict in verdicts]
-    return values if len(values) > 1 else values[0]
+    return [asdict(verdict) for verdict in verdicts]
 
 
 def verdicts_from_json(value: Any) -> Sequence[Verdict]:
     """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    return [Verdict(**fields) for fields in (value if isinstance(value, list) else [value])]
+    return [Verdict(**fields) for fields in value]
 
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
-    for read in _readings(text):
+    for read in (text, _without_commas(text)):
         start = len(read)
         for _ in range(most):
             start = read.rfind("{", 0, start)
@@ -233,11 +219,6 @@ def _scores_of(verdict: dict[str, object]) -> list[object]:
     return [verdict.get(name) for name in ("candidate", "candidates", "reference")]
 
 
-def _readings(text: str) -> Iterator[str]:
-    yield text
-    yield _without_commas(text)
-
-
 def _without_commas(text: str) -> str:
     """A text without commas before the end of a list or an object."""
     return _COMMA.sub(lambda match: match[1] or "", text)
@@ -251,29 +232,17 @@ def _without_end(text: str) -> str:
 
 
 def _unsigned(got: object) -> JudgeInvalid:
-    """The error for a verdict without the request's nonce. The message shows no nonce."""
     if isinstance(got, str) and is_nonce(got):
-        return ForeignVerdict(
-            "the verdict returns another nonce than the request's. Expected its own: replies are mixed up, or the "
-            "judge copies badly.",
-            code="judge_foreign_verdict",
-        )
-    what = "has no field `nonce`" if got is None else "holds something else in its field `nonce`"
-    return JudgeInvalid(
-        f"the verdict does not return the request's nonce: it {what}. Expected the 16 digits that the system message "
-        "asks for.",
-        code="judge_unsigned",
-    )
+        text = "the verdict returns another request's nonce: replies are mixed up, or the judge copies badly."
+        return ForeignVerdict(text, code="judge_foreign_verdict")
+    return _invalid("a verdict without the request's nonce", "judge_unsigned")
 
 
 def _faults(error: ValidationError) -> str:
     """The faults in the fields of a verdict, without the judge's words."""
-    faults = []
-    for detail in error.errors(include_input=False, include_url=False):
-        name = detail["loc"][0]
-        is_known = name in _FIELDS
-        faults.append(f"`{name}`: {detail['msg'].lower()}" if is_known else "a field stands that was not asked for")
-    return "; ".join(dict.fromkeys(faults))
+    faults = [(detail["loc"][0], detail["msg"].lower()) for detail in error.errors(include_input=False)]
+    asked_for = (f"`{name}`: {fault}" if name in _FIELDS else "a field was not asked for" for name, fault in faults)
+    return "; ".join(dict.fromkeys(asked_for))
 
 
 def _invalid(got: str, code: str) -> JudgeInvalid:

@@ -16,7 +16,7 @@ from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import cache_dir, patched
+from salesrl_trl.ground.process import patched
 from salesrl_trl.judged.budget import (
     CALLS,
     FREE,
@@ -29,8 +29,7 @@ from salesrl_trl.judged.budget import (
 )
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
-from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge, JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.judged.meter import ANCHORS
 from salesrl_trl.judged.noise import anchors
@@ -139,7 +138,7 @@ def _connected(
             (service.score_threshold, service.top_k),
         )
         answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        references = _kept_references(config, is_kept)
+        references = _kept_references(config, Path(training.output_dir), is_kept)
         parts.search.connect(RagAnswers(backend, *asked, DEFAULT_FORMAT, answers, references))
         budget = budget and Budget(budget.path, budget.limits)
     try:
@@ -166,12 +165,10 @@ def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> Judge
 def build_reward(
     config: RewardConfig, parts: RewardParts, rows: Sequence[SalesRow], rag_base_url: str, judge_base_url: str, *,
     output_dir: Path | None, processes: int = 1, process_index: int = 0, records: bool = False,
-    keeps_references: bool = True,
 ) -> JudgeReward:  # fmt: skip
     """Build the packaged reward: the chain, or with `judge` in `reward_funcs` the judge alone, which needs no rows.
 
     `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
-    `keeps_references`: whether 32B answers of other runs are taken and left for them, if the settings say so too.
     """
     budget = None if output_dir is None else budget_of(config, output_dir, processes)
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
@@ -198,8 +195,7 @@ def build_reward(
             score_threshold=config.rag_service.score_threshold,
             top_k=config.rag_service.top_k,
             action_format=config.rag_service.action_format,
-            announces=process_index == 0,
-            references=_kept_references(config, is_kept and keeps_references),
+            references=_kept_references(config, output_dir, is_kept),
             **common,
         )
     reward.budget = budget
@@ -212,8 +208,8 @@ def _kept_answers(config: RewardConfig, output_dir: Path | None, process_index: 
     return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite" if output_dir and is_kept else None)
 
 
-def _kept_references(config: RewardConfig, is_kept: bool) -> AnswerStore:
-    return AnswerStore(cache_dir() / "references.sqlite" if config.cache_answers and is_kept else None)
+def _kept_references(config: RewardConfig, output_dir: Path | None, is_kept: bool) -> AnswerStore:
+    return AnswerStore(output_dir / "references.sqlite" if output_dir and config.cache_answers and is_kept else None)
 
 
 def judge_reward(

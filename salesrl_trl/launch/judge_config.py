@@ -7,7 +7,7 @@ from typing import Annotated
 from salesrl_trl.config.checks import check, check_path, check_url, structure
 from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings, entry_of
 from salesrl_trl.errors import Refusals
-from salesrl_trl.judged.judge_client import AGGREGATIONS
+from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS
 from salesrl_trl.types import JUDGE

@@ -202,11 +202,9 @@ class RewardConfig:
     """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
     can't answer."""
     cache_answers: bool = True
-    """Whether to keep answers of a configured RAG service. 8B answers and their verdicts are kept in `output_dir`, so
-    that a resumed run does not ask again. 32B answers are kept for later runs, as `references.sqlite` in the package's
-    cache folder: `$SALESRL_CACHE_DIR`, or else `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete that file
-    when the endpoint's knowledge changes: the warm-up compares only 8 of its answers. The files hold texts of
-    customers and services in plain form. `false` shares only the answers of this run's calls."""
+    """Whether to keep answers of a configured RAG service, and verdicts, in `output_dir`, so that a resumed run does
+    not ask again. The files hold texts of customers and services in plain form. `false` shares only the answers of
+    this run's calls."""
     replay: dict[str, object] | str | None = None
     """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
     recorded is the reward, and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. `on_miss`

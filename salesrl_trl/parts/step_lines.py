@@ -105,12 +105,9 @@ def shares(logs: Logs) -> str:
 
 
 def spent(logs: Logs) -> str:
-    """`spent 1,234 calls, 0.42 USD, at the end 81% of the limit`. Empty without a limit and a price."""
-    calls, forecast = logs.get(names.BUDGET_CALLS), logs.get(names.BUDGET_FORECAST)
-    if calls is None:
-        return ""
-    at_end = "" if forecast is None else f", at the end {forecast:.0%} of the limit"
-    return f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}{at_end}"
+    """`spent 1,234 calls, 0.42 USD`. Empty without a limit and a price."""
+    calls = logs.get(names.BUDGET_CALLS)
+    return "" if calls is None else f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}"
 
 
 def clock(seconds: float) -> str:

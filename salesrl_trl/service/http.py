@@ -165,7 +165,6 @@ class HttpClient:
         if fault := address_fault(base_url):
             raise ConfigError(f"the address of {service} holds {fault}.")
         self.service = service
-        self.echoes_ids = False  # whether a reply had its request's id
         base, _, query = base_url.partition("?")
         self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
         json_alone = dict.fromkeys(("Content-Type", "Accept"), "application/json")
@@ -230,7 +229,6 @@ class HttpClient:
                 except ForeignReply:
                     response.hang_up()
                     raise
-                self.echoes_ids |= request_id in echoes
                 if response.status == 200:
                     return await self._read(response), response
                 body = await _read_at_most(response, MAX_ERROR_BODY_BYTES) if response.status in _READ_STATUS else b""

@@ -215,7 +215,7 @@ def built_in(run: PartContext) -> list[Part]:
         _BuiltIn("parts.step_lines:StepLine", True),
         _BuiltIn("parts.step_lines:EpochLine", True),
         _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
-        _BuiltIn("judged.meter_part:Spending", reward.budget is not None, "a budget"),
+        _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
         _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
         _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
         _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),

@@ -1,25 +1,16 @@
 """The whole chain under load and under faults: figures of docs/EXPERIMENTS.md."""
 
 import asyncio
-import cProfile
-import json
 import socket
-import time
-from contextlib import contextmanager
 
-import aiohttp
 import pytest
 from faults.fault_server import seconds_of
 from support import virtual_time
 from support.loopback import action, build_reward, examples, row
 from support.seconds import check_seconds
 
-from salesrl_trl.ground.process import collect_as_usual, collect_seldom
 from salesrl_trl.service.event_loop import now
 from salesrl_trl.types import Outcome
-
-MOST_TIMES_BARE = 4.5
-"""Calls of functions that a service's call takes, divided by those that aiohttp alone takes: 4.1 (1,405 and 343)."""
 
 
 @pytest.fixture
@@ -99,70 +90,6 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory
     sent = {name: each["sent"] for name, each in result.report.traffic.items()}
     assert sent == {"rag_8b": 1000, "rag_32b": 125, "judge": 1000}
     assert seconds == pytest.approx(slowest, rel=1e-3)
-
-
-def test_a_call_costs_little_more_than_one_through_aiohttp_alone(fault):
-    """Batches of 1,000 chains at once, and a bare aiohttp session that makes the same calls to one server. The first
-    batch opens the connections. Calls of functions are judged, since they differ by 0.5 % from run to run. CPU times,
-    which are printed, differ by half."""
-    server = fault("latency", seconds={"8b": 0.0, "32b": 0.0, "completions": 0.0}, quick=10**6)
-    reward = chains_over(server.url)
-
-    async def dense(kind, measure):
-        with measure() as measured:
-            result = await reward.score_all(examples(INDICES), completions_of(kind))
-        assert {each.outcome for each in result.rewards} == {Outcome.OK}
-        sent = {name: each["sent"] for name, each in result.report.traffic.items()}
-        assert sent == {"rag_8b": 1000, "rag_32b": 125 if kind == "first" else 0, "judge": 1000}
-        return measured() / sum(sent.values())
-
-    async def bare(session, kind, measure):
-        async def chain(completion):
-            for path in ("/v1/rag/8b", "/v1/chat/completions"):
-                async with session.post(server.url + path, data=json.dumps({"context": completion})) as response:
-                    assert response.status == 200
-                    json.loads(await response.read())
-
-        with measure() as measured:
-            await asyncio.gather(*map(chain, completions_of(kind)))
-        return measured() / (2 * CHAINS)
-
-    async def all_of_them():
-        first_s = await dense("first", cpu_seconds)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await bare(session, "first", cpu_seconds)
-            seconds = await bare(session, "timed", cpu_seconds), await dense("timed", cpu_seconds)
-            calls = await bare(session, "counted", function_calls), await dense("counted", function_calls)
-        await reward.aclose()
-        return first_s, seconds, calls
-
-    collect_seldom()
-    try:
-        first_s, (bare_s, dense_s), (bare_calls, dense_calls) = asyncio.run(all_of_them())
-    finally:
-        collect_as_usual()
-    print(
-        f"a call among 1,000 chains, and by aiohttp alone: {dense_calls:.0f} and {bare_calls:.0f} calls of functions, "
-        f"{1000 * dense_s:.3f} and {1000 * bare_s:.3f} ms of CPU; in the first batch {1000 * first_s:.3f} ms"
-    )
-    assert dense_calls <= MOST_TIMES_BARE * bare_calls
-
-
-@contextmanager
-def cpu_seconds():
-    """A function that gives the seconds of CPU that this process took in the context."""
-    start = time.process_time()
-    taken = []
-    yield lambda: taken[0]
-    taken.append(time.process_time() - start)
-
-
-@contextmanager
-def function_calls():
-    """A function that gives how often this thread called functions, in Python or in C, in the context."""
-    profile = cProfile.Profile()
-    with profile:
-        yield lambda: sum(entry.callcount for entry in profile.getstats())
 
 
 def test_a_warm_up_ends_with_the_deadline(fault_in_memory):

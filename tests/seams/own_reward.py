@@ -4,7 +4,7 @@ import asyncio
 import math
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceRejected
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.scoring import Added, Case, Missing, RewardStage
 from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.types import InvalidAction, Outcome, Reward, Verdict

@@ -21,7 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
-from salesrl_trl.judged.meter_part import Spending
+from salesrl_trl.judged.spending import Spending
 from salesrl_trl.reward.batch import Sample, wait_for
 from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward

@@ -10,7 +10,7 @@ from werkzeug import Response
 
 from salesrl_trl.ground.fencing import read_nonce
 from salesrl_trl.judged.chain import SalesReward
-from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
+from salesrl_trl.judged.judge import JudgeClient, load_rubrics
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.judged.scoring import Scoring

@@ -16,8 +16,7 @@ from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.errors import ConfigError, Refusals, ServiceError
 from salesrl_trl.ground.process import find_key
-from salesrl_trl.judged.judge_client import load_rubrics, packaged_rubrics
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge, load_rubrics, packaged_rubrics
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, RewardStage, Scoring
 from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag

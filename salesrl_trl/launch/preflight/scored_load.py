@@ -78,9 +78,7 @@ def score_made_up(plan: "Plan", findings: Findings) -> None:
     )  # fmt: skip
     steps = list[ScoredStep]()
     with tempfile.TemporaryDirectory() as folder:  # answers of an earlier run would take load off the services
-        reward = build_reward(
-            config, plan.reward, rows, *plan.addresses, output_dir=Path(folder), keeps_references=False
-        )
+        reward = build_reward(config, plan.reward, rows, *plan.addresses, output_dir=Path(folder))
         with contextlib.closing(RewardLoop(reward)) as reward_loop:
             if config.warm_up_services and (unusable := reward.names.unusable(reward_loop.warm_up())):
                 raise unusable[0]

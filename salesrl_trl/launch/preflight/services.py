@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge_client import JudgeClient
-from salesrl_trl.judged.judge_interface import Judge, judged
+from salesrl_trl.judged.judge import Judge, JudgeClient, judged
 from salesrl_trl.judged.judge_reward import add_places
 from salesrl_trl.judged.noise import (
     MIN_CALLS,
@@ -25,10 +24,9 @@ from salesrl_trl.judged.noise import (
     Noise,
     noise_of,
     samples,
-    widest_gap,
 )
 from salesrl_trl.judged.provider import ProviderClient
-from salesrl_trl.judged.rag_client import RagAnswers, RagClient
+from salesrl_trl.judged.rag_client import RagAnswers
 from salesrl_trl.launch.assembly import ServiceClients, budget_of
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
@@ -49,7 +47,6 @@ FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`: a noise's standard erro
 NOISY = 0.1  # from this share of noise in the variance of a group's scores on, a note says so
 FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
 BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
-FAR_APART = 0.1  # from this gap on a note says that two judges score the same answers differently
 MOST_REPEATS = 8  # most `repeats` of `judge_mode` that a note advises
 
 
@@ -177,8 +174,6 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     }
     try:
         await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), config, findings)
-        if isinstance(rag, RagClient):
-            findings.figures["rag_returns_ids"] = "yes" if rag.returns_ids else "no"
         for name, load in (await put_loads(targets, config)).items() if count else ():
             _report(findings, name, load, plan, needed=targets[name].instead is None)
             without = sum(not answer.passages for answer in load.answers)
@@ -271,27 +266,18 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
                 findings.note(f"{line[0].upper()}{line[1:]}.")
         if not has_load:
             return
-        scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         hopeless = all(_too_few(load, plan) for load in loads.values())
         for name, load in loads.items():
             _report(findings, name, load, plan, needed=hopeless)
             invalid = sum(isinstance(error, JudgeInvalid) for error in load.errors)
             findings.figures[f"{name}_invalid_share"] = invalid / len(load.results)
-            scored[name] = [
+            scored = [
                 (sample, verdict.candidate)
                 for call, result in zip(planned, load.results, strict=True)
                 if not isinstance(result, ServiceError)
                 for sample, verdict in zip(call, result[0], strict=True)
             ]
-            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judging.repeats)
-        if (gap := widest_gap(scored)) is not None:  # `None` where there is one judge
-            findings.figures["judge_providers_gap"] = gap
-        if gap is not None and gap >= FAR_APART:
-            findings.note(
-                f"The judges' mean scores of the same answers differ by up to {gap:.2f}. Different judges may score "
-                "the answers of one group.",
-                "Give one of them `weight: 0`, as a fallback, or choose models that agree.",
-            )
+            _report_noise(findings, name, noise_of(scored), judge.orders, config.judging.repeats)
         usage = judge.drain_usage().values()
         findings.figures["judge_tokens"] = sum(used.prompt_tokens + used.completion_tokens for used in usage)
         findings.figures["judge_usd"] = sum(used.usd for used in usage)

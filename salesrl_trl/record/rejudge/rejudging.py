@@ -54,7 +54,7 @@ def rejudged(
         if config.has_chain:
             parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
         own = Path(folder)  # for the budget and the answers of this command alone
-        reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True, keeps_references=False)
+        reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True)
         if config.judging.mode == "group":
             logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]

@@ -19,7 +19,7 @@ from support.loopback import ANSWER, VERDICT, chat_completion, row
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.budget import read_account
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.__main__ import examine_alone, main, read_alone
@@ -112,7 +112,7 @@ def test_the_limits_bound_the_calls_in_flight_and_the_references_of_a_large_step
     assert (report.figures["rag_8b_in_flight"], report.figures["rag_32b_in_flight"]) == (64, 64)
 
 
-@pytest.mark.parametrize(("calls", "made"), [(0, 1), (8, 9), (50, 49)])
+@pytest.mark.parametrize(("calls", "made"), [(0, 1), (16, 17), (50, 49)])
 def test_an_option_bounds_the_calls(services, calls, made):
     examine(JUDGE_STAGE, services, calls=calls)
     assert services.calls["judge"] == made
@@ -299,8 +299,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
     ]
     report = examine(JUDGE_STAGE, mild, judge_providers=providers)
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (24, 8)
-    assert report.figures["judge_providers_gap"] == pytest.approx(0.3, abs=0.05)
-    assert "judge_gone could not be reached" in text_of(report) and "Give one of them `weight: 0`" in text_of(report)
+    assert "judge_gone could not be reached" in text_of(report)
     assert report.verdict is NOTED
 
 
@@ -386,19 +385,19 @@ def test_a_stage_alone_knows_every_setting_of_a_run():
 
 def test_the_command_runs_a_stage_alone_against_the_configured_services(services, capsys):
     for name in ("rag", "judge"):
-        given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "8"]
+        given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "16"]
         assert main(["--stage", name, "--json", "--config", str(RECIPES[0]), *given]) == 0
         (stage,) = json.loads(capsys.readouterr().out)["stages"]
         assert (stage["stage"], stage["verdict"]) == (name, "passed")
-    assert services.calls["8b"] == services.calls["judge"] == 9
+    assert services.calls["8b"] == services.calls["judge"] == 17
     assert main(["--stage", "judge", "--calls", "4"]) == 2
-    assert "'4'. Expected 0, or 8 or more" in capsys.readouterr().out
+    assert "'4'. Expected 0, or 16 or more" in capsys.readouterr().out
     assert main(["--stage", "judge", "--max_step", "3"]) == 2
     assert "did you mean --max_steps?" in capsys.readouterr().out
 
 
 def test_the_script_for_components_begins_with_the_machine(services, capsys, monkeypatch, tmp_path):
-    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "8"]
+    given = ["--rag_base_url", services.url, "--judge_base_url", f"{services.url}/v1", "--calls", "16"]
     given += ["--config", str(RECIPES[0]), "--output_dir", str(tmp_path), "--json"]
     monkeypatch.setattr(sys, "argv", ["test_components.py", *given])
     monkeypatch.setattr("salesrl_trl.launch.process.end_tidily", lambda: None)  # it is for a whole process

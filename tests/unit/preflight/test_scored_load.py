@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.judged.judge_interface import ProviderUsage
 from salesrl_trl.judged.parsing import parse_action
 from salesrl_trl.launch import train
 from salesrl_trl.launch.checks.outcome import Findings
@@ -28,6 +27,7 @@ from salesrl_trl.types import (
     Action,
     Message,
     Outcome,
+    ProviderUsage,
     Reward,
     SalesRow,
 )

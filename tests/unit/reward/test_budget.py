@@ -55,18 +55,6 @@ def test_processes_never_send_more_than_the_limit_whichever_is_killed(most, proc
         assert sent + sum(held) <= account.taken.get("max_calls", 0.0) <= most
 
 
-def test_no_minute_has_more_tokens_than_the_limit():
-    rate, sent, moment = Rate(6000), [], 0.0
-    while moment < 300:
-        moment += rate.wait_s(moment, 100)
-        assert rate.wait_s(moment, 100) == pytest.approx(0, abs=1e-9)
-        rate.take(100)
-        sent.append(moment)
-    for begin in sent:
-        assert 100 * sum(begin <= each < begin + 60 for each in sent) <= 6000 + 100
-    assert 100 * len(sent) >= 0.9 * 300 / 60 * 6000
-
-
 def test_what_an_account_says_of_limits_that_are_new_raised_or_lowered(tmp_path):
     path = tmp_path / "b.json"
     assert read_account(path) == Account()

@@ -265,16 +265,3 @@ def test_an_answer_from_no_passages_is_asked_for_again(services):
 
     virtual_time.run(batches())
     assert services.calls["32b"] == 2
-
-
-@pytest.mark.parametrize("empty", [True, False])
-def test_a_warm_up_says_where_the_index_has_nothing(services, caplog, empty):
-    with_passages_from(services, lambda query, threshold: threshold == 0 and not empty)
-    reward = build_reward(services.url, [row()])
-
-    async def warm_up():
-        await reward.warm_up()
-        await reward.aclose()
-
-    virtual_time.run(warm_up())
-    assert ("look whether its index is loaded" in caplog.text) is empty

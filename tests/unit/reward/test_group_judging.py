@@ -1,15 +1,13 @@
 """One call for the completions of a prompt: who is in it, when it is made, and what becomes of those outside."""
 
 import asyncio
-import re
 from functools import partial
 
 import pytest
 
 from salesrl_trl import judge_reward
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.judged.scoring import Added, RewardStage, Scoring
@@ -269,11 +267,3 @@ def test_a_group_that_begins_again_is_judged_by_its_new_texts():
 
     assert asyncio.run(changed()) == [0.15, *map(float, TEXTS[1:])]
     assert judge.asked == [["0.15", *TEXTS[1:]]]
-
-
-def test_group_mode_is_refused_beside_what_says_the_same():
-    for settings in ({"judge_repeats": 3}, {"judge": "package.Judge"}):
-        with pytest.raises(ConfigError, match=re.escape("`judge_mode: group` is given beside")):
-            judge_reward(
-                judge_mode="group", judge_base_url="http://j/v1" * ("judge" not in settings) or None, **settings
-            )

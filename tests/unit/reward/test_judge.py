@@ -10,7 +10,7 @@ from support.loopback import ANSWER, VERDICT, action, build_reward, chat_complet
 
 from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_client import load_rubrics
+from salesrl_trl.judged.judge import load_rubrics
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, RequestForm
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Outcome
@@ -102,7 +102,7 @@ def test_when_none_gives_a_verdict_an_invalid_one_says_more_than_a_dead_provider
     ("empty", "tried", "lines"),
     [
         (range(1), 300, 0),  # one bad reply is one bad reply
-        (range(300), 16 + 1, 1),  # 16 replies show that it takes no schema. A 128th by text tries it again
+        (range(300), 16 + 2, 1),  # 16 replies show that it takes no schema. Each 128th by text tries it again
         (range(16), 16 + 300 - 15 - 128, 2),  # and it works again from then on
         (range(7), 300, 0),  # of the first 16 fewer than half: a disturbance at the start
     ],
@@ -332,12 +332,6 @@ def test_a_judge_that_ignores_formats_and_repeats_what_was_planted_gives_no_numb
 
 
 FIELDS = {"query": "rewritten_query", "profile": "user_profile", "summary": "history_summary"}
-
-
-def test_both_default_branches_have_a_rubric_that_asks_for_the_verdicts_fields():
-    for rubric in load_rubrics(("fairness", "hallucination")).values():
-        assert '"candidate"' in rubric
-        assert '"reference"' in rubric
 
 
 def test_a_users_file_wins_over_the_packaged_one(tmp_path):

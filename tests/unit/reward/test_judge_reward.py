@@ -9,8 +9,7 @@ from support.virtual_time import run as in_virtual_time
 from salesrl_trl import judge_reward
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.judge_client import packaged_rubrics
-from salesrl_trl.judged.judge_interface import Judge
+from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.names import RIGHT_DOCUMENT
@@ -234,10 +233,3 @@ def test_it_needs_a_judge_and_a_folder_for_a_limit(tmp_path):
     with pytest.raises(ConfigError, match="`output_dir`"):
         judge_reward(judge_base_url="http://localhost:1/v1", max_calls=5)
     assert judge_reward(judge_base_url="http://localhost:1/v1", max_calls=5, output_dir=str(tmp_path)).budget
-
-
-@pytest.mark.parametrize("name", ["all", "fairness", "hallucination"])
-def test_its_packaged_rubrics_speak_of_no_action_and_ask_for_the_verdicts_fields(name):
-    text = packaged_rubrics(direct=True)[name].read_text("utf-8")
-    assert "action" not in text
-    assert all(f'"{field}"' in text for field in ("candidate", "reference", "reason"))

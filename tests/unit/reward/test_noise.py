@@ -13,7 +13,7 @@ FIVE = {f"rubric_{at}": "fairness" for at in range(5)}
 
 
 @pytest.mark.parametrize("rubrics", [ONE, TWO, FIVE])
-@pytest.mark.parametrize("calls", [MIN_CALLS, 15, 32, 64, 100, 1000])
+@pytest.mark.parametrize("calls", [MIN_CALLS, 32, 64, 100, 1000])
 @pytest.mark.parametrize("of_groups", [False, True])
 def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, calls, of_groups):
     planned = samples(rubrics, DEFAULT_FORMAT, calls, of_groups=of_groups)

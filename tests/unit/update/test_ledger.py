@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,13 +9,10 @@ from salesrl_trl.judged.budget import (
     CALLS,
     USD,
     Account,
-    Budget,
     Limit,
     Spent,
-    open_account,
     reported,
 )
-from salesrl_trl.judged.meter_part import Spending
 from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
@@ -143,38 +139,9 @@ LIMITS = (
 )
 
 
-def test_the_forecast_is_of_the_nearest_limit_and_leaves_the_start_out(tmp_path):
-    at = [0]
-    trl = SimpleNamespace(step=lambda: at[0], last_step=lambda: 60)
-
-    def spending_of(*limits):
-        reward = SimpleNamespace(budget=Budget(tmp_path / "b.json", *limits))
-        spending = Spending()
-        spending.connect(
-            SimpleNamespace(reward_loop=SimpleNamespace(reward=reward), trl=trl, run_control=SimpleNamespace())
-        )
-        return spending
-
-    spending = spending_of(LIMITS)
-
-    def line(step, calls, usd):
-        at[0] = step
-        with open_account(tmp_path / "b.json") as account:
-            account.services = {"judge_a": Spent(calls=calls, usd=usd)}
-        return spending.figures("train")
-
-    assert line(1, 100, 1.0) == {"budget/calls": 100, "budget/usd": 1.0, "budget/forecast": pytest.approx(0.1)}
-    # 20 calls and 1 USD a step, 56 steps to come: 1,280 calls of 1,000, and 60 USD of 100
-    assert line(4, 160, 4.0)["budget/forecast"] == pytest.approx(1.28)
-    assert line(60, 400, 90.0)["budget/forecast"] == pytest.approx(0.9)
-    assert spending.figures("eval") == {}
-    assert [*spending_of().figures("train")] == ["budget/calls", "budget/usd"]
-
-
 def test_what_was_spent_is_said_where_there_is_a_budget():
     assert spent({"budget/calls": 1234.0, "budget/usd": 0.417}) == "spent 1,234 calls, 0.42 USD"
     assert spent({"budget/calls": 9.0, "budget/usd": 0.0031}) == "spent 9 calls, 0.0031 USD"
-    assert spent({"budget/calls": 9.0, "budget/forecast": 1.28}) == "spent 9 calls, at the end 128% of the limit"
     assert spent({"reward": 1.0}) == ""
     account = Account(services={"judge_a": Spent(calls=1000, usd=0.42)}, refused={"max_calls": 1000.0})
     assert reported(account, account.reached(LIMITS)) == (

@@ -1,25 +1,122 @@
-"""The judge's client: which provider is asked, and how several verdicts become one.
-
-Owns rubrics, the order and weights of providers, repeats and their aggregation. `launch.assembly` makes it.
-"""
+"""The seam for a judge, and the client of judge services: rubrics, which provider is asked, and how several verdicts
+become one."""
 
 import asyncio
 import hashlib
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 
 from salesrl_trl.data.files import nearest_file, read_small, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.judge_interface import Candidates, Judge
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
-from salesrl_trl.judged.verdict import MESSAGE_VERSION
+from salesrl_trl.judged.verdict import MESSAGE_VERSION, Candidates
 from salesrl_trl.service.event_loop import seconds_or_error
+from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
+
+
+class Judge(ABC):
+    """Scores answers, whatever it asks. It is handed to `SalesReward` as an object, or named by its dotted path in the
+    setting `judge_providers`. Only `judge` has to be written. One with `orders` has `judge_group` too.
+
+        class Shortest(Judge):
+            async def judge(self, rubric, row, action, candidate, reference):
+                score = 1 / (1 + len(candidate.text) / 400)
+                return Verdict(candidate=score, reference=None if reference is None else 0.5, reason="by length")
+
+    One object serves all completions, many at a time, on one event loop. Work that blocks, such as a model on this
+    machine, belongs into `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of
+    its own. So load a model at the first call, not at construction.
+    """
+
+    orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
+    provider_names: tuple[str, ...] = ()
+    """Everything with usage of its own, in a fixed order."""
+    transports: Mapping[str, Transport] = MappingProxyType({})
+    """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
+
+    async def judge_group(
+        self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+    ) -> Sequence[Verdict]:
+        """Score several candidates to one row together, each with the reference beside it: as `judge`, a verdict for
+        each candidate. Where it raises a `ServiceError` they are judged one by one, in the time that is left."""
+        raise NotImplementedError(f"{type(self).__name__} has `orders`. Expected a method `judge_group`.")
+
+    @abstractmethod
+    async def judge(
+        self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
+    ) -> Verdict:
+        """Score the candidate and, beside it, the reference.
+
+        Args:
+            rubric (`str`):
+                What to judge by: the branch's name, or `<rubric>` of a component `judge_<rubric>`.
+            row (`SalesRow`):
+                The conversation, its branch and the documents known to answer it.
+            action (`Action`):
+                What the policy wrote.
+            candidate (`Answer`):
+                The 8B endpoint's answer to the action.
+            reference (`Answer`, *optional*):
+                The 32B endpoint's answer, where there is one. It has a score exactly where it is there.
+
+        Raises:
+            `JudgeInvalid`: answers that are no verdict.
+            `ServiceError`: no answer.
+        """
+
+    def identity(self, rubric: str) -> str:
+        """A hash of everything that decides a verdict beside the material, for cache keys. No credential. By default
+        the class and the rubric's name: one whose verdicts depend on more, such as a model's file, adds it."""
+        return cache_key("judge", *self.places.values(), rubric)
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """The model and address of each service, by its name, for messages. Reason codes begin with that name."""
+        return {"judge": f"{type(self).__module__}.{type(self).__qualname__}"}
+
+    def drain_usage(self) -> dict[str, ProviderUsage]:
+        """Usage by provider, since the last time."""
+        return {}
+
+    def drain_records(self) -> Sequence[JudgeRecord]:
+        """Every valid verdict since the last time."""
+        return ()
+
+    async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> Mapping[str, float | ServiceError]:
+        """Ask for one verdict. Returns by service name the seconds it took, or what went wrong."""
+        asked = await seconds_or_error(lambda: self.judge(row.branch, row, action, answer, answer))
+        return dict.fromkeys(self.places, asked)
+
+    async def aclose(self) -> None:  # noqa: B027  for those that have something to close
+        """Close what belongs to the running event loop. The next call opens it again."""
+
+
+async def judged(
+    judge: Judge, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
+) -> Sequence[Verdict]:
+    """The verdicts on one alone, or on several together. Raises as `Judge.judge` does."""
+    if len(candidates) > 1:
+        verdicts = await judge.judge_group(rubric, row, candidates, reference)
+    else:
+        verdicts = [await judge.judge(rubric, row, *candidates[0], reference)]
+    check_verdicts(len(candidates), reference is not None, verdicts)
+    return verdicts
+
+
+def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdict]) -> None:
+    if len(verdicts) != count:
+        raise JudgeInvalid(f"{len(verdicts)} verdicts on {count} candidates", code="judge_wrong_candidates")
+    if any((verdict.reference is not None) != expect_reference for verdict in verdicts):
+        raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")
+
 
 AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -31,24 +128,21 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 
 def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: bool = False) -> dict[str, str]:
     """Rubrics by name: `<name>.txt` in `directory`, else the packaged one. `direct`: as in `packaged_rubrics`."""
-    packaged = packaged_rubrics(direct)
+    paths = packaged_rubrics(direct)
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct it.")
-    paths = {
-        name: folder / f"{name}.txt" if folder and (folder / f"{name}.txt").is_file() else packaged.get(name)
-        for name in names
-    }
-    lacking = [f"{name}.txt" for name, path in paths.items() if path is None]
-    if lacking:
+    if folder is not None:
+        paths |= {name: folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()}
+    if lacking := [f"{name}.txt" for name in names if name not in paths]:
         raise ConfigError(
             f"rubrics are missing: {', '.join(lacking)}. Expected a text file for each branch and each "
             f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
             "or `branch_reward_weights`."
         )
     rubrics = {}
-    for name, path in paths.items():
-        assert path is not None
+    for name in names:
+        path = paths[name]
         try:
             rubrics[name] = read_small(path)
         except (OSError, UnicodeDecodeError) as error:
@@ -67,14 +161,9 @@ def packaged_rubrics(direct: bool = False) -> dict[str, Path]:
 class JudgeClient(Judge):
     """Asks one of several OpenAI-compatible models for a verdict.
 
-    The weights decide which provider is asked first. It is the same provider for the same material. If it fails or
-    gives no valid verdict, the others follow in the order in which they are listed.
-
-    With `orders` the completions of a prompt are judged together, once in each of so many orders.
-
-    A rubric is the system message of its judge; a branch's rubric has the branch's name. With several `repeats` the
-    order of candidate and reference alternates. If more than half of the repeats are valid, `aggregation`, a key of
-    `AGGREGATIONS`, makes one verdict of them.
+    The weights decide which provider is asked first, the same one for the same material. If it fails or gives no valid
+    verdict, the others follow as they are listed. `repeats` are verdicts on a completion; with `orders` those of a
+    prompt are judged together, so often. If more than half are valid, `aggregation` makes one verdict of them.
     """
 
     def __init__(
@@ -90,24 +179,17 @@ class JudgeClient(Judge):
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
-        asked = [
-            (
-                (provider.base_url, provider.model, provider.weight),
-                (
-                    provider.temperature, provider.max_completion_tokens, provider.response_format,
-                    dict(provider.extra_body),
-                ),
-            )
-            for provider in providers
-        ]  # fmt: skip
-        self._identities = {
-            name: cache_key("judge", MESSAGE_VERSION, asked, rubric, repeats, aggregation)
-            for name, rubric in rubrics.items()
-        }
         self._records: list[JudgeRecord] = []
 
     def identity(self, rubric: str) -> str:
-        return self._identities[rubric]
+        asked = [
+            (
+                provider.base_url, provider.model, provider.weight, provider.temperature,
+                provider.max_completion_tokens, provider.response_format, dict(provider.extra_body),
+            )
+            for provider in (client.settings for client in self._all)
+        ]  # fmt: skip
+        return cache_key("judge", MESSAGE_VERSION, asked, self._rubrics[rubric], self._repeats, self._aggregation)
 
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
@@ -125,7 +207,6 @@ class JudgeClient(Judge):
         return self._merge(await asyncio.gather(*asked, return_exceptions=True))
 
     def material(self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None) -> Material:
-        """Everything that a provider is asked about. Arguments as in `Judge.judge_group`."""
         return Material(rubric, self._rubrics[rubric], row, candidates, reference)
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
@@ -143,7 +224,6 @@ class JudgeClient(Judge):
         }
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
-        """Ask every provider once, by the branch's rubric. Returns seconds, or the error, by service name."""
         material = self.material(row.branch, row, [(action, answer)], answer)
         asked = [partial(provider.ask, material, order=(0, 1), patient=True) for provider in self._all]
         results = await asyncio.gather(*map(seconds_or_error, asked))
@@ -169,8 +249,9 @@ class JudgeClient(Judge):
             for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
                 behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
                 first = None if behind == 0 else behind < 0
-                record = JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
-                self._records.append(record)
+                self._records.append(
+                    JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
+                )
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         assert failure is not None
         raise failure
@@ -186,7 +267,6 @@ class JudgeClient(Judge):
         return providers
 
     def _merge(self, results: Sequence[list[Verdict] | BaseException]) -> list[Verdict]:
-        """One verdict on each candidate, of those of all requests."""
         valid = [result for result in results if not isinstance(result, BaseException)]
         errors = [result for result in results if isinstance(result, BaseException)]
         for error in errors:
