@@ -17,7 +17,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files, run_of
 from salesrl_trl.record.replay import recorded_name
-from salesrl_trl.record.view.report_page import write_report
+from salesrl_trl.record.report import write_report
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
 from salesrl_trl.rollout.in_flight import AT_ONCE

@@ -2,18 +2,13 @@
 
 Owns tables in a temporary database, the search for a text, and which file and row an id means. The runs' files are
 only read, and have no index by reward or outcome. `queries` asks it, the viewer's thread refreshes it.
-
-What people wrote about completions, a flag and a note, is in `record/notes.jsonl` beside the record of a run. A line
-has the place of a completion and its time, so that a note is not shown for another completion that a later run wrote
-in its place. Every change writes the file whole; lines that are no notes stay, because somebody wrote them.
 """
 
 import json
 import re
 import sqlite3
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,78 +16,7 @@ from typing import Any
 
 from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import make_private, write_whole
 from salesrl_trl.record.reader import LOCK_WAIT_S, VERSION, address, rank_of, record_files, unpacked
-
-NOTES_FILE = "notes.jsonl"
-FLAGS = ("good", "bad", "check")
-MOST_NOTE_CHARS = 20_000
-PLACE = ("rank", "id", "time")
-Answer = dict[str, Any]
-
-
-class Notes:
-    """The notes of some runs, in the table `notes` of the viewer's database. Its callers hold the database's lock."""
-
-    def __init__(self, db: sqlite3.Connection, runs: Sequence[Path]) -> None:
-        self._db = db
-        self._files = [record_files(run)[0].parent / NOTES_FILE for run in runs]
-        self._seen: dict[int, tuple[int, int]] = {}  # time and size of each file when it was read
-
-    def refresh(self) -> bool:
-        """Read the files that have changed, for example by another viewer. Returns whether one had."""
-        return sum(self._read(run) for run in range(len(self._files))) > 0
-
-    def write(self, completion: sqlite3.Row, flag: str, note: str) -> None:
-        """Keep a flag and a note of a completion; nothing is kept of two empty ones. Raises `ValueError` for a flag
-        that is none, and for a note that is too long."""
-        if flag not in ("", *FLAGS):
-            raise ValueError(f"there is no flag {flag!r}")
-        if len(note) > MOST_NOTE_CHARS:
-            raise ValueError(f"a note has at most {MOST_NOTE_CHARS:,} characters")
-        run, path = completion["run"], self._files[completion["run"]]
-        place = {name: completion[name] for name in PLACE}
-        known = ((line, _note(line) or {}) for line in _lines(path))
-        lines = [line for line, old in known if any(old.get(name) != place[name] for name in ("rank", "id"))]
-        if flag or note.strip():
-            told = {name: completion[name] for name in ("step", "row")}
-            written = {**place, **told, "flag": flag, "note": note.strip(), "written": round(time.time(), 3)}
-            lines.append(json.dumps(written, ensure_ascii=False))
-        make_private(path.with_suffix(".new"))  # which takes the file's place
-        write_whole(path, "".join(f"{line}\n" for line in lines))
-        self._read(run)
-
-    def _read(self, run: int) -> bool:
-        path = self._files[run]
-        state = path.stat() if path.is_file() else None
-        seen = (0, 0) if state is None else (state.st_mtime_ns, state.st_size)
-        if self._seen.get(run, (0, 0)) == seen:
-            return False
-        self._db.execute("DELETE FROM notes WHERE run = ?", (run,))
-        self._db.executemany(
-            "INSERT OR REPLACE INTO notes VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (run, *(note[name] for name in PLACE), str(note.get("flag", "")), str(note.get("note", "")))
-                for note in filter(None, map(_note, _lines(path)))
-            ],
-        )
-        self._seen[run] = seen
-        return True
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-
-
-def _note(line: str) -> Answer | None:
-    """The note of a line. `None` for one that is none: somebody wrote it by hand."""
-    try:
-        note = json.loads(line)
-    except ValueError:
-        return None
-    is_note = isinstance(note, dict) and all(isinstance(note.get(name), int | float) for name in PLACE)
-    return note if is_note else None
-
 
 CHUNK = 4000  # rows that are read in one go. A question waits no longer than for that.
 CACHE_KIB = 65_536
@@ -151,17 +75,14 @@ class Index:
         self.lock = threading.RLock()
         self.version = 0  # rises with everything that is read
         self.reading = True  # whether there was more to read when it was last looked
-        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})
-        """What there is to choose from, and the version that it was counted at."""
+        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})  # what there is to choose from, at this version
         self.trouble = ""  # why the last look at the files failed
-        self._searched = ("", -1)  # the word whose places `matches` holds, and the version at which they were searched
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(SQL["tables"])
-        self.notes = Notes(self.db, runs)
 
     def close(self) -> None:
         with self.lock:
@@ -174,24 +95,13 @@ class Index:
                 return source
         raise KeyError((run, rank))
 
-    def find(self, word: str) -> None:
-        """Put into `matches` which completions have the word in text, prompt or the judge's words, in any case."""
-        if self._searched != (word, self.version):
-            self.db.execute("DELETE FROM matches")
-            self.db.execute(SQL["find"], {"word": word.lower()})
-            self._searched = (word, self.version)
-
-    def refresh(self, is_over: Callable[[], bool] = lambda: False) -> int:
-        """Read what is new in all files, until it is over. Returns the number of completions that were read."""
-        read = 0
+    def refresh(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Read what is new in all files, until it is over."""
         for source in self._current_sources():
             if _has_tables(source.path):
-                while not is_over() and (more := self._read(source)):
-                    read += more
-        with self.lock:
-            self.version += self.notes.refresh()
+                while not is_over() and self._read(source):
+                    pass
         self.reading = False
-        return read
 
     def _current_sources(self) -> list[Source]:
         """The files as they are now. What was read from one that is no longer the run's is forgotten."""
@@ -203,9 +113,9 @@ class Index:
             self._sources.setdefault((number, path), Source(run=number, rank=rank_of(path) or 0, path=path))
         return list(self._sources.values())
 
-    def _read(self, source: Source) -> int:
-        """Read the next rows of one file. They stay together: a question sees all of them or none. Inside of the
-        transaction, what the file's writer does is not seen. What fails leaves the index as it was."""
+    def _read(self, source: Source) -> bool:
+        """Read the next rows of one file, if there are any. They stay together: a question sees all of them or none.
+        Inside of the transaction, what the file's writer does is not seen. What fails leaves the index as it was."""
         before = source.last, source.last_time, source.dropped
         with self.lock:
             self.db.execute("ATTACH ? AS source", (address(source.path),))
@@ -225,7 +135,7 @@ class Index:
                 raise
             finally:
                 self.db.execute("DETACH source")
-        return len(rows)
+        return bool(rows)
 
     def _forget_what_is_gone(self, source: Source) -> None:
         """All of a file that was written anew, and the steps that its writer has dropped."""

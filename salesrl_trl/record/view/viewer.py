@@ -1,16 +1,14 @@
-"""The viewer's server: on loopback, for reading and for notes. Called by `record.view.__main__`.
+"""The viewer's server: on loopback, for reading.
 
 A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
 points at this machine. It must also have the key of the address, which other users of the machine don't know.
 """
 
-import itertools
 import json
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,8 +23,6 @@ LOOPBACK = (HOST, "localhost", "::1")
 FOLLOW_S = 2.0  # between two looks at the files
 IDLE_S = 60
 MOST_FIELDS = 40
-MOST_BODY = 200_000
-LINES_AT_ONCE = 500
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -38,9 +34,7 @@ QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
     "list": queries.listing,
     "overview": queries.overview,
     "completion": lambda index, params: queries.completion(index, params.get("id", "")),
-    "row": queries.row_over_time,
     "compare": queries.comparison,
-    "histogram": queries.histogram,
     "report": queries.report,
 }
 
@@ -98,30 +92,12 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "":
             return self._send(HTTPStatus.OK, self.server.page.html)
         question = QUESTIONS.get(path.removeprefix("api/")) if path and path.startswith("api/") else None
-        params = partial(parse_qsl, query, max_num_fields=MOST_FIELDS)
-        if path == "api/export":
-            return self._answer(lambda: queries.export(self.server.index, dict(params())))
         if question is not None:
-            return self._answer(lambda: question(self.server.index, dict(params())))
+            return self._answer(
+                lambda: question(self.server.index, dict(parse_qsl(query, max_num_fields=MOST_FIELDS)))
+            )
         if path is not None:
             self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
-
-    def do_POST(self) -> None:
-        """A note of a completion: the only thing that is written, and by the server's own page alone."""
-        path, _ = self._asked()
-        size = self.headers.get("Content-Length", "")
-        self.close_connection = True  # a body that is not read is no next request
-        if path is None:
-            return
-        if path != "api/note":
-            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
-        kind, origin = self.headers.get("Content-Type", ""), self.headers.get("Origin")
-        if origin != f"http://{self.headers['Host']}" or not kind.startswith("application/json"):
-            return self._send(HTTPStatus.FORBIDDEN, {"error": "a note is written by the viewer's own page alone"})
-        if not size.isdecimal() or int(size) > MOST_BODY:
-            return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": "a note is no longer than that"})
-        body = self.rfile.read(int(size))
-        self._answer(lambda: queries.keep_note(self.server.index, json.loads(body)))
 
     def _asked(self) -> tuple[str | None, str]:
         """Path below the key, and query. `None` for a path that has been refused."""
@@ -150,15 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
         except Exception as error:  # whatever it is, the page says so
             answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
-        self._send_lines(answer) if isinstance(answer, Iterator) else self._send(status, answer)
-
-    def _send_lines(self, lines: Iterator[str]) -> None:
-        """A file of lines, which ends with the connection: nobody knows its length before."""
-        self.close_connection = True
-        named = {"Content-Disposition": 'attachment; filename="completions.jsonl"', "Connection": "close"}
-        self._send_head(HTTPStatus.OK, "application/jsonl", named)
-        while part := "".join(itertools.islice(lines, LINES_AT_ONCE)):
-            self.wfile.write(part.encode(errors="replace"))
+        self._send(status, answer)
 
     def _send(self, status: HTTPStatus, content: object) -> None:
         is_page = isinstance(content, str)
@@ -166,14 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = text.encode(errors="replace")
         policy = self.server.page.policy if is_page else "default-src 'none'"
         headers = {"Content-Length": str(len(body)), "Content-Security-Policy": policy}
-        self._send_head(status, "text/html" if is_page else "application/json", headers)
-        self.wfile.write(body)
-
-    def _send_head(self, status: HTTPStatus, kind: str, headers: Mapping[str, str]) -> None:
         self.send_response(status)
+        kind = "text/html" if is_page else "application/json"
         for name, value in {"Content-Type": f"{kind}; charset=utf-8", **headers, **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Say nothing: addresses have a key and words that somebody looked for."""
