@@ -22,6 +22,7 @@ Answer = dict[str, Any]
 EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
+READING_S = 0.5  # longest reading that one question for the state waits for
 MOST_WHOLE = 2**53
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
@@ -85,7 +86,8 @@ def _condition(params: Params) -> tuple[str, list[Any]]:
 
 
 def state(index: Index) -> Answer:
-    """Runs, and what there is to choose from."""
+    """Runs, and what there is to choose from, after a look at their files."""
+    index.refresh(READING_S)
     with index.lock:
         runs = []
         for at, path in enumerate(index.runs):
@@ -98,7 +100,7 @@ def state(index: Index) -> Answer:
             numbers = ", ".join(f"count({name}) AS {name}" for name in MEASURED)
             facets["has"] = dict(index.db.execute(f"SELECT {numbers} FROM completions").fetchone())
             index.facets = (index.version, facets)
-        progress = {"version": index.version, "reading": index.reading, "trouble": index.trouble}
+        progress = {"version": index.version, "reading": index.reading}
         return {**progress, "runs": runs, "facets": index.facets[1]}
 
 
@@ -188,7 +190,7 @@ def completion(index: Index, name: str) -> Answer:
     """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
     numbers, and `messages`, `turns`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
     run, rank, number = place_of(name)
-    with closing(open_record(index.source(run, rank).path)) as file:
+    with closing(open_record(index.path(run, rank))) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
         if row is None:
             raise KeyError(name)

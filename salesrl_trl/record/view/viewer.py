@@ -7,7 +7,6 @@ points at this machine. It must also have the key of the address, which other us
 import json
 import secrets
 import sys
-import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +19,6 @@ from salesrl_trl.record.view.record_index import Index
 
 HOST = "127.0.0.1"
 LOOPBACK = (HOST, "localhost", "::1")
-FOLLOW_S = 2.0  # between two looks at the files
 IDLE_S = 60
 MOST_FIELDS = 40
 HEADERS = {
@@ -40,7 +38,7 @@ QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves an index, and follows its files. Port 0 is a free one."""
+    """Serves an index. Port 0 is a free one."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -50,35 +48,16 @@ class Viewer(ThreadingHTTPServer):
         self.index = index
         self.key = secrets.token_urlsafe(12)
         self.page = page()
-        self._ended = threading.Event()
-        self._follower = threading.Thread(target=self._follow, name="follow", daemon=True)
-        self._follower.start()
-        super().__init__((HOST, port), _Handler)  # calls `server_close` where the port is taken
+        super().__init__((HOST, port), _Handler)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/{self.key}/"
 
-    def _follow(self) -> None:
-        while True:
-            try:
-                self.index.refresh(self._ended.is_set)
-                self.index.trouble = ""
-            except Exception as error:  # whatever it is, the page says so, and the next look may do
-                self.index.trouble = f"{type(error).__name__}: {error}"
-            if self._ended.wait(FOLLOW_S):
-                return
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that left before it had its answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
-
-    def server_close(self) -> None:
-        """Stop following. The index stays open: it is not the server's."""
-        self._ended.set()
-        self._follower.join()
-        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

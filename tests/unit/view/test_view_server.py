@@ -8,12 +8,10 @@ import zlib
 from html import unescape
 
 import pytest
-from support.seconds import until
 from support.synthetic_record import HOSTILE, Rank
 from support.viewing import asked, served
 
 from salesrl_trl.record.view import __main__ as command
-from salesrl_trl.record.view import viewer as server
 from salesrl_trl.record.view.page import ASSETS, PREACT, page
 
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
@@ -89,29 +87,27 @@ def test_texts_of_a_page_alone_can_not_end_its_data():
     assert "connect-src 'none'" in unescape(html)
 
 
-def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "FOLLOW_S", 0.02)
+def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path):
     rank = Rank(tmp_path, 0)
     rank.add(text="first")
     with served(tmp_path) as viewer:
-        until(lambda: asked(viewer, "api/list")[2]["total"] == 1)
+        assert asked(viewer, "api/state")[2]["runs"][0]["many"] == 1
         rank.add(text="second", step=2)
-        until(lambda: asked(viewer, "api/list")[2]["total"] == 2)
+        assert asked(viewer, "api/state")[2]["runs"][0]["many"] == 2
         assert asked(viewer, "api/list")[2]["items"][0]["text"] == "second"
     rank.file.close()
 
 
-def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "FOLLOW_S", 0.02)
+def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path):
     rank = Rank(tmp_path, 0)
     rank.add(prompt=rank.file.execute("INSERT INTO texts VALUES (7, x'', x'00')").lastrowid)  # no zlib
     with served(tmp_path) as viewer:
-        until(lambda: asked(viewer, "api/state")[2]["trouble"].startswith("error: "))
-        status, _, body = asked(viewer, "api/completion", id="0-0-1")
-        assert (status, body["error"].startswith("error: ")) == (500, True)
+        for question in ({"path": "api/state"}, {"path": "api/completion", "id": "0-0-1"}):
+            status, _, body = asked(viewer, **question)
+            assert (status, body["error"].startswith("error: ")) == (500, True)
         rank.file.execute("UPDATE texts SET body = ?", (zlib.compress(b'"mended"'),))
-        until(lambda: asked(viewer, "api/list", text="mended")[2]["total"] == 1)
-        until(lambda: asked(viewer, "api/state")[2]["trouble"] == "")
+        assert asked(viewer, "api/state")[0] == 200
+        assert asked(viewer, "api/list", text="mended")[2]["total"] == 1
     rank.file.close()
 
 

@@ -77,7 +77,7 @@ function Report({ figures, error }, params) {
     Fragment,
     null,
     h("div", { class: "head" }, h(Title, null, t("report"), " · ", runName(Number(run))), h("form", { class: "choices" }, h(RunChoice, { run }))),
-    h(Note, null, page.state.runs[run].path),
+    h(Note, null, page.state.runs[run]?.path),
     error ? h(Note, null, t("no_report"), " ", error) : h("div", { class: "report" }, h(Figures, { figures })),
   );
 }

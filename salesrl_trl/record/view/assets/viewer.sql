@@ -8,6 +8,7 @@ CREATE TABLE completions (
     reward, reference_reward, advantage, judge_s, tokens, staleness, time,
     prompt
 );
+CREATE INDEX by_file ON completions (run, rank, step);
 CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
 CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
