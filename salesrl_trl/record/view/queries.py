@@ -9,7 +9,6 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import open_record, text_of, values_of
@@ -17,7 +16,7 @@ from salesrl_trl.record.report import figures_of, read_run
 from salesrl_trl.record.view.record_index import SQL, Index, messages
 
 Params = Mapping[str, str]
-Answer = dict[str, Any]
+Answer = dict[str, object]
 
 EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
@@ -65,8 +64,8 @@ def _mode(params: Params) -> str:
     return params.get("mode") or "train"
 
 
-def _condition(params: Params) -> tuple[str, list[Any]]:
-    terms, values = ["1"], list[Any]()
+def _condition(params: Params) -> tuple[str, list[object]]:
+    terms, values = ["1"], list[object]()
     if params.get("run"):
         terms.append("run = ?")
         values.append(whole(params, "run"))

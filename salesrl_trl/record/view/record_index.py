@@ -10,7 +10,6 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
@@ -23,7 +22,7 @@ _NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.
 SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))  # statements by name
 
 
-def messages(prompt: object) -> list[dict[str, Any]]:
+def messages(prompt: object) -> list[dict[str, object]]:
     """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names. Calls of
     tools stay as they are, in `tool_calls`."""
     if not isinstance(prompt, list):
@@ -141,7 +140,7 @@ class Index:
         known = self.db.execute("SELECT id FROM prompts WHERE run = :run AND rank = :rank", numbers).fetchall()
         for prompt in {row["prompt"] for row in rows} - {row["id"] for row in known}:
             (body,) = self.db.execute("SELECT body FROM source.texts WHERE id = ?", (prompt,)).fetchone()
-            text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
+            text = "\n".join(str(message["content"]) for message in messages(json.loads(unpacked(body)))).lower()
             self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (run, rank, prompt, text))
         (before,) = self.db.execute("SELECT coalesce(max(n), 0) FROM completions").fetchone()
         self.db.execute(SQL["copy"], numbers)
