@@ -62,7 +62,7 @@ def write_report(
     state = {"runs": [{"name": folder.resolve().name, "path": str(folder)}], "facets": {}}
     html.parent.mkdir(parents=True, exist_ok=True)
     data = {"state": state, "report": {"figures": figures}, "language": language}
-    html.write_text(page(data).html, encoding="utf-8", errors="replace")
+    html.write_text(page(data), encoding="utf-8", errors="replace")
     return html
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from salesrl_trl.ground.tables import filled
 
@@ -25,15 +24,9 @@ _EXPORT = re.compile(r"^export (?=\w)", re.MULTILINE)
 _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)?$")
 
 
-class Page(NamedTuple):
-    """A page, and its Content-Security-Policy: this script, this style, requests to the own server or none."""
-
-    html: str
-    policy: str
-
-
-def page(data: Mapping[str, object] | None = None) -> Page:
-    """The page. Without `data` it asks its server; with it, it is a report that stands alone."""
+def page(data: Mapping[str, object] | None = None) -> str:
+    """The page. Without `data` it asks its server; with it, it is a report that stands alone. By its policy it runs
+    this script, has this style, and asks its own server or nobody."""
     script, style = _script(), (ASSETS / "style.css").read_text("utf-8")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
@@ -41,11 +34,7 @@ def page(data: Mapping[str, object] | None = None) -> Page:
     )
     # No text of the data can end its element: JSON has no `<` outside of its strings.
     text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    parts = {"policy": policy, "style": style, "script": script, "data": text}
-    return Page(
-        filled(ASSETS / "page.html", **parts),
-        policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1),
-    )
+    return filled(ASSETS / "page.html", policy=policy, style=style, script=script, data=text)
 
 
 @cache

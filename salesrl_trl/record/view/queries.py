@@ -19,10 +19,9 @@ Params = Mapping[str, str]
 Answer = dict[str, object]
 
 EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
-MOST_CHARS = 40_000  # most of one text of a call. The rest is counted.
 PAGE = 50
 READING_S = 0.5  # longest reading that one question for the state waits for
-MOST_WHOLE = 2**53
+MOST_COMPARED = 200  # rows of two runs
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
@@ -55,8 +54,6 @@ def number(params: Params, name: str) -> float | None:
 
 def whole(params: Params, name: str, default: int = 0) -> int:
     value = number(params, name)
-    if value is not None and abs(value) > MOST_WHOLE:
-        raise BadQuestionError(f"{name} is too large")
     return default if value is None else int(value)
 
 
@@ -153,27 +150,18 @@ def overview(index: Index, params: Params) -> Answer:
     return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
 
 
-CHANGES = {"largest": "abs(change) DESC", "worse": "change ASC", "better": "change DESC"}
-
-
 def comparison(index: Index, params: Params) -> Answer:
     """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated. `params` has `one`
-    and `other`, numbers of runs, `mode`, an `order` of `CHANGES`, and `offset`. The answer has the `total` of rows in
-    both, their mean `change`, how many got `better` and `worse`, `rows`, and `next`, an offset or `None`."""
-    order = params.get("order") or "largest"
-    if order not in CHANGES:
-        raise BadQuestionError(f"there is no order {order!r}")
-    offset = max(whole(params, "offset"), 0)
+    and `other`, numbers of runs, and `mode`. The answer has the `total` of rows in both, their mean `change`, how many
+    got `better` and `worse`, and `rows`, those with the largest change."""
     runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": _mode(params)}
     with index.lock:
         index.db.execute("DROP TABLE IF EXISTS compared")
         index.db.execute(SQL["compared"], runs)
         sums = index.db.execute(SQL["changes"]).fetchone()
-        rows = index.db.execute(
-            f"SELECT * FROM compared ORDER BY {CHANGES[order]}, row LIMIT ? OFFSET ?", (PAGE + 1, offset)
-        ).fetchall()
-    more = len(rows) > PAGE
-    return {**dict(sums), "rows": [dict(row) for row in rows[:PAGE]], "next": offset + PAGE if more else None}
+        largest = "SELECT * FROM compared ORDER BY abs(change) DESC, row LIMIT ?"
+        rows = index.db.execute(largest, (MOST_COMPARED,)).fetchall()
+    return {**dict(sums), "rows": [dict(row) for row in rows]}
 
 
 def place_of(name: str) -> tuple[int, int, int]:
@@ -199,10 +187,7 @@ def completion(index: Index, name: str) -> Answer:
         for call in file.execute("SELECT * FROM calls WHERE completion = ? ORDER BY time, id", (number,)):
             shown = {column: call[column] for column in ("service", "path", "time", "seconds", "failure")}
             for column in ("request", "answer"):
-                text = None if call[column] is None else text_of(file, call[column])
-                if text is not None and len(text) > MOST_CHARS:
-                    text = f"{text[:MOST_CHARS]}\n… {len(text) - MOST_CHARS:,} more characters"
-                shown[column] = text
+                shown[column] = None if call[column] is None else text_of(file, call[column])
             calls.append(shown)
     prompt, turns = values.pop("prompt"), values["turns"]
     del values["digest"]

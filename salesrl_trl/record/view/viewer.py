@@ -27,12 +27,13 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
-    "state": lambda index, _: queries.state(index),
-    "list": queries.listing,
-    "overview": queries.overview,
-    "completion": lambda index, params: queries.completion(index, params.get("id", "")),
-    "compare": queries.comparison,
-    "report": queries.report,
+    "": lambda *_: page(),
+    "api/state": lambda index, _: queries.state(index),
+    "api/list": queries.listing,
+    "api/overview": queries.overview,
+    "api/completion": lambda index, params: queries.completion(index, params.get("id", "")),
+    "api/compare": queries.comparison,
+    "api/report": queries.report,
 }
 
 
@@ -46,7 +47,6 @@ class Viewer(ThreadingHTTPServer):
     def __init__(self, index: Index, port: int = 0) -> None:
         self.index = index
         self.key = secrets.token_urlsafe(12)
-        self.page = page()
         super().__init__((HOST, port), _Handler)
 
     @property
@@ -66,15 +66,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, query = self._asked()
-        if path == "":
-            return self._send(HTTPStatus.OK, self.server.page.html)
-        question = QUESTIONS.get(path.removeprefix("api/")) if path and path.startswith("api/") else None
-        if question is not None:
-            return self._answer(
-                lambda: question(self.server.index, dict(parse_qsl(query, max_num_fields=MOST_FIELDS)))
-            )
-        if path is not None:
-            self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
+        if path is None:
+            return
+        answer: object
+        try:
+            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
+            answer, status = QUESTIONS[path](self.server.index, params), HTTPStatus.OK
+        except KeyError:
+            answer, status = {"error": "nothing is here"}, HTTPStatus.NOT_FOUND
+        except ValueError as error:
+            answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
+        except Exception as error:  # whatever it is, the page says so
+            answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
+        self._send(status, answer)
 
     def _asked(self) -> tuple[str | None, str]:
         """Path below the key, and query. `None` for a path that has been refused."""
@@ -93,27 +97,18 @@ class _Handler(BaseHTTPRequestHandler):
             return None, ""
         return path, query
 
-    def _answer(self, question: Callable[[], object]) -> None:
-        answer: object
-        try:
-            answer, status = question(), HTTPStatus.OK
-        except KeyError:
-            answer, status = {"error": "there is no such completion"}, HTTPStatus.NOT_FOUND
-        except ValueError as error:
-            answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        except Exception as error:  # whatever it is, the page says so
-            answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
-        self._send(status, answer)
-
     def _send(self, status: HTTPStatus, content: object) -> None:
+        """Send a page or a JSON value. A page has a policy of its own beside that of its head."""
         is_page = isinstance(content, str)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         body = text.encode(errors="replace")
-        policy = self.server.page.policy if is_page else "default-src 'none'"
-        headers = {"Content-Length": str(len(body)), "Content-Security-Policy": policy}
         self.send_response(status)
-        kind = "text/html" if is_page else "application/json"
-        for name, value in {"Content-Type": f"{kind}; charset=utf-8", **headers, **HEADERS}.items():
+        headers = {
+            "Content-Type": "text/html; charset=utf-8" if is_page else "application/json; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": "frame-ancestors 'none'" if is_page else "default-src 'none'",
+        }
+        for name, value in {**headers, **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -55,17 +55,14 @@ def test_questions_without_an_answer_have_a_status_and_a_message(viewer):
     assert asked(viewer, "api/nothing")[0] == asked(viewer, "nothing")[0] == 404
     status, _, body = asked(viewer, "api/list", reward_min="much")
     assert (status, body["error"]) == (400, "reward_min is no number")
-    for large in ({"run": "1e30"}, {"after": "1~-1e30"}):
-        status, _, body = asked(viewer, "api/list", **large)
-        assert (status, body["error"].endswith("is too large")) == (400, True)
 
 
 def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(viewer):
     _, headers, html = asked(viewer, "")
-    policy = headers["Content-Security-Policy"]
-    assert policy.startswith("default-src 'none'; frame-ancestors 'none'; script-src 'sha256-")
-    assert "connect-src 'self'" in policy
-    assert "unsafe" not in policy
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    policy = unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1])
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src 'self'" in policy and "unsafe" not in policy
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Cache-Control"] == "no-store"
     # One script that runs and one style, both inside; no address but the empty picture of the tab.
@@ -81,7 +78,7 @@ def test_the_vendored_library_is_the_released_file():
 
 
 def test_texts_of_a_page_alone_can_not_end_its_data():
-    html = page({"text": f"</script>{HOSTILE}"}).html
+    html = page({"text": f"</script>{HOSTILE}"})
     assert HOSTILE not in html
     assert "\\u003cscript>document.title" in html
     assert "connect-src 'none'" in unescape(html)

@@ -112,7 +112,7 @@ async function follow() {
     page.state = { ...page.state, trouble: error.message };
   }
   const { route, data } = page.shown ?? {};
-  const still = ["completion", "report"].includes(route) || { list: data?.items, compare: data?.rows }[route]?.length > PAGE;
+  const still = ["completion", "report"].includes(route) || (route === "list" && data.items.length > PAGE);
   const isNew = page.follow && page.state.version !== page.seen && !still;
   if (!page.busy && (!page.shown || isNew)) await load({ quiet: true });
   else draw();

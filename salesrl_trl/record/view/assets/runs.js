@@ -1,7 +1,7 @@
 // Two runs side by side.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, signed, t, whole } from "./words.js";
-import { ask, draw, page, views } from "./core.js";
+import { ask, page, views } from "./core.js";
 import { Chart } from "./chart.js";
 import { ofRow } from "./list.js";
 import { branchesOf, lineOf } from "./overview.js";
@@ -60,17 +60,6 @@ function Compared(data, params) {
       Section,
       { title: t("rows_both") },
       h("p", null, data.total ? t("compare_told", whole(data.total), signed(data.change), whole(data.better), whole(data.worse)) : t("no_rows")),
-      data.total > 0 && h(
-        "form",
-        { class: "filters row", onSubmit: (event) => event.preventDefault() },
-        h(Select, {
-          name: "order",
-          label: t("order"),
-          options: ["largest", "better", "worse"].map((code) => [code, t(code)]),
-          empty: false,
-          value: params.order || "largest",
-        }),
-      ),
       data.total > 0 && h(Table, {
         caption: t("rows_both"),
         columns: [[t("row"), ""], [manyBranches() ? t("branch") : "", "extra"], ...names.map((name) => [name, "n"]), [t("change"), "n"]],
@@ -82,17 +71,8 @@ function Compared(data, params) {
           signed(each.change),
         ]),
       }),
-      data.next !== null &&
-        h("p", null, h("button", { type: "button", onClick: () => moreRows(data, params) }, t("more"))),
     ),
   );
-}
-
-async function moreRows(data, params) {
-  const next = await ask("compare", { ...chosenRuns(params), order: params.order, offset: data.next });
-  if (page.shown?.data !== data) return;
-  page.shown = { ...page.shown, data: { ...data, next: next.next, rows: [...data.rows, ...next.rows] } };
-  draw();
 }
 
 views.compare = {
@@ -100,7 +80,7 @@ views.compare = {
     if (page.state.runs.length < 2) return null;
     const { one, other, mode } = chosenRuns(params);
     const [found, ...steps] = await Promise.all([
-      ask("compare", { one, other, mode, order: params.order }),
+      ask("compare", { one, other, mode }),
       ask("overview", { run: one, mode }),
       ask("overview", { run: other, mode }),
     ]);
