@@ -91,13 +91,10 @@ class Recorder:
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
         self._unfit = 0
-        self._is_broken = False
         self._thread: threading.Thread | None = None
 
     def record(self, batch: Batch) -> None:
         """Hand over a batch. Does not wait."""
-        if self._is_broken:
-            return
         if self._thread is None:
             self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
             self._thread.start()
@@ -134,12 +131,11 @@ class Recorder:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)
         except Exception as error:  # whatever it is, training goes on
-            self._is_broken = True
             logger.warning(
                 f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training goes on without "
                 "a record."
             )
-            while self._queue.get() is not None:  # `close` waits for room
+            while self._queue.get() is not None:  # further batches are dropped
                 pass
 
     def _opened(self) -> sqlite3.Connection:

@@ -17,7 +17,7 @@ const MOST_POINTS = 360;
 let over = {}; // the chart and the step that the mouse is at
 
 // So that a chart fills its place and its words stay as large as those around it.
-export function widthOf(columns, widest = WIDEST) {
+function widthOf(columns, widest = WIDEST) {
   const wide = Math.min(document.documentElement.clientWidth - 32, widest - 32);
   const some = wide >= 900 ? columns : 1;
   return Math.max(260, (wide - GAP * (some - 1)) / some);

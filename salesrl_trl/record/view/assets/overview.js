@@ -18,7 +18,7 @@ import {
   Title,
 } from "./parts.js";
 
-export const LATEST = 60;
+const LATEST = 60;
 
 export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch))].sort();
 export const lineOf = (steps, branch, value) =>
