@@ -1,6 +1,6 @@
 """Every name that a run leaves behind: phases, stages of a reward, tags of figures, files.
 
-Owns the names, and `FIGURES`: the list of what is logged, which `figures.toml` holds. The console's lines, the report,
+Owns the names, and `FIGURES`: the list of what is logged, which `figures.toml` holds. The console's lines,
 TensorBoard's layout, the ledger and a table in docs/ARCHITECTURE.md are made from it. Standard library only: the
 report starts without torch.
 """

@@ -10,14 +10,13 @@ from contextlib import closing
 
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.record.reader import DAMAGED
 from salesrl_trl.record.view.record_index import Index
 from salesrl_trl.record.view.viewer import Viewer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the page. Returns the exit code."""
-    return exit_code("view", argv, _serve, OverflowError, *DAMAGED)  # the first one: no such port
+    return exit_code("view", argv, _serve, OverflowError)  # which means: no such port
 
 
 def _serve(args: argparse.Namespace) -> None:
