@@ -1,5 +1,5 @@
 """Every name that a run leaves behind: phases, stages of a reward, tags of figures, files. And `FIGURES`, the list of
-what is logged, from which the console's lines, the report, TensorBoard's layout and the ledger are made. Standard
+what is logged, from which the console's lines, TensorBoard's layout and the ledger are made. Standard
 library only: the report starts without torch."""
 
 import itertools
@@ -165,7 +165,6 @@ class Metric(NamedTuple):
     meaning: str
     chart: Sequence[str] | None = None
     console: str = ""
-    report: str = ""
     line: str = ""
 
 
@@ -231,7 +230,6 @@ RUN_FILE = "run.json"  # the command, the package's code and the versions of the
 RECORD_FOLDER = "record"  # with a record: every completion of a run
 SPENT_FILE = "budget.json"  # what the run and its resumes have spent. All ranks write there.
 REPORT_PAGE_FILE = "report.html"
-REPORT_TEXT_FILE = "report.txt"
 CHECKPOINT_FOLDERS = "checkpoint-"  # transformers' prefix; the optimizer steps done follow it
 BEST_FOLDER = "best"  # the best policy so far
 BEST_NOTE_FILE = "quick_eval.json"  # in `BEST_FOLDER`: the evaluation that selected this policy

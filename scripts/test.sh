@@ -55,7 +55,7 @@ test_lowest() {
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/build/test_checks.py tests/unit/data/test_templates.py \
     tests/unit/telemetry/test_device.py tests/unit/telemetry/test_layout.py tests/unit/shared_prompts \
-    tests/unit/view/test_run_folder.py tests/unit/view/test_report_page.py \
+    tests/unit/view/test_report.py \
     tests/unit/telemetry/test_flops.py::test_of_two_adapters_the_one_that_runs_is_counted
 }
 

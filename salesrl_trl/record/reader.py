@@ -79,7 +79,7 @@ class Recorded:
     digest: bytes
     action: Mapping[str, str] | None
     answer: object
-    reference: Any  # JSON values of both endpoints' answers
+    reference: object  # JSON values of both endpoints' answers
     outcome: str
     reason: str
     reward: float | None

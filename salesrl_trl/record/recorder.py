@@ -1,7 +1,5 @@
 """The recorder of one rank of a run: its file, the id of the run, what a resume keeps, and what it gets of each batch.
-
-`record.writer` owns the file. The report at the end of a run that has TensorBoard's files is a part of its own.
-"""
+The report at the end of a run that has TensorBoard's files is a part of its own."""
 
 import logging
 from collections.abc import Mapping
@@ -11,18 +9,19 @@ from pathlib import Path
 from accelerate import PartialState
 from transformers import TrainerState, TrainingArguments
 
-from salesrl_trl import __version__
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files, run_of
 from salesrl_trl.record.replay import recorded_name
-from salesrl_trl.record.view.report_page import write_report
+from salesrl_trl.record.report import write_report
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.reward.batch import completion_text, conversation_of
 from salesrl_trl.rollout.in_flight import AT_ONCE
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.wiring.part import Part, PartContext
+
+logger = logging.getLogger(__name__)
 
 
 class RecorderPart(Part):
@@ -68,13 +67,7 @@ def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: st
         record_file(folder, args.process_index),
         most_bytes=int(gib * 2**30),
         clean=clean,
-        meta={
-            "run": run,
-            "salesrl_trl": __version__,
-            "process": str(args.process_index),
-            "output_dir": args.output_dir,
-            **({"weights": as_json(weights)} if len(weights) > 1 else {}),
-        },
+        meta={"run": run, **({"weights": as_json(weights)} if len(weights) > 1 else {})},
         after=after,
         others=gone if args.local_process_index == 0 else (),
     )
@@ -126,9 +119,6 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
         calls=rollout.result.report.calls,
         order=order if rollout.is_trained_on else None,
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 class ClosingReport(Part):

@@ -32,8 +32,6 @@ _FIELDS = "outcome, reason, reward, reference_reward, parts, functions, seconds"
 _SAME = "digest = ? AND row = ?"
 _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND place = ?"
 """Of `Sample` and `Origin`, in the columns of a record."""
-
-
 _CALLS = """
 SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
 WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
@@ -75,7 +73,6 @@ class ReplayReward(Scorer):
         self._taken: Counter[tuple[object, ...]] = Counter()
         self._calls: dict[str, dict[str, list[_Call]]] | None = None  # by service and arguments, once one is looked up
         self._sources: Counter[str] = Counter()
-        self._has_told = False
         # Numbers of other functions, or of none, would count as those of this run's.
         query, names = "SELECT functions FROM completions WHERE reward IS NOT NULL LIMIT 1", set(self.names.functions)
         for [functions] in self._select(self._files, query):
@@ -99,13 +96,6 @@ class ReplayReward(Scorer):
         return await self._reward.warm_up() if self._on_miss == "live" else {}
 
     async def drain(self) -> BatchReport:
-        if not self._has_told and (nearest := self._sources["of the nearest text"]):
-            self._has_told = True
-            total = self._sources.total()
-            logger.info(
-                f"[Replay] {nearest / total:.0%} of the first {total} completions have the reward of the most similar "
-                "recorded text for the same row, and not their own"
-            )
         return await self._reward.drain()
 
     async def aclose(self) -> None:

@@ -1,16 +1,47 @@
-"""`python -m salesrl_trl.record.report OUTPUT_DIR [--html FILE] [--text FILE] [--logging_dir DIR] [--lang en|zh]`.
+"""`python -m salesrl_trl.record.report OUTPUT_DIR [--html FILE] [--logging_dir DIR] [--lang en|zh]`.
 
-Reads a run's folder, finished or not, writes one HTML page and one text, and prints the text. Imports neither torch
+Reads a run's folder, finished or not, and writes the viewer's tab of figures as one HTML page. Imports neither torch
 nor TRL. Exit code: 0; 2, with one message, for a wrong folder.
 """
 
 import argparse
+import json
+import math
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from salesrl_trl import names
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.record.view.report_page import write_report
+from salesrl_trl.judged.budget import Account, read_account
+from salesrl_trl.record.view.page import page
+
+EVENT_FILES = "events.out.tfevents.*"
+RUNS = "runs"  # transformers' folder for event files inside a run's folder
+MAX_POINTS = 360  # of a line: more can't be told apart
+MAX_LINES = 9  # of a chart: the page has as many colours
+MAX_ROWS = 30  # of a table
+
+Series = Mapping[int, float]  # finite figures by step, ascending
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a run's folder tells of the run."""
+
+    series: Mapping[str, Series]  # by tag without `train/`
+    held_out: Mapping[int, Mapping[str, float | None]]  # each evaluation of the held-out rows by its step, ascending
+    account: Account
+
+    def of(self, tag: str) -> Series:
+        """Figures of a tag; empty if it was never logged."""
+        return self.series.get(tag, {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,8 +50,160 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace) -> None:
-    page, html, text = write_report(args.output_dir, args.logging_dir, args.html, args.text, args.lang)
-    print(f"{page}\nPage: {html}\nText: {text}")
+    print(f"Page: {write_report(args.output_dir, args.logging_dir, args.html, args.lang)}")
+
+
+def write_report(
+    folder: Path, logging_dir: Path | None = None, html: Path | None = None, language: str = "en"
+) -> Path:
+    """Write the page of a run's folder. Returns its path. Raises `ConfigError`."""
+    figures = figures_of(read_run(folder, logging_dir))
+    html = html or folder / names.REPORT_PAGE_FILE
+    state = {"runs": [{"name": folder.resolve().name, "path": str(folder)}], "facets": {}}
+    html.parent.mkdir(parents=True, exist_ok=True)
+    data = {"state": state, "report": {"figures": figures}, "language": language}
+    html.write_text(page(data), encoding="utf-8", errors="replace")
+    return html
+
+
+# What the page draws
+
+
+def figures_of(run: Run) -> Json:
+    """The figures of a run as JSON values without words: `assets/report.js` has these in both languages."""
+    branches = names.branches_in(run.series)
+    steps = run.of(names.STEP_SECONDS)
+    phases = {str(phase): run.of(names.time_of(phase)) for phase in names.Phase}
+    counts = {tag.removeprefix(names.FAILURE_REASONS): run.of(tag) for tag in _tags(run, names.FAILURE_REASONS)}
+    kinds = sorted({kind for evaluation in run.held_out.values() for kind in evaluation})
+    evaluations = [[step, *map(values.get, kinds)] for step, values in run.held_out.items()]
+    return {
+        "reward": _rewards(run, branches),
+        "kl": [_kl(run, branch) for branch in branches if run.of(names.kl_of(branch))],
+        "phases": _by_size(phases, sum(steps.values()), len(steps)),
+        "failures": _by_size(counts, math.fsum(sum(series.values()) for series in counts.values()), 1),
+        "held_out": {"kinds": kinds, "rows": [*evaluations[:1], *evaluations[1:][-MAX_ROWS:]]},
+        "spent": [{"service": name, **asdict(spent)} for name, spent in sorted(run.account.services.items())],
+        "limits": [[name, run.account.taken[name], most] for name, most in run.account.most.items()],
+    }
+
+
+def _tags(run: Run, prefix: str) -> list[str]:
+    return [tag for tag in run.series if tag.startswith(prefix)]
+
+
+def _rewards(run: Run, branches: Sequence[str]) -> list[Json]:
+    """Lines: a branch's reward and, dashed, its reference. The reward of all has no name."""
+    lines = [] if len(branches) == 1 else [_line("", run.of(names.REWARD), len(branches))]
+    for colour, branch in enumerate(branches):
+        lines.append(_line(branch, run.of(names.reward_of(branch)), colour))
+        lines.append({**_line(branch, run.of(names.reference_of(branch)), colour), "dash": 1})
+    return [line for line in lines if line["points"]]
+
+
+def _kl(run: Run, branch: str) -> Json:
+    """A branch's KL with its band and the share of steps in it, as far as there is one, and its coefficient."""
+    edges = [list(run.of(names.kl_of(branch, kind)).values())[-1:] for kind in ("_low", "_high", "_share_in_band")]
+    return {
+        "branch": branch,
+        "kl": [_line("KL", run.of(names.kl_of(branch)), 0)],
+        "band": [edge for [edge] in edges] if all(edges) else None,
+        "beta": [_line("beta", beta, 1)] if (beta := run.of(names.beta_of(branch))) else [],
+    }
+
+
+def _by_size(series: Mapping[str, Series], whole: float, steps: int) -> Json:
+    """Lines and rows of parts of a `whole`, the largest first. A row: name, sum for each of the `steps`, share."""
+    sums = {name: math.fsum(values.values()) for name, values in series.items()}
+    named = sorted((name for name, total in sums.items() if total > 0), key=lambda name: (-sums[name], name))
+    return {
+        "lines": [_line(name, series[name], colour) for colour, name in enumerate(named[:MAX_LINES])],
+        "rows": [[name, sums[name] / steps, sums[name] / whole] for name in named[:MAX_ROWS]] if whole else [],
+    }
+
+
+def _line(name: str, series: Series, colour: int) -> Json:
+    """Its points are means of neighbouring steps, with five digits."""
+    steps = [*series]
+    size = max(1, math.ceil(len(steps) / MAX_POINTS))
+    groups = [steps[first : first + size] for first in range(0, len(steps), size)]
+    means = [(group[-1], float(f"{statistics.fmean(series[step] for step in group):.5g}")) for group in groups]
+    return {"name": name, "color": colour, "dash": 0, "points": means}
+
+
+# The run's folder
+
+
+def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
+    """Read a run's folder. The run may be unfinished, killed or resumed. Its event files may lie in `logging_dir`.
+    Raises `ConfigError` if the folder has no event file, or a file that can't be read."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
+    top = logging_dir or folder / RUNS
+    files = [_scalars(path) for path in sorted(top.rglob(EVENT_FILES))]
+    if not files:
+        raise ConfigError(
+            f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
+            "`report_to: tensorboard`; if its files were put elsewhere, name the place with --logging_dir."
+        )
+    account = read_account(folder / names.SPENT_FILE)
+    return Run(series=_merged(files), held_out=_held_out(folder / names.HELD_OUT_FILE), account=account)
+
+
+class _Scalar(NamedTuple):
+    written_s: float
+    step: int
+    tag: str  # without `train/`
+    number: float
+
+
+def _scalars(path: Path) -> list[_Scalar]:
+    """The training figures of one file, up to a record that was cut off."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    scalars, now_s = list[_Scalar](), -math.inf
+    for event in LegacyEventFileLoader(str(path)).Load():
+        now_s = max(now_s, event.wall_time)  # a clock may be set back: in a file the order of events counts
+        scalars += [
+            _Scalar(now_s, event.step, value.tag.removeprefix(names.TRAIN), value.simple_value)
+            for value in event.summary.value
+            if value.tag.startswith(names.TRAIN) and value.WhichOneof("value") == "simple_value"
+        ]
+    return scalars
+
+
+def _merged(files: Sequence[Sequence[_Scalar]]) -> dict[str, dict[int, float]]:
+    """The finite scalars of all files by tag and step. Of one step the latest counts.
+
+    A start repeats steps after a resume, and as another run in the same folder. What was written before a start about
+    its first step and later ones is forgotten, also where the start has not come so far.
+    """
+    # the file of a last evaluation has no figure of training, but it has the tag `epoch`
+    firsts = [next((scalar for scalar in scalars if scalar.tag != "epoch"), None) for scalars in files]
+    starts = [first for first in firsts if first is not None]
+    series: dict[str, dict[int, float]] = {}
+    for scalar in sorted((scalar for scalars in files for scalar in scalars), key=lambda scalar: scalar.written_s):
+        if any(start.written_s > scalar.written_s and start.step <= scalar.step for start in starts):
+            continue
+        values = series.setdefault(scalar.tag, {})
+        values.pop(scalar.step, None)
+        if math.isfinite(scalar.number):
+            values[scalar.step] = scalar.number
+    return {tag: dict(sorted(values.items())) for tag, values in sorted(series.items())}
+
+
+def _held_out(path: Path) -> dict[int, dict[str, float | None]]:
+    """The evaluations by step. Of several datasets a figure has the dataset's name before its own."""
+    figures: dict[int, dict[str, float | None]] = {}
+    try:
+        for record in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ():
+            dataset = f"{record.pop(names.DATASET)} " if names.DATASET in record else ""
+            step = figures.setdefault(int(record.pop("step")), {})
+            record.pop(names.BY_ROW, None)
+            step |= {f"{dataset}{name}": None if value is None else float(value) for name, value in record.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read ({error}). Expected the evaluations of a run.") from None
+    return dict(sorted(figures.items()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The file that grows beside training. `record.recorder` holds the writer.
+"""The file that grows beside training.
 
 A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
 can't be written, is left out and counted, never waited for.
@@ -16,9 +16,8 @@ from contextlib import closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from salesrl_trl.ground.process import enter, here, is_locked, make_private, put_aside
+from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of
@@ -29,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 WAITING_BATCHES = 16  # batches that wait for the disk, at most
 PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
-LOCK_PAUSE_S = 0.5  # between two attempts on a file that another process locks, beside SQLite's own wait of 5 s
+LOCK_WAIT_S = 600.0  # longest wait for a file that another process locks, such as a backup. Batches wait meanwhile.
 JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
 CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
 PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # of an `Entry`, as they are
-T = TypeVar("T")
 Filter = Callable[[str], str]
 
 
@@ -70,7 +68,7 @@ class Batch:
 
 @dataclass(eq=False, repr=False)
 class Recorder:
-    """Writes the record of one rank to `path`, a `schema.record_file`. Beyond `most_bytes` its oldest steps go, and a
+    """Writes the record of one rank to `path`, a `reader.record_file`. Beyond `most_bytes` its oldest steps go, and a
     line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
     same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
     gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
@@ -87,19 +85,15 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._was_evaluated = self.after is None
-        self._was_locked = False
         self._has_dropped = False
         self._clean = self.clean or (lambda text: text)
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
         self._unfit = 0
-        self._is_broken = False
         self._thread: threading.Thread | None = None
 
     def record(self, batch: Batch) -> None:
         """Hand over a batch. Does not wait."""
-        if self._is_broken:
-            return
         if self._thread is None:
             self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
             self._thread.start()
@@ -132,52 +126,32 @@ class Recorder:
     def _work(self) -> None:
         try:
             enter()  # for the filter
-            with closing(self._patiently(self._opened)) as file:
+            with closing(self._opened()) as file:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)
         except Exception as error:  # whatever it is, training goes on
-            self._is_broken = True
             logger.warning(
                 f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training goes on without "
                 "a record."
             )
-            while self._queue.get() is not None:  # `close` waits for room
+            while self._queue.get() is not None:  # further batches are dropped
                 pass
-
-    def _patiently(self, work: Callable[[], T]) -> T:
-        """Do it as soon as no other process locks the file, such as a backup. Batches wait meanwhile."""
-        while True:
-            try:
-                return work()
-            except sqlite3.Error as error:
-                if not is_locked(error):
-                    raise
-            if not self._was_locked:
-                self._was_locked = True
-                logger.warning(
-                    f"[Record] {self.path} is locked by another process: batches wait, {WAITING_BATCHES} at most"
-                )
-            time.sleep(LOCK_PAUSE_S)
 
     def _opened(self) -> sqlite3.Connection:
         if self.after is not None:
             for path in self.others:
                 try:
-                    with closing(sqlite3.connect(path)) as other, other:
+                    with closing(sqlite3.connect(path, LOCK_WAIT_S)) as other, other:
                         drop_after(other, self.after)
                 except sqlite3.Error as error:
-                    if is_locked(error):
-                        raise
-                    logger.warning(
-                        f"[Record] {path} keeps its steps after {self.after}: it can't be written ({error})"
-                    )
+                    logger.warning(f"[Record] {path} keeps its steps after {self.after} ({error})")
         return opened(self.path, self.meta, after=self.after)
 
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
         before = _used_bytes(file)
         try:
             advantages = batch.advantages()
-            unfit = self._patiently(lambda: self._write(file, batch, advantages))
+            unfit = self._write(file, batch, advantages)
         except Exception as error:
             if is_of_the_file(error):
                 raise
@@ -272,12 +246,8 @@ class Recorder:
         if _used_bytes(file) + for_next <= most_bytes:
             return
         dropped = None
-        try:
-            while _used_bytes(file) > PART_TO_KEEP * most_bytes and (step := _drop_oldest(file)) is not None:
-                dropped = step
-        except sqlite3.Error as error:
-            if not is_locked(error):  # the next batch tries again
-                raise
+        while _used_bytes(file) > PART_TO_KEEP * most_bytes and (step := _drop_oldest(file)) is not None:
+            dropped = step
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
@@ -303,7 +273,7 @@ def is_of_the_file(error: Exception) -> bool:
 
 
 def drop(file: sqlite3.Connection, condition: str, *values: object) -> None:
-    """Delete the completions that meet a condition, with all that nobody else has."""
+    """Delete completions with all that nobody else has."""
     for table in ("verdicts", "calls"):
         file.execute(f"DELETE FROM {table} WHERE completion IN (SELECT id FROM completions WHERE {condition})", values)
     if file.execute(f"DELETE FROM completions WHERE {condition}", values).rowcount:
@@ -347,7 +317,7 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
     if after is None or run_of(path) not in (None, run):
         put_aside(*(path.with_name(f"{path.name}{end}") for end in ("", "-wal", "-shm", "-journal")))
     make_private(path)
-    file = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
+    file = sqlite3.connect(path, LOCK_WAIT_S, isolation_level="DEFERRED", check_same_thread=False)
     try:
         file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack

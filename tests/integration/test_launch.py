@@ -94,9 +94,8 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
     names = {span["name"] for span in spans(tmp_path / "run")[0, "phases"]}
     assert {"policy", "engine", "warm_up", *Phase} - {"unaccounted"} <= names
     report = [python(), "-m", "salesrl_trl.record.report", str(tmp_path / "run")]
-    text = subprocess.run(report, capture_output=True, text=True, check=True).stdout
-    assert "Steps done                 3" in text
-    assert "Best quick evaluation      step 2" in text
+    subprocess.run(report, capture_output=True, text=True, check=True)
+    assert '"figures"' in (tmp_path / "run/report.html").read_text()
     assert [entry["step"] for entry in json.loads((tmp_path / "run" / "held_out.json").read_text())] == [0, 3]
 
 

@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.record.rejudge RUN [--output FOLDER] [--json] [--SETTING VALUE ...]`.
+"""`python -m salesrl_trl.record.rejudge RUN [--output FOLDER] [--SETTING VALUE ...]`.
 
 Judges a recorded run again, and says how much rewards and advantages would have changed. Exit code: 0; 2 for wrong
 input; 3 if a service did not work; 130 after Ctrl-C.
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.command_line import ended, given, parser_of, strict_json
-from salesrl_trl.ground.texts import filled
+from salesrl_trl.ground.command_line import ended, given, parser_of
+from salesrl_trl.ground.texts import aligned
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 from salesrl_trl.names import SETTINGS_FILE
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from salesrl_trl.record.rejudge.rejudging import ScoreChange
 
 HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "moved by", "sign flips")
+LEGEND = """\
+scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after.
+moved by: mean distance of advantages."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.launch.reward_config import RewardConfig
     from salesrl_trl.launch.services_plan import StepSettings
     from salesrl_trl.launch.settings import parse_part
-    from salesrl_trl.record.rejudge.rejudging import Baseline, changes, of_all_functions, rejudged, write
+    from salesrl_trl.record.rejudge.rejudging import changes, of_all_functions, rejudged, write
     from salesrl_trl.types import JUDGE, SALES
 
     data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))
@@ -76,11 +79,11 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
                 completions, rejudged(reward, completions, rows, branches), strict=True
             )
         ]
-        baseline = Baseline(scale, others.hybrid_reference_weight)
-        compared, advantages = changes(completions, [new for new, _ in judged], baseline)
+        new_rewards = [new for new, _ in judged]
+        compared, advantages = changes(completions, new_rewards, scale, others.hybrid_reference_weight)
         if own.output is not None:
             write(run, Path(own.output).expanduser(), completions, judged, advantages)
-        print(strict_json([dataclasses.asdict(change) for change in compared]) if own.json else text_of(compared))
+        print(text_of(compared))
         return 0
 
     return work
@@ -106,7 +109,7 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
         )
         for change in compared
     ]  # fmt: skip
-    return filled(Path(__file__).with_name("rejudged.jinja"), rows=[HEAD, *rows])
+    return "\n".join([*aligned([HEAD, *rows]), LEGEND])
 
 
 if __name__ == "__main__":

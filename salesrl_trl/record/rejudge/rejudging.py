@@ -1,8 +1,4 @@
-"""Recorded completions judged again, the record that this makes, and what it changed of rewards and advantages.
-
-Owns the RAG service of a record, what becomes of the numbers of other reward functions, and the copy of the record.
-Called by `record.rejudge.__main__`.
-"""
+"""Recorded completions judged again, the record that this makes, and what it changed of rewards and advantages."""
 
 import dataclasses
 import logging
@@ -16,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -103,23 +98,22 @@ def write(
             original.backup(file)
             with file:
                 for old, (reward, notes), advantage in zip(completions, judged, advantages, strict=True):
-                    if old.file == number:
-                        _replace(file, old, reward, notes, advantage)
+                    if old.file != number:
+                        continue
+                    again = {
+                        name: s for name, s in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)
+                    }
+                    columns = reward_columns(dataclasses.replace(reward, seconds=again), notes, old.seconds)
+                    changed = ", ".join(f"{name} = ?" for name in columns)
+                    file.execute(
+                        f"UPDATE completions SET advantage = ?, {changed} WHERE id = ?",
+                        (advantage, *columns.values(), old.id),
+                    )
+                    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
+                    add_verdicts(file, old.id, notes.verdicts)
     for name in (SETTINGS_FILE, RUN_FILE):
         if (run / name).is_file():
             shutil.copy(run / name, output / name)
-
-
-def _replace(
-    file: sqlite3.Connection, old: Recorded, reward: Reward, notes: CompletionRecord, advantage: float | None
-) -> None:
-    again = {name: value for name, value in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)}
-    columns_of_reward = reward_columns(dataclasses.replace(reward, seconds=again), notes, old.seconds)
-    values = {"advantage": advantage, **columns_of_reward}
-    columns = ", ".join(f"{name} = ?" for name in values)
-    file.execute(f"UPDATE completions SET {columns} WHERE id = ?", (*values.values(), old.id))
-    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
-    add_verdicts(file, old.id, notes.verdicts)
 
 
 class RecordedRag(RagBackend):
@@ -158,13 +152,6 @@ def _key(context: str, ids: RequestIds, action: Mapping[str, str] | None) -> str
     return cache_key(context, ids.as_dict(), None if action is None else dict(action))
 
 
-class Baseline(NamedTuple):
-    """What an advantage is measured against, by the settings of a run. `scale_rewards` is TRL's, as a text."""
-
-    scale_rewards: str
-    hybrid_reference_weight: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreChange:
     """Of one branch, or of all."""
@@ -186,10 +173,12 @@ def advantages(
     completions: Sequence[Recorded],
     rewards: Sequence[float | None],
     references: Sequence[float | None],
-    baseline: Baseline,
+    scale: str,
+    weight: float = 0.0,
 ) -> list[float | None]:
     """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward. Ranks share
-    steps, batches and groups. `references` are the rewards of the completions' reference answers."""
+    steps, batches and groups. `references` are the rewards of the completions' reference answers, `scale` is TRL's
+    `scale_rewards` as a text, and `weight` the setting `hybrid_reference_weight`."""
     batches: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, completion in enumerate(completions):
         batches[completion.step, completion.batch][completion.prompt_group].append(place)
@@ -203,8 +192,7 @@ def advantages(
                     if (value := column[place]) is not None:
                         table[kind, number, at] = value
         own, of_references = table.flatten(1)
-        weight = baseline.hybrid_reference_weight
-        made, _ = hybrid_advantages(own, of_references, size, weight, baseline.scale_rewards)
+        made, _ = hybrid_advantages(own, of_references, size, weight, scale)
         for places, row in zip(groups.values(), made.view(len(groups), size).tolist(), strict=True):
             for place, advantage in zip(places, row, strict=False):
                 result[place] = None if rewards[place] is None else advantage
@@ -212,13 +200,13 @@ def advantages(
 
 
 def changes(
-    completions: Sequence[Recorded], new: Sequence[Reward], baseline: Baseline
+    completions: Sequence[Recorded], new: Sequence[Reward], scale: str, weight: float = 0.0
 ) -> tuple[list[ScoreChange], list[float | None]]:
     """What `new` rewards of recorded completions change: by branch, and of all at the end. With the new advantages."""
     before = [completion.reward for completion in completions]
     after = [reward.value for reward in new]
-    made_before = advantages(completions, before, [c.reference_reward for c in completions], baseline)
-    made_after = advantages(completions, after, [reward.reference_value for reward in new], baseline)
+    made_before = advantages(completions, before, [c.reference_reward for c in completions], scale, weight)
+    made_after = advantages(completions, after, [reward.reference_value for reward in new], scale, weight)
     columns = [*zip(before, after, made_before, made_after, strict=True)]
     branches = [completion.branch for completion in completions]
     parts = {

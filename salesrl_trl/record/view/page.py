@@ -6,36 +6,27 @@ build step. `assets/vendor/preact.mjs` is Preact 11.2.0 (npm, MIT).
 
 import base64
 import hashlib
-import html
 import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from salesrl_trl.ground.texts import filled
 
 ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
-SCRIPTS = ("words.js", "local.js", "core.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js",
-           "diff.js", "runs.js", "report.js", "app.js")  # fmt: skip
+SCRIPTS = ("words.js", "core.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js", "runs.js",
+           "report.js", "app.js")  # fmt: skip
 """Each imports from those before it alone."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=\w)", re.MULTILINE)
 _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)?$")
 
 
-class Page(NamedTuple):
-    """A page, and its Content-Security-Policy: this script, this style, requests to the own server or none."""
-
-    html: str
-    policy: str
-
-
-def page(data: Mapping[str, object] | None = None, plain: str = "") -> Page:
-    """The page. Without `data` it asks its server; with it, it stands alone. `plain` is what a reader without scripts
-    gets."""
+def page(data: Mapping[str, object] | None = None) -> str:
+    """The page. Without `data` it asks its server; with it, it is a report that stands alone. By its policy it runs
+    this script, has this style, and asks its own server or nobody."""
     script, style = _script(), (ASSETS / "style.css").read_text("utf-8")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
@@ -43,11 +34,7 @@ def page(data: Mapping[str, object] | None = None, plain: str = "") -> Page:
     )
     # No text of the data can end its element: JSON has no `<` outside of its strings.
     text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    parts = {"policy": policy, "style": style, "script": script, "data": text, "plain": html.escape(plain)}
-    return Page(
-        filled(ASSETS / "page.html", **parts),
-        policy.replace("'none'; script", "'none'; frame-ancestors 'none'; script", 1),
-    )
+    return filled(ASSETS / "page.html", policy=policy, style=style, script=script, data=text)
 
 
 @cache

@@ -1,119 +1,28 @@
 """What the viewer's lists need of every completion of some runs, kept up with files that grow.
 
-Owns tables in a temporary database, the search for a text, and which file and row an id means. The runs' files are
-only read, and have no index by reward or outcome. `queries` asks it, the viewer's thread refreshes it.
-
-What people wrote about completions, a flag and a note, is in `record/notes.jsonl` beside the record of a run. A line
-has the place of a completion and its time, so that a note is not shown for another completion that a later run wrote
-in its place. Every change writes the file whole; lines that are no notes stay, because somebody wrote them.
+Owns tables in a temporary database. The runs' files are only read, and have no index by reward or outcome.
 """
 
 import json
+import math
 import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import make_private, write_whole
-from salesrl_trl.record.reader import LOCK_WAIT_S, VERSION, address, rank_of, record_files, unpacked
+from salesrl_trl.record.reader import address, open_record, rank_of, record_files, unpacked
 
-NOTES_FILE = "notes.jsonl"
-FLAGS = ("good", "bad", "check")
-MOST_NOTE_CHARS = 20_000
-PLACE = ("rank", "id", "time")
-Answer = dict[str, Any]
-
-
-class Notes:
-    """The notes of some runs, in the table `notes` of the viewer's database. Its callers hold the database's lock."""
-
-    def __init__(self, db: sqlite3.Connection, runs: Sequence[Path]) -> None:
-        self._db = db
-        self._files = [record_files(run)[0].parent / NOTES_FILE for run in runs]
-        self._seen: dict[int, tuple[int, int]] = {}  # time and size of each file when it was read
-
-    def refresh(self) -> bool:
-        """Read the files that have changed, for example by another viewer. Returns whether one had."""
-        return sum(self._read(run) for run in range(len(self._files))) > 0
-
-    def write(self, completion: sqlite3.Row, flag: str, note: str) -> None:
-        """Keep a flag and a note of a completion; nothing is kept of two empty ones. Raises `ValueError` for a flag
-        that is none, and for a note that is too long."""
-        if flag not in ("", *FLAGS):
-            raise ValueError(f"there is no flag {flag!r}")
-        if len(note) > MOST_NOTE_CHARS:
-            raise ValueError(f"a note has at most {MOST_NOTE_CHARS:,} characters")
-        run, path = completion["run"], self._files[completion["run"]]
-        place = {name: completion[name] for name in PLACE}
-        known = ((line, _note(line) or {}) for line in _lines(path))
-        lines = [line for line, old in known if any(old.get(name) != place[name] for name in ("rank", "id"))]
-        if flag or note.strip():
-            told = {name: completion[name] for name in ("step", "row")}
-            written = {**place, **told, "flag": flag, "note": note.strip(), "written": round(time.time(), 3)}
-            lines.append(json.dumps(written, ensure_ascii=False))
-        make_private(path.with_suffix(".new"))  # which takes the file's place
-        write_whole(path, "".join(f"{line}\n" for line in lines))
-        self._read(run)
-
-    def _read(self, run: int) -> bool:
-        path = self._files[run]
-        state = path.stat() if path.is_file() else None
-        seen = (0, 0) if state is None else (state.st_mtime_ns, state.st_size)
-        if self._seen.get(run, (0, 0)) == seen:
-            return False
-        self._db.execute("DELETE FROM notes WHERE run = ?", (run,))
-        self._db.executemany(
-            "INSERT OR REPLACE INTO notes VALUES (?, ?, ?, ?, ?, ?)",
-            [
-                (run, *(note[name] for name in PLACE), str(note.get("flag", "")), str(note.get("note", "")))
-                for note in filter(None, map(_note, _lines(path)))
-            ],
-        )
-        self._seen[run] = seen
-        return True
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-
-
-def _note(line: str) -> Answer | None:
-    """The note of a line. `None` for one that is none: somebody wrote it by hand."""
-    try:
-        note = json.loads(line)
-    except ValueError:
-        return None
-    is_note = isinstance(note, dict) and all(isinstance(note.get(name), int | float) for name in PLACE)
-    return note if is_note else None
-
-
-CHUNK = 4000  # rows that are read in one go. A question waits no longer than for that.
+CHUNK = 4000  # rows that are read in one go
 CACHE_KIB = 65_536
 
 _NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.DOTALL)
 SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))  # statements by name
 
 
-@dataclass(slots=True)
-class Source:
-    """One rank's file."""
-
-    run: int  # number of the run among those that are looked at, from 0
-    rank: int
-    path: Path
-    last: int = 0  # id of the last completion that was read
-    last_time: float = 0.0  # its time: another one means that the file was written anew
-    dropped: str = ""  # the last step that its writer has taken out of it, to keep to its size
-
-
-def messages(prompt: object) -> list[dict[str, Any]]:
+def messages(prompt: object) -> list[dict[str, object]]:
     """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names. Calls of
     tools stay as they are, in `tool_calls`."""
     if not isinstance(prompt, list):
@@ -145,126 +54,95 @@ class Index:
                     "record/rank-0.sqlite. A run with `--record true` writes it."
                 )
         self.runs = runs
-        self._sources: dict[tuple[int, Path], Source] = {}
-        for source in self._current_sources():
-            _has_tables(source.path)
+        for _, _, path in self._files():
+            open_record(path).close()
         self.lock = threading.RLock()
         self.version = 0  # rises with everything that is read
         self.reading = True  # whether there was more to read when it was last looked
-        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})
-        """What there is to choose from, and the version that it was counted at."""
-        self.trouble = ""  # why the last look at the files failed
-        self._searched = ("", -1)  # the word whose places `matches` holds, and the version at which they were searched
+        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})  # what there is to choose from, at this version
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
         self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(SQL["tables"])
-        self.notes = Notes(self.db, runs)
 
     def close(self) -> None:
         with self.lock:
             self.db.close()
 
-    def source(self, run: int, rank: int) -> Source:
+    def path(self, run: int, rank: int) -> Path:
         """The file of a run's rank. Raises `KeyError` where there is none."""
-        for source in tuple(self._sources.values()):
-            if (source.run, source.rank) == (run, rank):
-                return source
-        raise KeyError((run, rank))
+        return {(at, number): path for at, number, path in self._files()}[run, rank]
 
-    def find(self, word: str) -> None:
-        """Put into `matches` which completions have the word in text, prompt or the judge's words, in any case."""
-        if self._searched != (word, self.version):
-            self.db.execute("DELETE FROM matches")
-            self.db.execute(SQL["find"], {"word": word.lower()})
-            self._searched = (word, self.version)
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """Run, rank and path of the files as they are now."""
+        return [(at, rank_of(path) or 0, path) for at, run in enumerate(self.runs) for path in record_files(run)]
 
-    def refresh(self, is_over: Callable[[], bool] = lambda: False) -> int:
-        """Read what is new in all files, until it is over. Returns the number of completions that were read."""
-        read = 0
-        for source in self._current_sources():
-            if _has_tables(source.path):
-                while not is_over() and (more := self._read(source)):
-                    read += more
+    def refresh(self, longest_s: float = math.inf) -> None:
+        """Read what is new in all files, for about so long. A file that is no longer the run's is forgotten."""
+        end_s = time.monotonic() + longest_s
         with self.lock:
-            self.version += self.notes.refresh()
-        self.reading = False
-        return read
+            files = self._files()
+            known = self.db.execute("SELECT DISTINCT run, rank FROM prompts").fetchall()
+            for run, rank in {tuple(row) for row in known} - {(run, rank) for run, rank, _ in files}:
+                self._forget(run, rank)
+            for run, rank, path in files:
+                while (more := self._read(run, rank, path)) and time.monotonic() < end_s:
+                    pass
+                if more:
+                    return
+            self.reading = False
 
-    def _current_sources(self) -> list[Source]:
-        """The files as they are now. What was read from one that is no longer the run's is forgotten."""
-        files = [(number, path) for number, run in enumerate(self.runs) for path in record_files(run)]
-        for gone in [key for key in self._sources if key not in files]:
-            with self.lock:
-                self._forget(self._sources.pop(gone))
-        for number, path in files:
-            self._sources.setdefault((number, path), Source(run=number, rank=rank_of(path) or 0, path=path))
-        return list(self._sources.values())
+    def _read(self, run: int, rank: int, path: Path) -> bool:
+        """Read the next rows of one file, if there are any. Inside of the transaction, what the file's writer does is
+        not seen. What fails leaves the index as it was."""
+        self.db.execute("ATTACH ? AS source", (address(path),))
+        try:
+            self.db.execute("BEGIN")
+            last = self._last_kept(run, rank)
+            rows = self.db.execute(
+                "SELECT id, prompt FROM source.completions WHERE id > ? ORDER BY id LIMIT ?", (last, CHUNK)
+            ).fetchall()
+            if rows:
+                self._take(run, rank, last, rows)
+            self.db.execute("COMMIT")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        finally:
+            self.db.execute("DETACH source")
+        return bool(rows)
 
-    def _read(self, source: Source) -> int:
-        """Read the next rows of one file. They stay together: a question sees all of them or none. Inside of the
-        transaction, what the file's writer does is not seen. What fails leaves the index as it was."""
-        before = source.last, source.last_time, source.dropped
-        with self.lock:
-            self.db.execute("ATTACH ? AS source", (address(source.path),))
-            try:
-                self.db.execute("BEGIN")
-                self._forget_what_is_gone(source)
-                rows = self.db.execute(
-                    "SELECT id, time, prompt FROM source.completions WHERE id > ? ORDER BY id LIMIT ?",
-                    (source.last, CHUNK),
-                ).fetchall()
-                if rows:
-                    self._take(source, rows)
-                self.db.execute("COMMIT")
-            except BaseException:
-                self.db.execute("ROLLBACK")
-                source.last, source.last_time, source.dropped = before
-                raise
-            finally:
-                self.db.execute("DETACH source")
-        return len(rows)
+    def _last_kept(self, run: int, rank: int) -> int:
+        """The last id that was read. All of a file that was written anew is forgotten, and the steps that its writer
+        has dropped."""
+        dropped = "(SELECT CAST(value AS INTEGER) FROM source.meta WHERE name = 'dropped_up_to_step')"
+        of_file = "DELETE FROM completions WHERE run = ? AND rank = ?"
+        self.version += self.db.execute(f"{of_file} AND step <= {dropped}", (run, rank)).rowcount
+        known = "SELECT id, time FROM completions WHERE run = ? AND rank = ? ORDER BY n DESC LIMIT 1"
+        last = self.db.execute(known, (run, rank)).fetchone()
+        if last is None:
+            return 0
+        row = self.db.execute("SELECT time FROM source.completions WHERE id = ?", (last["id"],)).fetchone()
+        if row is not None and row["time"] == last["time"]:
+            return int(last["id"])
+        self._forget(run, rank)
+        return 0
 
-    def _forget_what_is_gone(self, source: Source) -> None:
-        """All of a file that was written anew, and the steps that its writer has dropped."""
-        row = self.db.execute("SELECT time FROM source.completions WHERE id = ?", (source.last,)).fetchone()
-        if source.last and (row is None or row["time"] != source.last_time):
-            self._forget(source)
-        row = self.db.execute("SELECT value FROM source.meta WHERE name = 'dropped_up_to_step'").fetchone()
-        if row is not None and row["value"] != source.dropped:
-            self.db.execute(
-                "DELETE FROM completions WHERE run = ? AND rank = ? AND step <= ?",
-                (source.run, source.rank, int(row["value"])),
-            )
-            source.dropped = row["value"]
-            self.version += 1
-
-    def _forget(self, source: Source) -> None:
+    def _forget(self, run: int, rank: int) -> None:
         for table in ("completions", "prompts"):
-            self.db.execute(f"DELETE FROM {table} WHERE run = ? AND rank = ?", (source.run, source.rank))
-        source.last = 0
+            self.db.execute(f"DELETE FROM {table} WHERE run = ? AND rank = ?", (run, rank))
         self.version += 1
 
-    def _take(self, source: Source, rows: list[sqlite3.Row]) -> None:
-        numbers = {"run": source.run, "rank": source.rank, "last": source.last, "upto": rows[-1]["id"]}
+    def _take(self, run: int, rank: int, last: int, rows: list[sqlite3.Row]) -> None:
+        numbers = {"run": run, "rank": rank, "last": last, "upto": rows[-1]["id"]}
         known = self.db.execute("SELECT id FROM prompts WHERE run = :run AND rank = :rank", numbers).fetchall()
         for prompt in {row["prompt"] for row in rows} - {row["id"] for row in known}:
             (body,) = self.db.execute("SELECT body FROM source.texts WHERE id = ?", (prompt,)).fetchone()
-            text = "\n".join(message["content"] for message in messages(json.loads(unpacked(body)))).lower()
-            self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (source.run, source.rank, prompt, text))
+            text = "\n".join(str(message["content"]) for message in messages(json.loads(unpacked(body)))).lower()
+            self.db.execute("INSERT INTO prompts VALUES (NULL, ?, ?, ?, ?)", (run, rank, prompt, text))
         (before,) = self.db.execute("SELECT coalesce(max(n), 0) FROM completions").fetchone()
         self.db.execute(SQL["copy"], numbers)
         self.db.execute(SQL["copy_texts"], {"before": before})
-        source.last, source.last_time = rows[-1]["id"], rows[-1]["time"]
         self.version += 1
-
-
-def _has_tables(path: Path) -> bool:
-    """Whether a file has its tables. Its writer may have just made it."""
-    with closing(sqlite3.connect(address(path), uri=True, timeout=LOCK_WAIT_S)) as file:
-        (version,) = file.execute("PRAGMA user_version").fetchone()
-    if version not in (0, VERSION):
-        raise ConfigError(f"{path} is a record of version {version}. This viewer reads version {VERSION}.")
-    return bool(version)

@@ -1,19 +1,15 @@
-"""The viewer's server: on loopback, for reading and for notes. Called by `record.view.__main__`.
+"""The viewer's server: on loopback, for reading.
 
 A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
 points at this machine. It must also have the key of the address, which other users of the machine don't know.
 """
 
-import itertools
 import json
 import secrets
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from salesrl_trl.record.view import queries
@@ -22,11 +18,8 @@ from salesrl_trl.record.view.record_index import Index
 
 HOST = "127.0.0.1"
 LOOPBACK = (HOST, "localhost", "::1")
-FOLLOW_S = 2.0  # between two looks at the files
 IDLE_S = 60
 MOST_FIELDS = 40
-MOST_BODY = 200_000
-LINES_AT_ONCE = 500
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -34,19 +27,18 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
-    "state": lambda index, _: queries.state(index),
-    "list": queries.listing,
-    "overview": queries.overview,
-    "completion": lambda index, params: queries.completion(index, params.get("id", "")),
-    "row": queries.row_over_time,
-    "compare": queries.comparison,
-    "histogram": queries.histogram,
-    "report": queries.report,
+    "": lambda *_: page(),
+    "api/state": lambda index, _: queries.state(index),
+    "api/list": queries.listing,
+    "api/overview": queries.overview,
+    "api/completion": lambda index, params: queries.completion(index, params.get("id", "")),
+    "api/compare": queries.comparison,
+    "api/report": queries.report,
 }
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves an index, and follows its files. Port 0 is a free one."""
+    """Serves an index. Port 0 is a free one."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -55,36 +47,11 @@ class Viewer(ThreadingHTTPServer):
     def __init__(self, index: Index, port: int = 0) -> None:
         self.index = index
         self.key = secrets.token_urlsafe(12)
-        self.page = page()
-        self._ended = threading.Event()
-        self._follower = threading.Thread(target=self._follow, name="follow", daemon=True)
-        self._follower.start()
-        super().__init__((HOST, port), _Handler)  # calls `server_close` where the port is taken
+        super().__init__((HOST, port), _Handler)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/{self.key}/"
-
-    def _follow(self) -> None:
-        while True:
-            try:
-                self.index.refresh(self._ended.is_set)
-                self.index.trouble = ""
-            except Exception as error:  # whatever it is, the page says so, and the next look may do
-                self.index.trouble = f"{type(error).__name__}: {error}"
-            if self._ended.wait(FOLLOW_S):
-                return
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that left before it had its answer."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-    def server_close(self) -> None:
-        """Stop following. The index stays open: it is not the server's."""
-        self._ended.set()
-        self._follower.join()
-        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,35 +60,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = IDLE_S
     disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a browser that left before it had its answer
+            super().handle()
+
     def do_GET(self) -> None:
         path, query = self._asked()
-        if path == "":
-            return self._send(HTTPStatus.OK, self.server.page.html)
-        question = QUESTIONS.get(path.removeprefix("api/")) if path and path.startswith("api/") else None
-        params = partial(parse_qsl, query, max_num_fields=MOST_FIELDS)
-        if path == "api/export":
-            return self._answer(lambda: queries.export(self.server.index, dict(params())))
-        if question is not None:
-            return self._answer(lambda: question(self.server.index, dict(params())))
-        if path is not None:
-            self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
-
-    def do_POST(self) -> None:
-        """A note of a completion: the only thing that is written, and by the server's own page alone."""
-        path, _ = self._asked()
-        size = self.headers.get("Content-Length", "")
-        self.close_connection = True  # a body that is not read is no next request
         if path is None:
             return
-        if path != "api/note":
-            return self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here"})
-        kind, origin = self.headers.get("Content-Type", ""), self.headers.get("Origin")
-        if origin != f"http://{self.headers['Host']}" or not kind.startswith("application/json"):
-            return self._send(HTTPStatus.FORBIDDEN, {"error": "a note is written by the viewer's own page alone"})
-        if not size.isdecimal() or int(size) > MOST_BODY:
-            return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": "a note is no longer than that"})
-        body = self.rfile.read(int(size))
-        self._answer(lambda: queries.keep_note(self.server.index, json.loads(body)))
+        answer: object
+        try:
+            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
+            answer, status = QUESTIONS[path](self.server.index, params), HTTPStatus.OK
+        except KeyError:
+            answer, status = {"error": "nothing is here"}, HTTPStatus.NOT_FOUND
+        except ValueError as error:
+            answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
+        except Exception as error:  # whatever it is, the page says so
+            answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
+        self._send(status, answer)
 
     def _asked(self) -> tuple[str | None, str]:
         """Path below the key, and query. `None` for a path that has been refused."""
@@ -140,40 +97,21 @@ class _Handler(BaseHTTPRequestHandler):
             return None, ""
         return path, query
 
-    def _answer(self, question: Callable[[], object]) -> None:
-        answer: object
-        try:
-            answer, status = question(), HTTPStatus.OK
-        except KeyError:
-            answer, status = {"error": "there is no such completion"}, HTTPStatus.NOT_FOUND
-        except ValueError as error:
-            answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        except Exception as error:  # whatever it is, the page says so
-            answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
-        self._send_lines(answer) if isinstance(answer, Iterator) else self._send(status, answer)
-
-    def _send_lines(self, lines: Iterator[str]) -> None:
-        """A file of lines, which ends with the connection: nobody knows its length before."""
-        self.close_connection = True
-        named = {"Content-Disposition": 'attachment; filename="completions.jsonl"', "Connection": "close"}
-        self._send_head(HTTPStatus.OK, "application/jsonl", named)
-        while part := "".join(itertools.islice(lines, LINES_AT_ONCE)):
-            self.wfile.write(part.encode(errors="replace"))
-
     def _send(self, status: HTTPStatus, content: object) -> None:
+        """Send a page or a JSON value. A page has a policy of its own beside that of its head."""
         is_page = isinstance(content, str)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         body = text.encode(errors="replace")
-        policy = self.server.page.policy if is_page else "default-src 'none'"
-        headers = {"Content-Length": str(len(body)), "Content-Security-Policy": policy}
-        self._send_head(status, "text/html" if is_page else "application/json", headers)
-        self.wfile.write(body)
-
-    def _send_head(self, status: HTTPStatus, kind: str, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": f"{kind}; charset=utf-8", **headers, **HEADERS}.items():
+        headers = {
+            "Content-Type": "text/html; charset=utf-8" if is_page else "application/json; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": "frame-ancestors 'none'" if is_page else "default-src 'none'",
+        }
+        for name, value in {**headers, **HEADERS}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Say nothing: addresses have a key and words that somebody looked for."""

@@ -11,8 +11,8 @@ from salesrl_trl.ground.process import write_whole
 OF_THE_RUN = (
     "best/model.safetensors", "best/quick_eval.json", "best.earlier/config.json", "checkpoint-2/optimizer.pt",
     "completions/completions_00001.parquet", "config-1.yaml", "config.yaml", "finished.json", "held_out-1.json",
-    "held_out.json", "model.safetensors", "quick_eval.jsonl", "record/notes.jsonl", "record/rank-0-1.sqlite",
-    "record/rank-0.sqlite", "record/rank-0.sqlite-wal", "report.html", "report.txt", "run-1.json", "run.json",
+    "held_out.json", "model.safetensors", "quick_eval.jsonl", "record/rank-0-1.sqlite",
+    "record/rank-0.sqlite", "record/rank-0.sqlite-wal", "report.html", "run-1.json", "run.json",
     "runs/Nov28_vm/all/x", "runs/Nov28_vm/events.out.tfevents.1", "start_up.json", "tokenizer.json", "trace.json",
     "training_args.bin",
 )  # fmt: skip

@@ -24,7 +24,6 @@ from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.record.reader import record_file, recorded
 from salesrl_trl.record.rejudge.__main__ import main, text_of
 from salesrl_trl.record.rejudge.rejudging import (
-    Baseline,
     advantages,
     changes,
     of_all_functions,
@@ -194,19 +193,17 @@ def test_advantages_are_those_of_training():
     of = groups([1.0, 0.0, 0.5, None, 1.0, 1.0, 1.0])
     shuffled = [3, 4, 0, 6, 1, 2, 5]  # of several files
     for scale, weight in itertools.product(("group", "batch", "none"), (0.0, 0.5)):
-        found = advantages(
-            [of[n] for n in shuffled], [of[n].reward for n in shuffled], [0.25] * 7, Baseline(scale, weight)
-        )
+        found = advantages([of[n] for n in shuffled], [of[n].reward for n in shuffled], [0.25] * 7, scale, weight)
         rewards = torch.tensor([1.0, 0.0, 0.5, torch.nan, 1.0, 1.0, 1.0, torch.nan], dtype=torch.float64)
         expected, _ = hybrid_advantages(rewards, torch.full((8,), 0.25, dtype=torch.float64), 4, weight, scale)
         assert found == [None if place == 3 else pytest.approx(expected[place].item()) for place in shuffled]
     rewards = [completion.reward for completion in of]
-    assert advantages(of, rewards, [None] * 7, Baseline("none"))[:4] == [0.5, -0.5, 0.0, None]
+    assert advantages(of, rewards, [None] * 7, "none")[:4] == [0.5, -0.5, 0.0, None]
 
 
 def test_ranks_correlate_by_branch_and_flips_are_counted():
     new = [Reward(outcome=Outcome.OK, value=value) for value in (0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1)]
-    (same, reverse, both), after = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, Baseline("none"))
+    (same, reverse, both), after = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, "none")
     assert after == pytest.approx([-0.15, -0.05, 0.05, 0.15, 0.15, 0.05, -0.05, -0.15])
     assert (same.branch, same.rank_correlation, same.sign_flips, same.mean_shift) == ("fairness", 1.0, 0.0, 0.0)
     assert (reverse.rank_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)

@@ -109,7 +109,6 @@ def test_what_is_not_recorded_fails_or_is_the_nearest_or_is_asked_for(services, 
     [failed] = replayed(run, rows, [(0, close)])
     assert (failed.value, failed.reason) == (None, NOT_RECORDED)
     [nearest, other_row] = replayed(run, rows, [(0, close), (1, close)], "nearest")
-    assert "[Replay] 50% of the first 2 completions have the reward of the most similar" in caplog.text
     assert plain(nearest) == plain(rewards[0])
     assert (other_row.value, other_row.reason) == (None, NOT_RECORDED)
     assert services.calls == asked

@@ -1,7 +1,5 @@
 """The table of metrics in docs/ARCHITECTURE.md, and the list of figures that it is made from."""
 
-from types import SimpleNamespace
-
 from salesrl_trl import names
 from salesrl_trl.names import (
     FIGURES,
@@ -14,7 +12,6 @@ from salesrl_trl.names import (
     reward_of,
 )
 from salesrl_trl.parts import step_lines, trackers
-from salesrl_trl.record.view import report_page
 from salesrl_trl.reward.figures import JudgeBias, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
@@ -53,8 +50,8 @@ def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):
     assert branches_in(["reward/a", "rewards/judge/a", "reward/query/a"]) == ("a",)
 
 
-def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the_report_and_in_the_layout(monkeypatch):
-    words = {"chart": ("Rewards by branch", "query"), "console": "query", "report": "Query, characters"}
+def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_and_in_the_layout(monkeypatch):
+    words = {"chart": ("Rewards by branch", "query"), "console": "query"}
     listed = (*FIGURES, Metric("query/{branch}", "characters of a query", **words))
     for reader in (names, trackers):
         monkeypatch.setattr(reader, "FIGURES", listed)
@@ -62,7 +59,3 @@ def test_a_figure_by_branch_needs_a_line_in_the_list_to_be_on_the_console_in_the
     assert "| query a=31.00 b=n/a |" in line
     chart = trackers.custom_scalars({"branch": ["a", "b"]}, [])["Rewards by branch"]["query"]
     assert chart == ["Multiline", ["^query/a$", "^query/b$"]]
-    run = SimpleNamespace(branches=("a", "b"), of=lambda tag: {1: 30.0, 2: 28.0} if tag == "query/b" else {})
-    first, second = [row for row in report_page._listed_figures(run) if row[0].startswith("Query")]
-    assert first == ("Query, characters, a", "was not logged", "a")
-    assert second.value.startswith("30.000 \u2192 28.000")

@@ -56,10 +56,6 @@ class RunFolder:
                     writer.write(Event(wall_time=at, step=step, summary=summary).SerializeToString())
         return file
 
-    def quick_evals(self, *records, cut_off=""):
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (self.path / "quick_eval.jsonl").write_text(lines + cut_off, encoding="utf-8")
-
     def held_out(self, *records):
         (self.path / "held_out.json").write_text(json.dumps(records), encoding="utf-8")
 
@@ -84,11 +80,11 @@ def two_branches(run_folder):
                 "kl/fairness": 0.03,
                 "kl/fairness_low": 0.02,
                 "kl/fairness_high": 0.06,
-                "kl/fairness_in_band": 1.0 if step > 5 else 0.0,  # 15 of 20
+                "kl/fairness_share_in_band": 0.75,
                 "kl/hallucination": 0.2,
                 "kl/hallucination_low": 0.02,
                 "kl/hallucination_high": 0.06,
-                "kl/hallucination_in_band": 1.0 if step > 16 else 0.0,  # 4 of 20
+                "kl/hallucination_share_in_band": 0.2,
                 "beta/fairness": 0.05,
                 "beta/hallucination": 0.1,
                 "time/data_loading_s": 0.1,
@@ -97,46 +93,14 @@ def two_branches(run_folder):
                 "time/backward_s": 0.4,
                 "time/unaccounted_s": 0.3,
                 "time/step_s": 10.0,
-                "time/reward_s": 7.0,
-                "time/reward_exposed_s": 6.2,
-                "time/reward_hidden_s": 0.8,
-                "time/judge_p50_s": 2.0,
-                "time/judge_p95_s": 4.0,
-                "time/judge_max_s": 4.0 + step,  # longest 24
-                "time/slowest_judge_s": 5.0,
-                "time/rag_8b_p95_s": 1.0,
-                "outcome/ok": 0.9,
-                "outcome/invalid_action": 0.08,
-                "outcome/judge_invalid": 0.0,
-                "outcome/infra": 0.02,
                 "failures/reason/missing_field": 2.0,  # 40 in all
                 "failures/reason/rag_8b_timeout": 1.0 if step <= 10 else 0.0,  # 10 in all
-                "failures/skipped_update": 1.0 if step in (3, 4) else 0.0,
-                "perf/mfu_model": 0.31,
-                "perf/mfu_step": 0.08,
-                "perf/compute_ratio": 0.34,
-                "perf/tokens_per_s": 5000.0,
-                "memory/gpu_peak_gib": 60.0 + step / 10,  # 62.0 at most
             }
             for step in range(1, 21)
         }
-    )
-    run_folder.quick_evals(
-        {**_evaluation(5, 0.3, fairness=0.3, hallucination=0.3), "figures": {"questions": 0.25}},
-        _evaluation(10, 0.4, best=True, fairness=0.5, hallucination=0.3),
-        _evaluation(15, 0.35, fairness=0.2, hallucination=0.5),
-        _evaluation(20, None, fairness=0.4, hallucination=None),
     )
     run_folder.held_out(
         {"step": 0, "reward": 0.29, "fairness": 0.36, "valid_actions": 0.9},
         {"step": 20, "reward": 0.45, "fairness": 0.56, "valid_actions": None},
     )
     return run_folder
-
-
-def _evaluation(step, reward, best=False, **scores):
-    branches = {
-        branch: {"score": score, "truncated": 0.0, "length": 28.1, "kl": 0.12, "beta": 0.05, "rows": 8}
-        for branch, score in scores.items()
-    }
-    return {"step": step, "mode": "greedy", "reward": reward, "seconds": 1.2, "branches": branches, "best": best}

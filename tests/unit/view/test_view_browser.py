@@ -10,13 +10,11 @@ from contextlib import ExitStack, closing
 
 import pytest
 from support.browser import browser, why_skipped
-from support.synthetic_record import GROUP, HOSTILE, Maker, Rank
+from support.synthetic_record import GROUP, HOSTILE, Rank
 from support.viewing import served
 
-from salesrl_trl.record.view import __main__ as command
+from salesrl_trl.record.report import write_report
 from salesrl_trl.record.view import queries
-from salesrl_trl.record.view.record_index import Index
-from salesrl_trl.record.view.report_page import write_report
 
 pytestmark = pytest.mark.skipif(why_skipped() is not None, reason=str(why_skipped()))
 SETTLED = "document.querySelector('main h1') && document.querySelector('main').getAttribute('aria-busy') === 'false'"
@@ -196,7 +194,7 @@ def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
     told = tab.accessible()
     used = [(role, name) for role, name, _ in told if role in USED]
     assert [role for role, name in used if not name] == []
-    assert {"Branch", "Outcome", "Reason", "Judge", "Mode", "Order"} <= {n for r, n in used if r == "combobox"}
+    assert {"Branch", "Outcome", "Reason", "Judge", "Mode"} <= {n for r, n in used if r == "combobox"}
     assert ("searchbox", "Text") in used
     assert ("heading", "Completions", False) in told
     assert ("search", "Filters", False) in told
@@ -207,9 +205,7 @@ def test_a_screen_reader_gets_names_for_all_there_is_to_use(opened):
     assert tab.value("document.documentElement.lang") == "en"
 
 
-@pytest.mark.parametrize(
-    "address", ["", "#list", "#completion?id=0-0-1", "#row?row=train-0001", "#compare", "#diff?row=train-0001"]
-)
+@pytest.mark.parametrize("address", ["", "#list", "#completion?id=0-0-1", "#compare"])
 def test_the_page_speaks_both_languages_and_320_pixels_need_no_sideways_scrolling(opened, address):
     """That is a window of 1,280 at 400 %."""
     tab = opened(address, lang="zh")
@@ -236,20 +232,18 @@ def test_both_languages_have_the_same_words(tab, viewer):
     assert tab.value(f"(() => {{ {source} return {marks}; }})()") == []
 
 
-def test_a_row_over_time_and_two_runs_side_by_side(opened, viewer):
+def test_two_runs_stand_side_by_side_and_a_row_leads_to_its_completions(opened, viewer):
     tab = opened("#compare")
     told = queries.comparison(viewer.index, {"one": "0", "other": "1"})
     assert f"{told['total']} rows in both" in tab.text()
     assert "+0.0" in tab.text("tbody")  # the second run was made better by 0.1
     tab.click("section:last-of-type tbody th a")
-    tab.wait("location.hash.startsWith('#row')")
-    tab.wait("document.querySelectorAll('.sides > section').length === 2")
-    assert told["rows"][0]["row"] in tab.text("h1")
-    tab.click(".sides a.open")
-    tab.wait("location.hash.startsWith('#completion')")
+    tab.wait(f"location.hash.startsWith('#list?row=') && {FIRST}")
+    row = told["rows"][0]["row"]
+    assert count(tab) == queries.listing(viewer.index, {"row": row})["total"]
 
 
-def test_heads_sort_the_whole_list_and_a_table(opened, viewer):
+def test_heads_sort_the_whole_list(opened, viewer):
     tab = opened("#list")
     tab.click(".items th:has(a[href*='order=reward_high']) a")
     tab.wait("document.querySelector('.items th[aria-sort=descending]')?.innerText.startsWith('Reward')")
@@ -257,58 +251,6 @@ def test_heads_sort_the_whole_list_and_a_table(opened, viewer):
     assert tab.value("[...document.querySelectorAll('.items a.open')].map(e => e.dataset.id)") == [
         each["id"] for each in wanted
     ]
-    tab = opened("#overview")
-    column = "[...document.querySelectorAll('tbody tr')].map(e => Number(e.cells[2].innerText))"
-    tab.click("thead th:nth-child(3) button")
-    tab.wait("document.querySelector('th[aria-sort=descending]')")
-    assert (shown := tab.value(column)) == sorted(shown, reverse=True)
-    assert shown != shown[::-1]
-
-
-def test_a_steps_rewards_stand_as_bars(opened, viewer):
-    tab = opened("#overview?at=3")
-    counts = queries.histogram(viewer.index, {"step": "3"})["counts"]
-    drawn = "[...document.querySelectorAll('figure rect title')].map(e => Number(e.textContent.split(' ').at(-1)))"
-    assert sorted(tab.value(drawn)) == sorted(many for each in counts.values() for many in each if many)
-
-
-def test_dark_is_chosen_and_kept(opened):
-    tab = opened("#list", anew=True)
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = tab.value(ground)
-    while tab.value("document.documentElement.dataset.theme") != "dark":
-        tab.click("header button.theme")
-    dark = tab.value(ground)
-    assert dark != light
-    assert opened("#list", anew=True).value(ground) == dark
-    tab.click("header button.theme")  # back to the system's
-
-
-def test_two_completions_differ_by_words_and_chinese_by_characters(show, new_rank):
-    texts, rank = ("the cheap course, 三个月的课程", "the good course, 四个月的课程"), new_rank()
-    for text in texts:
-        rank.add(text=text)
-    tab = show("diff?row=row-1", "document.querySelectorAll('.sides del').length")
-    marked = "[...document.querySelectorAll('.sides {}')].map(e => e.innerText)"
-    assert tab.value(marked.format("del")) == ["cheap", "三"]
-    assert tab.value(marked.format("ins")) == ["good", "四"]
-    assert tuple(tab.value(marked.format("pre"))) == texts
-
-
-def test_a_note_is_there_after_a_restart_and_filters(show, new_rank, tmp_path):
-    rank = new_rank()
-    for text in ("first", "second"):
-        rank.add(text=text)
-    tab = show("completion?id=0-0-1", "document.querySelector('textarea')")
-    tab.click("textarea")
-    tab.type("ask <b>Ann</b>")
-    tab.click(".mark.bad")
-    tab.wait("document.querySelector('.mark.bad[aria-pressed=true]')")
-    show("list?flag=bad", f"{FIRST}?.innerText === 'first'")
-    assert count(tab) == 1
-    tab.click(".items a.open")
-    tab.wait("document.querySelector('textarea')?.value === 'ask <b>Ann</b>'")
-    assert (tmp_path / "record/notes.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_calls_are_bars_that_tell_retries_from_hedges(show, new_rank):
@@ -388,10 +330,6 @@ def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_
     details = tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)")
     assert details == ["turn 1", "answered", "turn 1", "tool_search_http_503"]
     assert "It is 5980." in tab.text()
-    with closing(Index([tmp_path])) as index:
-        index.refresh()
-        [line] = queries.export(index, {})
-    assert json.loads(line)["completion"] == turns
 
 
 WORDS_OF_JUDGES = [
@@ -416,7 +354,7 @@ def test_a_task_without_judge_and_reference_has_no_words_for_them(show, new_rank
         new_rank(run).add(reward=reward, text="42", branch="default", functions='{"right": 1.0}', tokens=2)
     for address in ("overview", "list", "completion?id=0-0-1"):
         tab = show(address, f"{SETTLED} && document.querySelectorAll('table').length", runs=[run], lang=lang)
-        shown = tab.text("body").lower().replace("preferences", "")
+        shown = tab.text("body").lower()
         assert [word for word in ("default", *WORDS_OF_JUDGES) if word in shown] == [], address
 
 
@@ -439,13 +377,12 @@ def test_of_two_runs_only_the_one_with_a_judge_is_judged(show, new_rank, tab, tm
 def test_the_report_is_a_tab(show, new_rank, two_branches):
     new_rank(two_branches.path).add(reward=0.5)
     first = "document.querySelector('.report h2')?.innerText"
-    tab = show("report", f"{first} === 'Main figures'", runs=[two_branches.path])
+    tab = show("report", f"{first} === 'Reward'", runs=[two_branches.path])
     tab.problems.clear()
-    assert "KL in band, fairness" in tab.text()
-    assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") > 3
+    assert "75 % of the steps in the band" in tab.text() and "reward_wait\t6.20 s\t62 %" in tab.text()
+    assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") == 7
     tab.click("header button.language")
-    tab.wait(f"{first} === '主要数字'")
-    assert "奖励，fairness" in tab.text()
+    tab.wait(f"{first} === '奖励'")
     tab.size(375, 800)
     tab.wait("innerWidth === 375")
     words = "[...document.querySelectorAll('.report figure text')].map(e => e.getBoundingClientRect())"
@@ -458,17 +395,16 @@ def test_the_report_is_a_tab(show, new_rank, two_branches):
 def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder, tmp_path):
     evil = "<script>document.title = 'taken'</script>"
     run_folder.events({step: {f"reward/{evil}": 0.1, f"kl/{evil}": 10.0**step} for step in (1, 2)})
-    run_folder.quick_evals({"step": 1, "mode": evil, "reward": 0.1, "branches": {evil: {"score": 0.1}}})
     tab.problems.clear()
-    _, page, _ = write_report(run_folder.path, html=tmp_path / "page.html", language="zh")
+    page = write_report(run_folder.path, html=tmp_path / "page.html", language="zh")
     tab.open(page.as_uri())
-    tab.wait("document.querySelector('.report h2')?.innerText === '主要数字'")
+    tab.wait("document.querySelector('.report h2')?.innerText === '奖励'")
     assert not tab.value("document.querySelector('nav')")  # there is nothing else in it
     assert evil[:30] in tab.text()
     assert "taken" not in tab.value("document.title")
-    assert tab.value("document.querySelectorAll('.report figure').length") == 3
+    assert tab.value("document.querySelectorAll('.report figure').length") == 2
     tab.click("header button.language")
-    tab.wait("document.querySelector('.report h2')?.innerText === 'Main figures'")
+    tab.wait("document.querySelector('.report h2')?.innerText === 'Reward'")
     assert tab.problems == []
     tab.open("about:blank")
 
@@ -493,53 +429,3 @@ def test_a_run_that_goes_on_is_followed(show, new_rank):
     rank.add(text="third", step=3)
     tab.wait("document.querySelector('.runs').innerText.includes('3 completions')")
     assert tab.value(f"{FIRST}.innerText") == "second"
-
-
-def test_a_page_alone_filters_opens_and_compares_without_a_server(tab, tmp_path):
-    for name in ("one", "other"):
-        maker = Maker(tmp_path / name, seed=len(name), hostile=True)
-        maker.step(1)
-        maker.close()
-    file = tmp_path / "page.html"
-    assert (
-        command.main([*(str(tmp_path / name) for name in ("one", "other")), "--html", str(file), "--most", "90"]) == 0
-    )
-    tab.problems.clear()
-    tab.size(1200, 700)
-    tab.open(f"{file.as_uri()}#list?lang=en")
-    tab.wait(SETTLED)
-    assert "of 256 completions are in it" in tab.text(".notice")
-    before = count(tab)
-    assert 60 < before <= 90
-    tab.choose("select[name=outcome]", "ok")
-    tab.wait(f"!document.querySelector('.count').innerText.startsWith('{before} ')")
-    assert 0 < count(tab) < before
-    tab.click(".items a.open")
-    tab.wait("document.querySelector('pre.text')")
-    assert "Its group" in tab.text()
-    tab.open(f"{file.as_uri()}#compare?lang=en")
-    tab.wait("document.querySelector('main h1').innerText === 'Two runs side by side'")
-    assert "rows in both" in tab.text()
-    tab.open(f"{file.as_uri()}#completion?lang=en&id=0-9-9")
-    tab.wait("document.querySelector('[role=alert]')")
-    assert "holds a sample" in tab.text("[role=alert]")
-    assert tab.problems == []
-
-
-@pytest.mark.parametrize("kind", ["dataset", "preference"])
-def test_a_page_alone_exports_what_its_server_would(tab, new_rank, tmp_path, kind):
-    rank = new_rank()
-    for place, reward in enumerate((0.25, None, 1.0)):
-        rank.add(text=f"text {place}", place=place, reward=reward, outcome="infra" if reward is None else "ok")
-    file = tmp_path / "page.html"
-    assert command.main([str(tmp_path), "--html", str(file)]) == 0
-    with closing(Index([tmp_path])) as index:
-        index.refresh()
-        wanted = [json.loads(line) for line in queries.export(index, {"kind": kind})]
-    tab.open(f"{file.as_uri()}#list?lang=en")
-    tab.wait(SETTLED)
-    tab.value("URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; }, 1")
-    tab.click(f".exports a[download='{kind}.jsonl']")
-    tab.wait("window.saved")
-    assert [json.loads(line) for line in tab.value("window.saved").splitlines()] in (wanted, wanted[::-1])
-    tab.open("about:blank")

@@ -10,7 +10,6 @@ from support.synthetic_record import Maker, Rank
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import record_file, record_files
 from salesrl_trl.record.view import queries
-from salesrl_trl.record.view.__main__ import data_alone
 from salesrl_trl.record.view.queries import completion
 from salesrl_trl.record.view.record_index import Index
 
@@ -83,35 +82,12 @@ def test_a_filter_finds_what_a_count_over_the_files_finds(both, counted, params,
 def test_pages_have_each_completion_once_in_order(both, order):
     found = every(both, order=order, run="0", step_min="8", step_max="10")
     assert len({item["id"] for item in found}) == len(found) == 4 * 128  # with an evaluation
-    named = {
-        "newest": ("step", "high"),
-        "oldest": ("step", "low"),
-        "disagreement": ("disagreement", "high"),
-        "slowest": ("call_s", "high"),
-    }
-    name, end = named.get(order) or (order.rpartition("_")[::2] if "_" in order else (order, "high"))
-    numbers = [abs(item[name]) if order == "advantage" and item[name] else item[name] for item in found]
+    name, _, end = order.rpartition("_")
+    numbers = [item[name] for item in found]
     some = [number for number in numbers if number is not None]
     values = [*some, *[None] * (len(numbers) - len(some))]
     assert numbers == values  # what has no number comes last
     assert some == sorted(some, reverse=end == "high")
-
-
-def test_completions_that_were_scored_after_a_failed_call_are_found_and_ordered_by_their_slowest_call(small):
-    index, rank = small
-
-    def call(seconds, failure=""):
-        return ("judge", "/chat/completions", 1.0, seconds, failure, None, None)
-
-    for text, reward, calls in (
-        ("late", 0.5, [call(3.0, "judge_timeout"), call(0.5)]),
-        ("lost", None, [call(9.0, "judge_timeout")]),
-        ("hedged", 0.5, [call(1.0, "cancelled"), call(2.0)]),
-    ):
-        rank.add(text=text, reward=reward, calls=calls)
-    index.refresh()
-    assert [item["text"] for item in every(index, recovered="1")] == ["late"]
-    assert [item["text"] for item in every(index, order="slowest")] == ["lost", "late", "hedged"]
 
 
 def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
@@ -127,7 +103,7 @@ def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
     assert [item["text"] for item in every(index, text="<吉")] == ["one"]
     rank.add(text="five, ÜBER guitars")
     index.refresh()
-    assert [item["text"] for item in every(index, text="guitar", order="oldest")] == [
+    assert [item["text"] for item in every(index, text="guitar", order="step_low")] == [
         "Two, WITH Guitar",
         "five, ÜBER guitars",
     ]
@@ -143,16 +119,6 @@ def test_a_text_in_parts_or_without_messages_is_searched_too(small):
     assert [item["text"] for item in every(index, text="left")] == ["a"]
     assert [item["text"] for item in every(index, text="plain")] == ["b"]
     assert completion(index, "0-0-1")["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
-
-
-def test_disagreement_is_the_largest_of_the_verdicts_or_of_the_rewards(small):
-    index, rank = small
-    rank.add(verdicts=[("a", 0.9, 0.8, "", "judge"), ("b", 0.1, 0.7, "", "judge")], reward=0.5, reference_reward=0.5)
-    rank.add(reward=0.25, reference_reward=0.5)
-    rank.add(verdicts=[("a", None, None, "invalid_verdict", "judge")])
-    index.refresh()
-    found = [item["disagreement"] for item in every(index, order="disagreement")]
-    assert found == [pytest.approx(0.6), 0.25, None]
 
 
 def test_the_figures_of_a_step_are_those_of_its_completions(small):
@@ -171,17 +137,6 @@ def test_the_figures_of_a_step_are_those_of_its_completions(small):
         {"step": 1, "branch": "hallucination", "many": 1, "scored": 0, "reward": None, "reference": None,
          "outcomes": {"infra": 1}},
     ]  # fmt: skip
-
-
-def test_a_row_over_time_has_all_steps_of_both_runs(small, both):
-    index, rank = small
-    for step in (3, 1, 2):
-        rank.add(row="r", step=step, text=f"at {step}")
-    rank.add(row="another")
-    index.refresh()
-    assert [item["text"] for item in queries.row_over_time(index, {"row": "r"})["items"]] == ["at 1", "at 2", "at 3"]
-    assert {item["run"] for item in queries.row_over_time(both, {"row": "train-0001"})["items"]} == {0, 1}
-    assert queries.row_over_time(index, {"row": "none"}) == {"row": "none", "total": 0, "items": [], "messages": []}
 
 
 def test_two_runs_are_compared_where_each_row_was_last_seen(tmp_path):
@@ -239,30 +194,3 @@ def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp
 def test_a_question_that_makes_no_sense_is_refused(both, params):
     with pytest.raises(queries.BadQuestionError):
         queries.listing(both, params)
-
-
-def test_the_data_of_a_page_alone_keeps_to_its_number_and_leads_with_the_three_lists(both):
-    found = data_alone(both, most=60)
-    ids = {item["id"] for item in found["items"]}
-    assert 50 <= len(ids) <= 60
-    assert found["state"]["sample"] == len(ids)
-    assert found["state"]["total"] == 2 * 1664
-    assert set(found["completions"]) == ids
-    for order in ("disagreement", "advantage", "slowest"):
-        assert {item["id"] for item in queries.listing(both, {"order": order})["items"][:10]} <= ids
-
-
-def test_while_a_record_is_read_its_facets_are_counted_when_it_has_doubled(small):
-    """A count at every state, which the page asks for all the time, made reading take twice as long."""
-    index, rank = small
-    counted = []
-    rank.add()
-    index.refresh()
-    index.reading, known = True, sum(queries.state(index)["facets"]["mode"].values())
-    index.db.set_trace_callback(lambda sql: counted.append(sql) if "GROUP BY 1 ORDER BY" in sql else None)
-    index.version += 1
-    assert sum(queries.state(index)["facets"]["mode"].values()) == known
-    assert not counted
-    index.reading = False
-    queries.state(index)
-    assert counted

@@ -19,7 +19,7 @@ REFERENCE = {**ANSWER, "text": "5980 yuan, in two parts."}
 
 def listed(index):
     index.refresh()
-    return [(item["step"], item["text"]) for item in queries.listing(index, {"order": "oldest"})["items"]]
+    return [(item["step"], item["text"]) for item in queries.listing(index, {"order": "step_low"})["items"]]
 
 
 def test_what_a_run_recorded_is_shown_whole(tmp_path):
@@ -37,7 +37,7 @@ def test_what_a_run_recorded_is_shown_whole(tmp_path):
         index.refresh()
         told = queries.listing(index, {"provider": "judge-b", "text": "说得好"})
         [item] = told["items"]
-        assert (item["reward"], item["disagreement"], item["judge_s"]) == (0.75, 0.25, 0.1)
+        assert (item["reward"], item["judge_s"]) == (0.75, 0.1)
         found = completion(index, item["id"])
         assert (found["messages"], found["action"]) == (PROMPT, {"rewritten_query": "price"})
         assert (found["answer"], found["reference"]) == (ANSWER, REFERENCE)

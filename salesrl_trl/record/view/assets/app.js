@@ -1,7 +1,7 @@
 // The page around the views: its head, its keys, and how it follows a run.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { spoken, t, whole } from "./words.js";
-import { ask, choose, choosePaint, DATA, draw, HOME, load, page, readAddress, start, theme, THEMES, views } from "./core.js";
+import { ask, choose, DATA, draw, HOME, load, page, readAddress, start, views } from "./core.js";
 
 const FOLLOW_MS = 2000;
 const PAGE = 50; // items that come at once
@@ -19,7 +19,7 @@ function App() {
     h(
       "header",
       null,
-      HOME !== "report" &&
+      !DATA &&
         h(
           "nav",
           { "aria-label": "salesrl" },
@@ -29,7 +29,7 @@ function App() {
         "p",
         { class: "runs muted" },
         page.state.runs.map((run) => run.name).join(" · "),
-        HOME !== "report" && ` · ${whole(total())} ${t("completions")}`,
+        !DATA && ` · ${whole(total())} ${t("completions")}`,
       ),
       !DATA &&
         h(
@@ -46,17 +46,6 @@ function App() {
         ),
       h(
         "button",
-        {
-          type: "button",
-          class: "theme",
-          title: t("theme", t(theme())),
-          "aria-label": t("theme", t(theme())),
-          onClick: () => choosePaint(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]),
-        },
-        { auto: "◐", light: "☀", dark: "☾" }[theme()],
-      ),
-      h(
-        "button",
         { type: "button", class: "language", lang: other === "zh" ? "zh-CN" : "en", onClick: () => choose(other) },
         t("language"),
       ),
@@ -65,9 +54,6 @@ function App() {
     h(
       "main",
       { id: "main", "aria-busy": page.busy ? "true" : "false" },
-      DATA &&
-        page.state.total &&
-        h("p", { class: "notice" }, t("sample", whole(page.state.sample), whole(page.state.total))),
       page.state.reading && h("p", { class: "notice" }, t("reading", whole(total()))),
       page.state.trouble && h("p", { class: "notice bad" }, t("trouble", page.state.trouble)),
       page.error
@@ -75,7 +61,7 @@ function App() {
             Fragment,
             null,
             h("h1", { tabIndex: -1 }, t("title")),
-            h("p", { class: "bad", role: "alert" }, page.error.endsWith("not_there") ? t("not_there") : page.error),
+            h("p", { class: "bad", role: "alert" }, page.error),
             h("p", null, h("a", { href: page.list.hash }, t("back"))),
           )
         : page.shown
@@ -96,7 +82,7 @@ function pressed(event) {
   const typing = event.target.closest?.("input, select, textarea");
   if (event.key === "Escape") {
     if (typing) typing.blur();
-    else if (["completion", "row", "diff"].includes(page.route)) location.hash = page.list.hash;
+    else if (page.route === "completion") location.hash = page.list.hash;
     return;
   }
   if (typing) return;
@@ -126,7 +112,7 @@ async function follow() {
     page.state = { ...page.state, trouble: error.message };
   }
   const { route, data } = page.shown ?? {};
-  const still = ["completion", "diff", "report"].includes(route) || { list: data?.items, compare: data?.rows }[route]?.length > PAGE;
+  const still = ["completion", "report"].includes(route) || (route === "list" && data.items.length > PAGE);
   const isNew = page.follow && page.state.version !== page.seen && !still;
   if (!page.busy && (!page.shown || isNew)) await load({ quiet: true });
   else draw();

@@ -1,8 +1,9 @@
 // One completion with its whole way.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { mean, named, number, seconds, signed, t, tongue, when, whole } from "./words.js";
-import { address, ask, DATA, draw, page, post, views } from "./core.js";
-import { Flag, FLAGS, isJudged, manyBranches, Note, Outcome, runName, Said, Section, SIGNS, Table, Title } from "./parts.js";
+import { address, ask, page, views } from "./core.js";
+import { ofRow } from "./list.js";
+import { isJudged, manyBranches, Note, Outcome, runName, Said, Section, Table, Title } from "./parts.js";
 
 const Facts = ({ facts }) =>
   h(
@@ -105,7 +106,7 @@ function withCalls({ turns, calls }) {
   });
 }
 
-export const Conversation = ({ messages }) =>
+const Conversation = ({ messages }) =>
   h("ol", { class: "messages" }, messages.flatMap(turnsOf).map((message) => h(Turn, { message })));
 
 // Which attempt each request was. The same request again, while an earlier one was on its way, is a hedge.
@@ -267,44 +268,6 @@ function Scores({ data }) {
   return h(Section, { title: t("scores") }, h(Table, { caption: t("scores"), columns: columns.filter(Boolean), rows }));
 }
 
-// A flag and a note, kept beside the record. A page that stands alone shows them.
-function Noted({ data }) {
-  if (DATA)
-    return (data.flag || data.note) && h(Section, { title: t("note"), kind: "noted" }, h("p", null, h(Flag, data), " ", data.flag && t(data.flag)), h(Said, { text: data.note }));
-  const keep = async (change) => {
-    const wanted = { flag: data.flag, note: document.querySelector("textarea[name=note]").value, ...change };
-    if (wanted.flag === data.flag && wanted.note.trim() === data.note) return;
-    try {
-      Object.assign(data, await post("note", { id: data.id, ...wanted }));
-      page.said = t("kept");
-    } catch (error) {
-      page.said = t("failed", error.message);
-    }
-    data.kept = page.said;
-    draw();
-  };
-  return h(
-    Section,
-    { title: t("note"), kind: "noted" },
-    h(
-      "div",
-      { class: "row", role: "group", "aria-label": t("flag") },
-      FLAGS.map((flag) =>
-        h(
-          "button",
-          { type: "button", class: `mark ${flag}`, "aria-pressed": String(data.flag === flag), onClick: () => keep({ flag: data.flag === flag ? "" : flag }) },
-          SIGNS[flag],
-          " ",
-          t(flag),
-        ),
-      ),
-      h("span", { class: "muted" }, data.kept),
-    ),
-    h("textarea", { name: "note", rows: 2, "aria-label": t("note"), placeholder: t("note_hint"), defaultValue: data.note, onChange: () => keep({}) }),
-    h("button", { type: "button", onClick: () => keep({}) }, t("keep")),
-  );
-}
-
 function Group({ data }) {
   return h(
     Section,
@@ -312,18 +275,16 @@ function Group({ data }) {
     h(Note, null, t("group_told", number(mean(data.group.map((each) => each.reward))))),
     h(Table, {
       caption: t("group"),
-      columns: [[t("completion"), "extra"], [t("text"), "wide"], [t("outcome"), ""], [t("reward"), "n"], [t("advantage"), "n thin"], ["", "n"]],
+      columns: [[t("completion"), "extra"], [t("text"), "wide"], [t("outcome"), ""], [t("reward"), "n"], [t("advantage"), "n thin"]],
       rows: data.group.map((each) => ({
         class: each.id === data.id ? "current" : "",
         "aria-current": each.id === data.id ? "true" : undefined,
         cells: [
           each.id === data.id ? `${each.id} (${t("this_one")})` : each.id,
-          h("div", { class: "line_of" }, h(Flag, each), h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–")),
+          h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–"),
           h(Outcome, { ...each, run: data.run }),
           number(each.reward),
           each.advantage === null ? "–" : signed(each.advantage),
-          each.id !== data.id &&
-            h("a", { href: address("diff", { row: data.row, a: data.id, b: each.id }), "aria-label": `${t("diff_with")} ${each.id}` }, t("diff_with")),
         ],
       })),
     }),
@@ -340,8 +301,7 @@ function Completion(data) {
     h(
       "p",
       { class: "row" },
-      h("a", { href: address("row", { row: data.row }) }, t("over_time"), `: ${data.row}`),
-      h("a", { href: address("diff", { row: data.row, a: data.id }) }, t("diff_row")),
+      h("a", { href: ofRow(data.row) }, t("over_time"), `: ${data.row}`),
     ),
     h(
       "div",
@@ -401,7 +361,6 @@ function Completion(data) {
             ],
           }),
         ),
-        h(Noted, { data }),
         h(Scores, { data }),
         h(Stages, { stages: data.seconds }),
       ),

@@ -1,13 +1,12 @@
 // What the page shows now: its address, its answers, and how it comes to others.
 import { h, render } from "./vendor/preact.mjs";
 import { speak, t } from "./words.js";
-import { localAnswer } from "./local.js";
 
 const given = document.getElementById("data").textContent;
 export const DATA = given ? JSON.parse(given) : null;
 
 // A page of the figures alone has no completions to list.
-export const HOME = DATA && !DATA.items ? "report" : "overview";
+export const HOME = DATA ? "report" : "overview";
 
 export const page = {
   route: HOME,
@@ -23,21 +22,9 @@ export const page = {
 };
 
 export async function ask(question, params = {}) {
-  if (DATA) return localAnswer(DATA, question, params);
+  if (DATA) return DATA[question];
   const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const answer = await fetch(`api/${question}?${new URLSearchParams(kept)}`);
-  const content = await answer.json();
-  if (!answer.ok) throw new Error(content.error);
-  return content;
-}
-
-// Keep a flag and a note of a completion.
-export async function post(question, body) {
-  const answer = await fetch(`api/${question}`, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-  });
   const content = await answer.json();
   if (!answer.ok) throw new Error(content.error);
   return content;
@@ -53,41 +40,26 @@ export function readAddress() {
   const [route, query] = location.hash.slice(1).split(/\?(.*)/s);
   page.route = route || HOME;
   page.params = Object.fromEntries(new URLSearchParams(query || ""));
-  speak(page.params.lang ?? DATA?.language ?? stored("lang"));
+  speak(page.params.lang ?? DATA?.language ?? stored());
 }
 
-// The language and the colours that were chosen last. A page from a file may keep nothing: then they are the browser's.
-function stored(name) {
+// The language that was chosen last. A page from a file may keep nothing: then it is the browser's.
+function stored() {
   try {
-    return localStorage.getItem(`salesrl.${name}`);
+    return localStorage.getItem("salesrl.lang");
   } catch {
     return null;
   }
 }
-function store(name, value) {
+export function choose(lang) {
   try {
-    localStorage.setItem(`salesrl.${name}`, value);
+    localStorage.setItem("salesrl.lang", lang);
   } catch {
     // it holds until the page is left
   }
-}
-export function choose(lang) {
-  store("lang", lang);
   speak(lang);
   draw();
 }
-export const THEMES = ["auto", "light", "dark"];
-export const theme = () => document.documentElement.dataset.theme ?? "auto";
-export function paint(name) {
-  if (name === "light" || name === "dark") document.documentElement.dataset.theme = name;
-  else delete document.documentElement.dataset.theme;
-}
-export function choosePaint(name) {
-  store("theme", name);
-  paint(name);
-  draw();
-}
-paint(stored("theme"));
 
 // Another address of the same view. It takes the place of the last one: Back leaves the view.
 export function change(params) {

@@ -1,10 +1,9 @@
 // The list of completions, with its filters and orders.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, t, tongue, whole } from "./words.js";
-import { address, ask, DATA, draw, load, note, page, views } from "./core.js";
+import { address, ask, draw, load, note, page, views } from "./core.js";
 import {
   facetOptions,
-  Flag,
   has,
   isJudged,
   manyBranches,
@@ -17,26 +16,11 @@ import {
   Select,
   Title,
 } from "./parts.js";
-import { exported } from "./local.js";
 
-const ORDER_NAMES = ["newest", "oldest", "reward_high", "reward_low", "disagreement", "advantage", "slowest"];
-const LEADING = [
-  ["disagreement", "reference_reward"],
-  ["advantage", "advantage"],
-  ["slowest", "call_s"],
-]; // orders, and the number that a record must have for them
+const ORDERED = ["step", "reward", "reference_reward", "advantage", "judge_s", "tokens"]; // columns that sort the list
 const WAIT_MS = 250;
 let waiting = 0;
 
-const orderName = (code) => {
-  const [, name, end] = code.match(/^(.+)_(high|low)$/) ?? [];
-  if (name && name !== "reward") return `${t(name)} ${end === "high" ? "↓" : "↑"}`;
-  return t(code === "disagreement" || code === "advantage" ? `order_${code}` : code);
-};
-const ordersOf = (order) =>
-  ORDER_NAMES.filter((code) => !["disagreement", "advantage", "slowest"].includes(code) || LEADING.some(([name, number]) => name === code && has(number))).concat(
-    order && !ORDER_NAMES.includes(order) ? [order] : [],
-  );
 const wantedMode = (params) => (params.mode === "any" ? "" : modeOf(params));
 
 function typed(event) {
@@ -84,95 +68,43 @@ function Filters({ params }) {
       ["branch", "outcome", "reason", "provider"]
         .filter((name) => facetOptions(name).length > (name === "branch" || name === "outcome" ? 1 : 0))
         .map((name) => h(Select, { name, label: t(name), options: facetOptions(name) })),
-      Object.keys(page.state.facets.flag ?? {}).length > 0 &&
-        h(Select, { name: "flag", label: t("flag"), options: [["any", t("noted")], ...facetOptions("flag").filter(([code]) => code)] }),
-      has("recovered") && h(Select, { name: "recovered", label: t("retries"), options: [["1", t("recovered")]] }),
+      h(Field, { name: "row", label: t("row"), kind: "text" }),
       ["reward", has("advantage") && "advantage", "step"].filter(Boolean).map((name) => h(Between, { name })),
-      h(Select, {
-        name: "order",
-        label: t("order"),
-        options: ordersOf(params.order).map((code) => [code, orderName(code)]),
-        empty: false,
-        value: page.params.order || "newest",
-      }),
       h("a", { class: "button", href: "#list" }, t("clear")),
     ),
   );
 }
 
-// The lists of most interest, within the filters that are set.
-function Leading({ params }) {
-  const { order, ...filters } = params;
-  const entry = (code, told) =>
-    h(
-      "li",
-      null,
-      h(
-        "a",
-        {
-          href: address("list", { ...filters, order: code }),
-          "aria-current": (order ?? "") === code ? "true" : undefined,
-        },
-        told,
-      ),
-    );
-  return h(
-    "nav",
-    { class: "leading", "aria-label": t("most") },
-    h(
-      "ul",
-      null,
-      entry("", t("all")),
-      LEADING.filter(([, name]) => has(name)).map(([code]) => entry(code, t(`most_${code}`))),
-    ),
-  );
-}
-
-const HEADS = { step: ["newest", "oldest"] }; // orders of a column: from the largest, from the smallest
-for (const name of ["reward", "reference_reward", "advantage", "disagreement", "call_s", "tokens"])
-  HEADS[name] = [`${name}_high`, `${name}_low`];
-
 // A head of the list leads to the list in that order: it is sorted as a whole, and not as far as it is shown.
 function Head({ name, kind, params }) {
   const told = t(name),
-    orders = HEADS[name],
-    order = params.order || "newest";
-  const at = orders?.indexOf(order);
-  const sort = at >= 0 ? ["descending", "ascending"][at] : undefined;
+    at = [`${name}_high`, `${name}_low`].indexOf(params.order || "step_high");
   return h(
     "th",
-    { scope: "col", class: kind, "aria-sort": sort },
-    orders
-      ? h("a", { href: address("list", { ...params, order: orders[at === 0 ? 1 : 0] }), title: t("sorted_by", told) }, told)
+    { scope: "col", class: kind, "aria-sort": ["descending", "ascending"][at] },
+    ORDERED.includes(name)
+      ? h("a", { href: address("list", { ...params, order: `${name}_${at === 0 ? "low" : "high"}` }), title: t("sorted_by", told) }, told)
       : told,
   );
 }
 
-export function Items({ items, current, runs, params }) {
+// All completions of a row of the dataset, over training time.
+export const ofRow = (row) => address("list", { row, mode: "any", order: "step_low" });
+
+function Items({ items, current, runs, params }) {
   const link = (item) => address("completion", { id: item.id });
   const columns = [
     ["step", "n", (item) => item.step],
     runs && ["run", "extra", (item) => runName(item.run)],
     manyBranches() && ["branch", "extra", (item) => item.branch],
-    ["row", "extra row_id", (item) => h("a", { href: address("row", { row: item.row }), tabIndex: -1, dir: "ltr", title: item.row }, item.row)],
-    [
-      "text",
-      "wide",
-      (item) =>
-        h(
-          "div",
-          { class: "line_of" },
-          h(Flag, item),
-          h("a", { class: "open", href: link(item), lang: tongue(item.text), "data-id": item.id }, item.text || "–"),
-        ),
-    ],
+    ["row", "extra row_id", (item) => h("a", { href: ofRow(item.row), tabIndex: -1, dir: "ltr", title: item.row }, item.row)],
+    ["text", "wide", (item) => h("a", { class: "open", href: link(item), lang: tongue(item.text), "data-id": item.id }, item.text || "–")],
     ["outcome", "", (item) => h(Outcome, item)],
     ["reward", "n", (item) => number(item.reward)],
     has("reference_reward") && ["reference_reward", "n extra", (item) => number(item.reference_reward)],
     has("advantage") && ["advantage", "n thin", (item) => number(item.advantage, 2)],
-    has("disagreement") && ["disagreement", "n extra", (item) => number(item.disagreement)],
-    has("call_s") && ["call_s", "n extra", (item) => number(item.call_s, 2)],
-    !has("call_s") && has("tokens") && ["tokens", "n extra", (item) => item.tokens ?? "–"],
+    has("judge_s") && ["judge_s", "n extra", (item) => number(item.judge_s, 2)],
+    has("tokens") && ["tokens", "n extra", (item) => item.tokens ?? "–"],
   ].filter(Boolean);
   return h(
     "table",
@@ -193,38 +125,17 @@ export function Items({ items, current, runs, params }) {
   );
 }
 
-// What fits the filters, as a file: from the server, or of this page.
-function Export({ kind, params }) {
-  const wanted = { ...params, mode: wantedMode(params), kind };
-  delete wanted.order;
-  delete wanted.lang;
-  const save = (event) => {
-    if (!DATA) return;
-    event.preventDefault();
-    const lines = exported(DATA, wanted, kind).map((each) => `${JSON.stringify(each)}\n`);
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob(lines, { type: "application/jsonl" }));
-    link.download = `${kind}.jsonl`;
-    link.click();
-    URL.revokeObjectURL(link.href);
-  };
-  const href = DATA ? "#list" : `api/export?${new URLSearchParams(Object.entries(wanted).filter(([, value]) => value))}`;
-  return h("a", { class: "button", href, download: `${kind}.jsonl`, onClick: save, title: t("export_told") }, t(`export_${kind}`));
-}
-
 function List(data, params) {
   return h(
     Fragment,
     null,
     h(Title, null, t("list")),
-    h(Leading, { params }),
     h(Filters, { params }),
     h(
       "p",
       { class: "count" },
       h("strong", null, t("found", whole(data.total))),
       " ",
-      data.total > 0 && h("span", { class: "exports" }, h(Export, { kind: "dataset", params }), h(Export, { kind: "preference", params })),
       h("span", { class: "muted keys" }, t("keys")),
     ),
     data.items.length

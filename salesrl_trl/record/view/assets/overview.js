@@ -2,7 +2,7 @@
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, percent, t, whole } from "./words.js";
 import { address, ask, change, views } from "./core.js";
-import { Bars, Chart } from "./chart.js";
+import { Chart } from "./chart.js";
 import {
   colorOf,
   manyBranches,
@@ -10,15 +10,15 @@ import {
   modeOptions,
   Note,
   outcomeName,
+  RunChoice,
   runName,
-  runOptions,
   Section,
   Select,
   Table,
   Title,
 } from "./parts.js";
 
-export const LATEST = 60;
+const LATEST = 60;
 
 export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch))].sort();
 export const lineOf = (steps, branch, value) =>
@@ -27,39 +27,7 @@ export const lineOf = (steps, branch, value) =>
 // A branch's name is of no use where there is no other.
 const branchName = (name) => (manyBranches() ? name : t("list"));
 
-// The rewards of one step, and what chooses the step.
-function Histogram({ found, numbers }) {
-  const at = numbers.indexOf(found.step);
-  return h(
-    "div",
-    null,
-    found.edges.length > 0
-      ? h(Bars, {
-          title: t("rewards_of", found.step),
-          edges: found.edges,
-          parts: Object.entries(found.counts).map(([name, bins]) => ({ name: branchName(name), bins, color: colorOf(name) })),
-          columns: 2,
-        })
-      : h(Note, null, t("no_rewards", found.step)),
-    numbers.length > 1 &&
-      h(
-        "label",
-        { class: "slider" },
-        h("span", null, t("step"), ` ${found.step}`),
-        h("input", {
-          type: "range",
-          name: "at",
-          min: 0,
-          max: numbers.length - 1,
-          value: at,
-          "aria-valuetext": String(found.step),
-          onInput: (event) => change({ at: numbers[event.target.value] }),
-        }),
-      ),
-  );
-}
-
-function Overview({ steps, found }, params) {
+function Overview({ steps }, params) {
   const run = Number(params.run ?? 0),
     mode = modeOf(params),
     branches = branchesOf(steps);
@@ -90,8 +58,7 @@ function Overview({ steps, found }, params) {
       h(
         "form",
         { class: "choices", onSubmit: (event) => event.preventDefault() },
-        runOptions().length > 1 &&
-          h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: String(run) }),
+        h(RunChoice, { run: String(run) }),
         h(Select, { name: "mode", label: t("mode"), options: modeOptions(), empty: false, value: mode }),
       ),
     ),
@@ -102,14 +69,7 @@ function Overview({ steps, found }, params) {
           h(
             "div",
             { class: "charts" },
-            h(Chart, {
-              title: t("mean_reward"),
-              series: series((each) => each.reward),
-              columns: 2,
-              picked: found.step,
-              onPick: (step) => change({ at: step }),
-            }),
-            h(Histogram, { found, numbers }),
+            h(Chart, { title: t("mean_reward"), series: series((each) => each.reward), columns: 2 }),
             !isWhole &&
               h(Chart, {
                 title: t("scored_share"),
@@ -146,14 +106,7 @@ const stepLink = ({ step, branch }, run, mode) =>
   h("a", { href: address("list", { run, mode, step_min: step, step_max: step, branch }) }, step);
 
 views.overview = {
-  async ask(params) {
-    const which = { run: params.run ?? 0, mode: modeOf(params) };
-    const [{ steps }, found] = await Promise.all([
-      ask("overview", which),
-      ask("histogram", { ...which, step: params.at }),
-    ]);
-    return { steps, found };
-  },
+  ask: (params) => ask("overview", { run: params.run ?? 0, mode: modeOf(params) }),
   View: Overview,
   title: (_, params) => `${t("overview")} · ${runName(Number(params.run ?? 0))}`,
 };

@@ -1,7 +1,7 @@
 // Small parts of several views.
 import { h } from "./vendor/preact.mjs";
 import { named, t, tongue, whole } from "./words.js";
-import { change, draw, page } from "./core.js";
+import { change, page } from "./core.js";
 
 // A task has its own words: of judges, references and actions is only spoken where the record has them.
 export const has = (name) => (page.state.facets.has?.[name] ?? 0) > 0;
@@ -19,60 +19,21 @@ export const outcomeName = (code, run) => {
 // A branch has one colour on the page, whichever runs are shown.
 export const colorOf = (branch) => Math.max(of("branch").sort().indexOf(branch), 0);
 
-const orders = new Map(); // by a table's caption: the column that it is sorted by, and its way
-
-// What a cell says, as a number where it is one.
-function wordsOf(cell) {
-  if (cell === null || cell === undefined || typeof cell === "boolean") return "";
-  if (Array.isArray(cell)) return cell.map(wordsOf).join("");
-  const text = typeof cell === "object" ? wordsOf(cell.props.children ?? cell.props.outcome) : String(cell);
-  return text;
-}
-function ordering(a, b) {
-  const [one, other] = [a, b].map((text) => parseFloat(text.replace("−", "-").replaceAll(",", "")));
-  if (!Number.isNaN(one) && !Number.isNaN(other) && one !== other) return one - other;
-  if (Number.isNaN(one) !== Number.isNaN(other)) return Number.isNaN(one) ? -1 : 1;
-  return a.localeCompare(b);
-}
-
-// A table, sorted by a click on a head. `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of
-// the row }.
-export function Table({ caption, columns, rows, id }) {
-  const [by, way] = orders.get(caption) ?? [-1, 1];
-  const cellsOf = (row) => (Array.isArray(row) ? row : row.cells);
-  const shown = by < 0 ? rows : rows.toSorted((a, b) => way * ordering(wordsOf(cellsOf(a)[by]), wordsOf(cellsOf(b)[by])));
-  const sort = (at) => {
-    const first = columns[at][1].split(" ").includes("n") ? -1 : 1; // of numbers the largest, of words the first
-    orders.set(caption, by !== at ? [at, first] : way === first ? [at, -first] : [-1, 1]);
-    draw();
-  };
+// `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of the row }.
+export function Table({ caption, columns, rows }) {
   return h(
     "div",
     { class: "scroll", role: "region", tabIndex: 0, "aria-label": caption },
     h(
       "table",
-      { id },
+      null,
       h("caption", { class: "unseen" }, caption),
       columns.some(([name]) => name) &&
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            columns.map(([name, kind], at) =>
-              h(
-                "th",
-                { scope: "col", class: kind, "aria-sort": at === by ? (way > 0 ? "ascending" : "descending") : undefined },
-                name && rows.length > 1 ? h("button", { type: "button", onClick: () => sort(at) }, name) : name,
-              ),
-            ),
-          ),
-        ),
+        h("thead", null, h("tr", null, columns.map(([name, kind]) => h("th", { scope: "col", class: kind }, name)))),
       h(
         "tbody",
         null,
-        shown.map((row) => {
+        rows.map((row) => {
           const { cells, ...rest } = Array.isArray(row) ? { cells: row } : row;
           return h(
             "tr",
@@ -123,15 +84,12 @@ export function runName(at) {
 export const facetOptions = (name) =>
   Object.entries(page.state.facets[name] ?? {}).map(([code, many]) => [
     code,
-    `${name === "outcome" ? outcomeName(code) : name === "flag" ? t(code || "note") : code} (${whole(many)})`,
+    `${name === "outcome" ? outcomeName(code) : code} (${whole(many)})`,
   ]);
+// A choice among several runs.
+export const RunChoice = ({ run }) =>
+  runOptions().length > 1 && h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: run });
 export const modeOptions = () => ["train", "eval"].map((code) => [code, t(code)]);
 
 export const Outcome = ({ outcome, reason, run }) =>
   h("span", { class: `outcome ${outcome}` }, outcomeName(outcome, run), reason && " ", reason && h("span", { class: "reason" }, reason.split(/(?<=_)/).map((part) => [part, h("wbr")])));
-
-export const FLAGS = ["good", "bad", "check"];
-export const SIGNS = { good: "▲", bad: "▼", check: "●" };
-export const Flag = ({ flag, note }) =>
-  (flag || note) &&
-  h("span", { class: `flag ${flag}`, title: note || t(flag) }, SIGNS[flag], note && "✎", h("span", { class: "unseen" }, flag ? t(flag) : t("note")));

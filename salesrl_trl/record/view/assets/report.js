@@ -1,71 +1,84 @@
 // The figures of a run: a tab of the page, and all of a page that `salesrl report` writes.
 import { h, Fragment } from "./vendor/preact.mjs";
-import { spoken, t } from "./words.js";
+import { number, percent, seconds, spoken, t, whole } from "./words.js";
 import { ask, page, views } from "./core.js";
-import { Bars, Chart } from "./chart.js";
-import { Note, runName, runOptions, Section, Select, Table, Title } from "./parts.js";
+import { Chart, short } from "./chart.js";
+import { Note, runName, RunChoice, Section, Table, Title } from "./parts.js";
 
 const CHART_WIDTH = 1024; // of a chart, as the style has it
 
-const PARTS = {
-  lines: ({ part }) =>
-    h(Chart, {
-      title: part.label,
-      widest: CHART_WIDTH,
-      band: part.band,
-      marks: part.starts,
-      isLog: part.is_log,
-      fromZero: part.from_zero,
-      series: part.lines.map((line) => ({ ...line, color: line.colour, dash: line.is_dashed ? 1 : 0 })),
-    }),
-  bars: ({ part }) =>
-    h(Bars, {
-      title: part.label,
-      widest: CHART_WIDTH,
-      edges: part.edges,
-      top: part.top,
-      notes: part.notes,
-      hasSteps: true,
-      isWhole: part.are_counts,
-      parts: part.layers.map((layer) => ({ name: layer.name, color: layer.colour, bins: layer.heights })),
-    }),
-  table: ({ part, title }) =>
+const Lines = (given) => h(Chart, { ...given, widest: CHART_WIDTH });
+
+function Kl({ branch, kl, band, beta }) {
+  const [low, high, share] = band ?? [];
+  return h(
+    Fragment,
+    null,
+    h(Lines, { title: `KL, ${branch}`, series: kl, band: band && { name: t("band", short(low), short(high)), low, high } }),
+    band && h(Note, null, t("in_band", percent(share))),
+    h(Lines, { title: `beta, ${branch}`, series: beta }),
+  );
+}
+
+// Parts of a whole: lines over the steps, and a row for each.
+const Parts = ({ title, lines, rows, head, size }) =>
+  h(
+    Fragment,
+    null,
+    h(Lines, { title, series: lines, domain: [0, Math.max(...lines.flatMap(({ points }) => points.map(([, value]) => value)))] }),
     h(Table, {
       caption: title,
-      columns: (part.head.length ? part.head : ["", ""]).map((name, at) => [name, at && part.head.length ? "n" : ""]),
-      rows: part.rows,
+      columns: [[head, ""], [t("number"), "n"], [t("share"), "n"]],
+      rows: rows.map(([name, value, share]) => [name, size(value), percent(share)]),
     }),
-  list: ({ part }) => h("ol", { class: "sentences" }, part.sentences.map((each) => h("li", null, each))),
-  heading: ({ part }) => h("h3", null, part.text),
-  remark: ({ part }) => h(Note, null, part.text),
-  text: ({ part }) => h("p", null, part.text),
-};
+  );
 
-function Report({ sections, error }, params) {
+function HeldOut({ kinds, rows }) {
+  return h(Table, {
+    caption: t("held_out"),
+    columns: [[t("step"), "n"], ...kinds.map((kind) => [kind.replaceAll("_", " "), "n"])],
+    rows: rows.map(([step, ...values]) => [step, ...values.map((value) => number(value))]),
+  });
+}
+
+function Spending({ spent, limits }) {
+  const usd = (value) => number(value, 4);
+  return h(
+    Fragment,
+    null,
+    h(Table, {
+      caption: t("spending"),
+      columns: [[t("service"), ""], [t("calls"), "n"], [t("prompt_tokens"), "n"], [t("tokens"), "n"], ["USD", "n"]],
+      rows: spent.map((each) => [each.service, whole(each.calls), whole(each.prompt_tokens), whole(each.completion_tokens), usd(each.usd)]),
+    }),
+    limits.map(([name, taken, most]) => h(Note, null, t("of_limit", name, taken.toLocaleString(spoken()), most.toLocaleString(spoken())))),
+  );
+}
+
+function Figures({ figures }) {
+  const rewards = figures.reward.map((line) => ({
+    ...line,
+    name: (line.name || t("all_branches")) + (line.dash ? `, ${t("reference_score")}` : ""),
+  }));
+  const sections = [
+    [t("reward"), rewards.length, h(Lines, { title: t("mean_reward"), series: rewards })],
+    ["KL", figures.kl.length, figures.kl.map((each) => h(Kl, each))],
+    [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), head: t("phase"), size: seconds, ...figures.phases })],
+    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), head: t("reason"), size: whole, ...figures.failures })],
+    [t("held_out"), figures.held_out.rows.length, h(HeldOut, figures.held_out)],
+    [t("spending"), figures.spent.length, h(Spending, figures)],
+  ];
+  return sections.map(([title, isThere, shown]) => h(Section, { title }, isThere ? shown : h(Note, null, t("not_logged"))));
+}
+
+function Report({ figures, error }, params) {
   const run = params.run ?? "0";
   return h(
     Fragment,
     null,
-    h(
-      "div",
-      { class: "head" },
-      h(Title, null, t("report"), " · ", runName(Number(run))),
-      runOptions().length > 1 &&
-        h(
-          "form",
-          { class: "choices", onSubmit: (event) => event.preventDefault() },
-          h(Select, { name: "run", label: t("run"), options: runOptions(), empty: false, value: run }),
-        ),
-    ),
-    h(Note, null, page.state.runs[run].path),
-    error && h(Note, null, t("no_report"), " ", error),
-    h(
-      "div",
-      { class: "report" },
-      (sections[spoken()] ?? []).map(({ title, parts }) =>
-        h(Section, { title }, parts.map((part) => h(PARTS[part.kind], { part, title }))),
-      ),
-    ),
+    h("div", { class: "head" }, h(Title, null, t("report"), " · ", runName(Number(run))), h("form", { class: "choices" }, h(RunChoice, { run }))),
+    h(Note, null, page.state.runs[run]?.path),
+    error ? h(Note, null, t("no_report"), " ", error) : h("div", { class: "report" }, h(Figures, { figures })),
   );
 }
 

@@ -6,18 +6,14 @@ CREATE TABLE completions (
     n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id,
     step, mode, batch, place, prompt_group, row, branch, outcome, reason, provider,
     reward, reference_reward, advantage, judge_s, tokens, staleness, time,
-    disagreement REAL, call_s REAL, recovered TEXT, prompt
+    prompt
 );
+CREATE INDEX by_file ON completions (run, rank, step);
 CREATE INDEX by_row ON completions (row, step);
 CREATE INDEX by_prompt ON completions (prompt);
 CREATE TABLE prompts (n INTEGER PRIMARY KEY, run, rank, id INTEGER, text, UNIQUE (run, rank, id));
 CREATE TABLE texts (n INTEGER PRIMARY KEY, text, excerpt);
-CREATE TABLE matches (n INTEGER PRIMARY KEY);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
-CREATE TABLE notes (run, rank, id, time, flag, note, PRIMARY KEY (run, rank, id)) WITHOUT ROWID;
-CREATE VIEW noted AS
-SELECT c.*, ifnull(o.flag, '') AS flag, ifnull(o.note, '') AS note
-FROM completions c LEFT JOIN notes o ON o.run = c.run AND o.rank = c.rank AND o.id = c.id AND o.time = c.time;
 
 -- name: copy
 -- Of a run's file, those behind the last one that was read. The names are those of `completions` above.
@@ -25,11 +21,6 @@ INSERT INTO completions
 SELECT NULL, :run, :rank, c.id,
     c.step, c.mode, c.batch, c.place, c.prompt_group, c.row, c.branch, c.outcome, c.reason, c.provider,
     c.reward, c.reference_reward, c.advantage, c.judge_s, c.tokens, c.staleness, c.time,
-    coalesce((SELECT max(abs(candidate - reference)) FROM source.verdicts WHERE completion = c.id),
-             abs(c.reward - c.reference_reward)),
-    coalesce((SELECT max(seconds) FROM source.calls WHERE completion = c.id), c.judge_s),
-    (SELECT '1' FROM source.calls
-     WHERE completion = c.id AND failure NOT IN ('', 'cancelled') AND c.reward IS NOT NULL),
     (SELECT n FROM prompts WHERE run = :run AND rank = :rank AND id = c.prompt)
 FROM source.completions c WHERE c.id > :last AND c.id <= :upto ORDER BY c.id
 
@@ -40,9 +31,8 @@ SELECT n, lower_case(c.text || char(10) || coalesce(
 FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 
 -- name: find
-INSERT INTO matches
-SELECT n FROM texts WHERE instr(text, :word) UNION
-SELECT n FROM completions WHERE prompt IN (SELECT n FROM prompts WHERE instr(text, :word))
+-- A condition of a list.
+(n IN (SELECT n FROM texts WHERE instr(text, ?)) OR prompt IN (SELECT n FROM prompts WHERE instr(text, ?)))
 
 -- name: overview
 SELECT step, branch, sum(many) AS many, sum(scored) AS scored, sum(reward) / sum(scored) AS reward,
@@ -69,13 +59,8 @@ FROM mean a JOIN mean b USING (row) WHERE a.run = :one AND b.run = :other
 -- name: changes
 SELECT count(*) AS total, avg(change) AS change, total(change > 0) AS better, total(change < 0) AS worse FROM compared
 
--- name: row
--- All completions of a row of the dataset. Of very many, the latest.
-SELECT * FROM (SELECT * FROM noted WHERE row = :row ORDER BY step DESC, n DESC LIMIT :most)
-ORDER BY run, step, mode, n
-
 -- name: group
-SELECT * FROM noted
+SELECT * FROM completions
 WHERE row = :row AND step = :step AND run = :run AND mode = :mode AND batch = :batch AND prompt_group = :prompt_group
 ORDER BY rank, place, id
 
@@ -83,15 +68,3 @@ ORDER BY rank, place, id
 SELECT count(*) AS many, min(step) AS first, max(step) AS last, max(time) AS time,
     max(provider > '' OR reference_reward IS NOT NULL) AS judged
 FROM completions WHERE run = ?
-
--- name: rewards
-SELECT branch, reward FROM completions WHERE run = ? AND mode = ? AND step = ? AND reward IS NOT NULL
-
--- name: spread
-SELECT * FROM (SELECT *, row_number() OVER (ORDER BY run, step, n) AS at FROM noted) WHERE at % ? = 0
-
--- name: last_steps
-SELECT DISTINCT step FROM completions WHERE run = ? AND mode = ? ORDER BY step DESC LIMIT ?
-
--- name: note_of
-SELECT * FROM noted WHERE run = ? AND rank = ? AND id = ?
