@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import salesrl_trl.demo.rows
 from salesrl_trl.data.files import Document, load_documents
-from salesrl_trl.demo.services.bm25_index import BM25_B, BM25_K1, KnowledgeIndex
-from salesrl_trl.demo.services.language import is_chinese, sentences, words
+from salesrl_trl.demo.services.rubric import is_chinese, sentences, words
+from salesrl_trl.demo.services.services_app import BM25_B, BM25_K1, KnowledgeIndex
 from salesrl_trl.errors import DataError
 
 FRUIT = KnowledgeIndex([Document(id="a", text="apple"), Document(id="p", text="pear")])

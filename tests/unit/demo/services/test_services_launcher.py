@@ -13,7 +13,7 @@ import pytest
 from support.forked import COLD_PYTHON
 
 from salesrl_trl.demo.services import launcher
-from salesrl_trl.demo.services.demo_server import main
+from salesrl_trl.demo.services.__main__ import main
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.ground import process
@@ -150,21 +150,6 @@ def test_port_in_use_says_what_to_do(options, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--writer-model=m"], "got some of the writer's options"),
-        (
-            ["--writer-base-url=http://127.0.0.1:9/v1", "--writer-model=m", "--writer-key-env=SALESRL_TEST_UNSET"],
-            "got no environment variable SALESRL_TEST_UNSET",
-        ),
-    ],
-)
-def test_bad_writer_options_start_nothing(options, capsys, arguments, message):
-    assert main([*options, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, options, monkeypatch):
     # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
     seen = tmp_path / "seen.json"
@@ -186,7 +171,7 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, op
 
 def test_services_start_without_the_heavy_libraries():
     script = (
-        "import sys, salesrl_trl.demo.services.demo_server\n"
+        "import sys, salesrl_trl.demo.services.__main__\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
     )
     assert subprocess.run([COLD_PYTHON, "-c", script], check=False).returncode == 0
