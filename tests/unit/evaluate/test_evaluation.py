@@ -8,12 +8,12 @@ import pytest
 
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
+from salesrl_trl.ground.command_line import finite
 from salesrl_trl.launch.data.lengths import FittingPrompts
 from salesrl_trl.launch.evaluate import __main__ as evaluate
-from salesrl_trl.launch.evaluate import policies
-from salesrl_trl.launch.evaluate.evaluation_text import text_of
-from salesrl_trl.launch.evaluate.findings import Scored, findings_of, modes
-from salesrl_trl.launch.evaluate.policies import common_rows, plans_of, policy_of, recipe_of, settings_of
+from salesrl_trl.launch.evaluate import answering
+from salesrl_trl.launch.evaluate.answering import common_rows, plans_of, policy_of, recipe_of, settings_of
+from salesrl_trl.launch.evaluate.findings import Scored, findings_of, modes, text_of
 from salesrl_trl.launch.plan import overlaid
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import parse
@@ -110,7 +110,7 @@ def test_the_table_has_every_figure_and_says_what_it_does_not_know():
 
 
 def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
-    written = json.dumps(found(FIRST, SECOND).as_dict())
+    written = json.dumps(finite(found(FIRST, SECOND).as_dict()))
     assert SAID not in written
     rows = json.loads(written)["rows"]
     assert rows[3] == {
@@ -261,7 +261,7 @@ def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, told, monkeypatch
     def stopped(*_):
         raise StopRequested(reason)
 
-    monkeypatch.setattr(policies, "settings_of", stopped)
+    monkeypatch.setattr(answering, "settings_of", stopped)
     with pytest.raises(SystemExit) as end:
         evaluate.main([])
     shown = capfd.readouterr().err
