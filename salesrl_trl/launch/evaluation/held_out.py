@@ -1,7 +1,4 @@
-"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
-
-The figures are those that the trainer has logged.
-"""
+"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last."""
 
 import json
 import logging
@@ -10,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
-from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import standard_error
 from salesrl_trl.ground.tables import number
 from salesrl_trl.names import (
@@ -32,7 +29,6 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Figures = Mapping[str, float | None]
 
 
@@ -95,7 +91,9 @@ class HeldOut(Part):
         here = (state.global_step, named)
         self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
         self.done_at = state.global_step
-        examples = spread(written[:: self._num_generations], self._run.args.held_out_examples)
+        firsts = written[:: self._num_generations]
+        count = min(self._run.args.held_out_examples, len(firsts))
+        examples = [firsts[place * len(firsts) // count] for place in range(count)]
         self._evaluations.append(_Evaluation(*here, figures, rows, examples))
         if not state.is_world_process_zero:
             return
@@ -142,7 +140,7 @@ def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
         if earlier.prompt == later.prompt:
             logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
-                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
+                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_plain(written.completion)}")
     if (text := change_in_words(first, last)) is not None:
         logger.info(f"{held_out}{text}")
 
@@ -166,7 +164,7 @@ def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
 
 
 def _read(path: Path) -> list[_Evaluation]:
-    """The evaluations of earlier starts. A file that can't be read is kept under another name."""
+    """The evaluations of earlier starts."""
     if not path.is_file():
         return []
     try:
@@ -175,16 +173,9 @@ def _read(path: Path) -> list[_Evaluation]:
         rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
         parts = zip(names, records, rows, strict=True)
         return [_Evaluation(int(record.pop("step")), named, record, of_rows) for named, record, of_rows in parts]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        (aside,) = put_aside(path)
-        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
+    except (ValueError, TypeError, KeyError) as error:
+        logger.warning(f"{path} can't be read ({type(error).__name__}), and is written anew")
         return []
-
-
-def spread(items: Sequence[T], number: int) -> list[T]:
-    """So many of the items, evenly spread over them; all if there are fewer."""
-    number = min(number, len(items))
-    return [items[place * len(items) // number] for place in range(number)]
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
@@ -201,19 +192,6 @@ def _plain(text: object) -> str:
         texts = [part.get("text", "") for part in text if "role" not in part]
         return " ".join(texts) if texts else _plain(text[-1]["content"])
     return " | ".join(str(text).splitlines())
-
-
-def _whole(completion: object) -> str:
-    """A completion in a line: of a conversation every message, with the calls of tools."""
-    if not isinstance(completion, list):
-        return _plain(completion)
-    said = []
-    for message in completion:
-        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        said += [f"{call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-        if (content := message.get("content")) or not calls:
-            said.append(f"{message.get('name')}: " * (message.get("role") == "tool") + _plain(content or ""))
-    return " | ".join(said)
 
 
 def _text(figures: Figures) -> str:

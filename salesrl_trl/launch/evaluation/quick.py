@@ -1,7 +1,6 @@
 """Quick evaluations: a fixed held-out sample, answered greedily every few steps.
 
-Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
-way of the best policy into its folder. A `Subject` answers. `wiring.components` calls it after each step.
+The steps at which one is due, its rows, its answers and its order: answer, measure, record, keep the best policy, log.
 """
 
 import json
@@ -9,10 +8,14 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from salesrl_trl import names
@@ -20,14 +23,110 @@ from salesrl_trl.config.quick_evaluations import BETA, QuickEvalSettings, checke
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
-from salesrl_trl.launch.evaluation.quick_figures import OWN_FIGURES
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory, QuickEvaluation, evaluation_of
-from salesrl_trl.launch.evaluation.subject import Processes, Subject
+from salesrl_trl.kl.estimators import penalty
+from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.types import Example, Outcome
+from salesrl_trl.types import Answered, Example, Outcome, Reward
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The processes of a run, by accelerate. A run without a launcher has one."""
+
+    def __init__(self) -> None:
+        self._state = PartialState()
+
+    @property
+    def count(self) -> int:
+        return int(self._state.num_processes)
+
+    @property
+    def index(self) -> int:
+        return int(self._state.process_index)
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        return list(gather_object(list(items)))
+
+    def from_main(self, value: T) -> T:
+        """The value of the main process, on all."""
+        return cast(T, broadcast_object_list([value])[0])
+
+    def wait(self) -> None:
+        self._state.wait_for_everyone()
+
+
+class GreedySubject:
+    """The policy in training, which answers greedily. All ranks call each method together."""
+
+    def __init__(self, run: PartContext) -> None:
+        self._run, trl = run, run.trl
+        self._ends = frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id})
+        self._penalty = run.args.kl_penalty()
+
+    def betas(self) -> Mapping[str, float]:
+        """The current KL coefficients by branch. Empty without a KL target."""
+        kl = self._run.kl
+        return {} if kl is None else dict(zip(self._run.args.branches, kl.control.betas, strict=True))
+
+    def save(self, folder: Path) -> None:
+        self._run.trl.save(folder)
+
+    def log(self, figures: Mapping[str, float | None]) -> None:
+        self._run.trl.log(figures)
+
+    def answer(self, rows: Sequence[Example]) -> list[Answered]:
+        """Answers to this rank's rows, in their order, with their rewards. Training stays as it is."""
+        run, step = self._run, self._run.trl.step()
+        size = run.args.per_device_eval_batch_size
+        batches = [list(rows[first : first + size]) for first in range(0, len(rows), size)]
+        answers: list[Answered] = []
+        with run.trl.set_aside(), run.sampler.greedily(), run.ledger.aside("eval"):  # other figures stay as they are
+            for batch in run.pipeline.evaluations(batches, step):
+                rollout, output = run.scoring.evaluate(batch, step)
+                assert rollout.sampled is not None and rollout.result is not None
+                answers += self._answered(batch, rollout.sampled.completion_ids, rollout.result.rewards, output)
+        return answers
+
+    def _answered(
+        self,
+        rows: Sequence[Example],
+        completion_ids: Sequence[Sequence[int]],
+        rewards: Sequence[Reward],
+        output: Mapping[str, torch.Tensor],
+    ) -> list[Answered]:
+        texts = self._run.trl.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        kls = self._kl(output)
+        return [
+            Answered(
+                branch=self._run.branches.of(row),
+                text=text,
+                columns={name: value for name, value in row.items() if name not in ("prompt", "images")},
+                reward=reward,
+                tokens=len(ids),
+                truncated=not ids or ids[-1] not in self._ends,
+                kl=kl,
+                kl_tokens=tokens,
+            )
+            for row, text, reward, ids, (kl, tokens) in zip(rows, texts, rewards, completion_ids, kls, strict=True)
+        ]
+
+    def _kl(self, output: Mapping[str, torch.Tensor]) -> list[tuple[float | None, int]]:
+        """Sum of the KL and its number of tokens, by answer, from TRL's output; `None` and 0 without a reference."""
+        mask = output["completion_mask"].bool()  # (B, C)
+        reference, logps = output.get("ref_per_token_logps"), output.get("old_per_token_logps")
+        if reference is None:
+            return [(None, 0)] * len(mask)
+        if logps is None:
+            logps = self._run.trl.logps_of(output)
+        log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (B, C)
+        kl = penalty(log_ratio, None, self._penalty.estimator, self._penalty.clamp)
+        sums = torch.where(mask, kl, 0.0).sum(dim=1)  # (B,)
+        return list(zip(sums.tolist(), mask.sum(dim=1).tolist(), strict=True))
 
 
 @dataclass(eq=False, repr=False)
@@ -40,7 +139,7 @@ class QuickEvaluator:
     if one of the figures is none, or has a name that is taken.
     """
 
-    subject: Subject
+    subject: GreedySubject
     rows: Sequence[Example]
     _: KW_ONLY
     branches: Sequence[str]
@@ -214,3 +313,25 @@ def _failure(work: Callable[[], None]) -> str | None:
     except Exception as error:
         return f"it can't be saved ({type(error).__name__})"
     return None
+
+
+class QuickEvalPart(Part):
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+        args, trl, settings, ranks = run.args, run.trl, run.quick_eval, Processes()
+        assert settings is not None
+        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
+        settings = replace(settings, figures=(*others, *settings.figures))
+        control = run.run_control
+        self.evaluator = QuickEvaluator(
+            GreedySubject(run), sample(trl.eval_dataset, settings.rows, run.branches, ranks), branches=args.branches,
+            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
+            ranks=ranks, timeline=run.instruments.timeline, is_cut=lambda: control.is_spent,
+        )  # fmt: skip
+        run.figures.words["figure"] = self.evaluator.figure_names
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.evaluator.run_begins(self._run.trl.step())
+
+    def after_step(self, step: int) -> None:
+        self.evaluator.evaluate_if_due(step)

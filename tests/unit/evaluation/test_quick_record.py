@@ -7,12 +7,12 @@ import pytest
 from support.answers import answered
 
 from salesrl_trl.launch.evaluation.quick import spread
-from salesrl_trl.launch.evaluation.quick_figures import measure
 from salesrl_trl.launch.evaluation.quick_record import (
     QuickEvalHistory,
     QuickEvaluation,
     evaluation_of,
     initials,
+    measure,
 )
 
 BRANCHES = ("fairness", "hallucination")
