@@ -23,7 +23,7 @@ from salesrl_trl.launch.checks.addresses import MEANINGLESS
 from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.data.formats import ROWS
-from salesrl_trl.launch.data.templates import PROMPT_STYLES
+from salesrl_trl.launch.data.prompts import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
 from salesrl_trl.launch.memory_shape import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig

@@ -25,7 +25,7 @@ from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.building import build_instruments, build_trainer, load_policy
-from salesrl_trl.launch.data.lengths import FittingPrompts
+from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.evaluate.findings import GREEDY, LABELS, EvaluationFindings, Scored, findings_of, modes
 from salesrl_trl.launch.evaluation.quick import spread
 from salesrl_trl.launch.plan import Plan, overlaid

@@ -108,10 +108,6 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, gu
     ("columns", "message"),
     [
         (
-            {"brunch": "a"},
-            "`dataset.columns` maps 'brunch', which is no field of a row. Did you mean 'branch'? Expected: p",
-        ),
-        (
             {"branch": 1},
             "`dataset.columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}.",
         ),

@@ -9,8 +9,7 @@ from support.published import DIALOGUE, QA, bbq, write
 
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.checks.dataset import rows_of, settle_held_out
-from salesrl_trl.launch.data.lengths import fit_prompts
-from salesrl_trl.launch.data.templates import read_template
+from salesrl_trl.launch.data.prompts import fit_prompts, read_template
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 

@@ -9,7 +9,7 @@ import pytest
 from salesrl_trl.demo.packaged import ARITHMETIC_POLICY, PACKAGED
 from salesrl_trl.errors import ConfigError, StopRequested
 from salesrl_trl.ground.command_line import finite
-from salesrl_trl.launch.data.lengths import FittingPrompts
+from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.evaluate import __main__ as evaluate
 from salesrl_trl.launch.evaluate import answering
 from salesrl_trl.launch.evaluate.answering import common_rows, plans_of, policy_of, recipe_of, settings_of
