@@ -33,7 +33,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.rollouts import NO_TOOLS
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.rows import check_not_taken
+from salesrl_trl.data.branches import check_not_taken
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
 from salesrl_trl.ground.changed_code import warn_of_changes

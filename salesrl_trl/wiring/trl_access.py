@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from salesrl_trl.data.rows import with_ids
+from salesrl_trl.data.branches import with_ids
 from salesrl_trl.errors import DataError
 from salesrl_trl.generation.sampler import logps_arguments
 from salesrl_trl.ground.patched import patched

@@ -9,8 +9,9 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data import files
+from salesrl_trl.data.branches import TAKEN, check_not_taken
 from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
-from salesrl_trl.data.rows import TAKEN, check_columns, check_not_taken, parse_row, shape
+from salesrl_trl.data.rows import check_columns, parse_row, shape
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part_of

@@ -7,7 +7,7 @@ from datasets import Dataset
 from support.planned import planned
 from support.published import bbq, qrecc, write
 
-from salesrl_trl.data.rows import with_ids
+from salesrl_trl.data.branches import with_ids
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.checks.dataset import rows_of
 from salesrl_trl.launch.data.form import Form, Portion
