@@ -1,8 +1,4 @@
-"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in.
-
-Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge` and `preflight` call it.
-`checks.reward` checks the settings before. The clients themselves take plain arguments.
-"""
+"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in."""
 
 import contextlib
 import logging
@@ -16,18 +12,8 @@ from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import cache_dir
-from salesrl_trl.judged.budget import (
-    CALLS,
-    FREE,
-    USD,
-    Budget,
-    Limit,
-    Price,
-    read_account,
-    reported,
-)
+from salesrl_trl.judged.budget import CALLS, FREE, USD, Budget, Limit, Price
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
@@ -48,14 +34,7 @@ from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import MeterSettings, Scorer
 from salesrl_trl.reward.stage_times import SampleLines
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import (
-    ALL,
-    DEFAULT_FORMAT,
-    JUDGE,
-    SALES,
-    ActionFormat,
-    SalesRow,
-)
+from salesrl_trl.types import ALL, DEFAULT_FORMAT, JUDGE, SALES, ActionFormat, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -114,8 +93,11 @@ def open_reward(
         replay = config.parsed_replay()
         if replay is None:
             reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
-            with patched(reward, "budget", reward.budget or budget):
+            own_budget, reward.budget = reward.budget, reward.budget or budget
+            try:
                 yield reward
+            finally:  # a function of a module is another run's too
+                reward.budget = own_budget
             return
         is_apart = training.reward_process and not config.asks_nobody
         reward = combined(rewards, weights, RemoteReward if is_apart else None)
@@ -272,35 +254,6 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
     if not limits and not any(rates) and not any(judge.has_price for judge in providers):
         return None
     return Budget(output_dir / SPENT_FILE, limits, processes)
-
-
-def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
-    """Refuse a run whose requests, or those to every judge, would all be refused: where an earlier run in this folder
-    ended at a limit that is not larger now."""
-
-    budget = budget_of(config, output_dir)
-    if budget is None:
-        return
-    account = read_account(budget.path)
-    # blocks of processes that were killed stay taken: their requests may have left
-    reached = [
-        limit
-        for limit in budget.limits
-        if limit in account.reached([limit]) or account.taken.get(limit.name, 0.0) >= limit.most
-    ]
-    of_all = {limit.kind for limit in reached if limit.service is None}
-    of_one = {limit.service for limit in reached}
-    providers = config.judges.providers
-    left = [
-        provider
-        for provider in providers
-        if config.judges.service_of(provider) not in of_one and not (provider.has_price and USD in of_all)
-    ]
-    if CALLS in of_all or (providers and not left):
-        raise ConfigError(
-            f"the budget is spent: {reported(account, reached)}. Expected limits above what earlier runs in this "
-            f"folder spent. Raise them; or delete {budget.path}, to begin with nothing spent."
-        )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ import transformers
 
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
-from salesrl_trl.launch.last_words import words_of
-from salesrl_trl.launch.process import keep_log, speak
+from salesrl_trl.launch.process import keep_log, speak, words_of
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 

@@ -42,8 +42,6 @@ class DatasetFormat(ABC):
 
     answers_directly: bool = False
     """Whether the policy answers itself, without the packaged chain: rows need a `prompt`. The settings say it."""
-    instructions: tuple[str, ...] = ()
-    """The system messages that the format puts into its prompts, for the banner."""
     hidden: frozenset[str] = frozenset()
     """Fields of a record that do not become columns of its row. All others do, for reward functions."""
 
@@ -124,7 +122,6 @@ class BBQ(DatasetFormat):
     """
 
     conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` that make rows for the chain
-    instructions = (ONE_OPTION,)
     hidden = frozenset({"example_id", "question_index", "additional_metadata"})  # the last one has many forms
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
@@ -174,7 +171,6 @@ class HaluEval(DatasetFormat):
     number: their id is a hash of their content.
     """
 
-    instructions = (FROM_KNOWLEDGE, IN_DIALOGUE, SUMMARY)
     hidden = frozenset({"hallucinated_answer", "hallucinated_response", "hallucinated_summary"})
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceError, ServiceUnavailable
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
-from salesrl_trl.launch.last_words import FAULTS, PAGE, recognised, words_of, words_of_end
+from salesrl_trl.launch.process import FAULTS, PAGE, recognised, words_of, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
 
