@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, port))
         # Connections inherit this. asyncio sets it only on sockets that name their protocol, and this one does not.
         # Without it each answer waits 40 ms, until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,8 +91,7 @@ class _Server(uvicorn.Server):
         if self._options.exit_with_parent:  # before the addresses: the parent may end as soon as it reads them
             _watch_parent(self._options.parent, lambda: loop.call_soon_threadsafe(self.stop))
         await super().startup(sockets)
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
-        rag_url, judge_url = (f"http://{host}:{listener.getsockname()[1]}" for listener in sockets or ())
+        rag_url, judge_url = (f"http://{self._options.host}:{listener.getsockname()[1]}" for listener in sockets or ())
         addresses = ServiceAddresses(rag_base_url=rag_url, judge_base_url=f"{judge_url}/v1")
         sys.stdout.write(json.dumps(asdict(addresses)) + "\n")
         sys.stdout.flush()

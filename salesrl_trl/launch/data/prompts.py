@@ -264,19 +264,15 @@ def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
     """Each row's prompt within its `tokens`, its oldest turns left out as need be; `None` if the last is too long."""
-    fewest, most = [1] * len(rows), [len(row.conversation) for row in rows]  # left out; `most` would leave no turn
     shortened: list[Prompt | None] = [None] * len(rows)
-    while open_rows := [index for index in range(len(rows)) if fewest[index] < most[index]]:
-        middles = [(fewest[index] + most[index]) // 2 for index in open_rows]
+    for left_out in range(1, max(len(row.conversation) for row in rows)):
+        open_rows = [at for at, row in enumerate(rows) if shortened[at] is None and left_out < len(row.conversation)]
         shorter = [
-            build_prompt(dataclasses.replace(rows[index], conversation=rows[index].conversation[middle:]), prompt)
-            for index, middle in zip(open_rows, middles, strict=True)
+            build_prompt(dataclasses.replace(rows[at], conversation=rows[at].conversation[left_out:]), prompt)
+            for at in open_rows
         ]
-        for index, middle, candidate, length in zip(open_rows, middles, shorter, count(shorter), strict=True):
-            if length <= tokens[index]:
-                most[index], shortened[index] = middle, candidate
-            else:
-                fewest[index] = middle + 1
+        for at, candidate, length in zip(open_rows, shorter, count(shorter), strict=True):
+            shortened[at] = candidate if length <= tokens[at] else None
     return shortened
 
 

@@ -117,8 +117,9 @@ class BBQFigure:
 class BBQPart(Part):
     """Adds the scores to full evaluations, to their line, and to quick evaluations."""
 
-    quick_figures = tuple(map(BBQFigure, KINDS))
-    held_out_figures = MappingProxyType({figure.name: figure.name for figure in quick_figures})
+    scores = tuple(map(BBQFigure, KINDS))
+    quick_figures = scores
+    held_out_figures = MappingProxyType({figure.name: figure.name for figure in scores})
 
     def connect(self, run: PartContext) -> None:
         self._ledger = run.ledger
@@ -128,5 +129,5 @@ class BBQPart(Part):
         if mode != "eval":
             return {}
         answers = gather_object([(each.text, each.columns) for each in self._ledger.written])
-        measured = {figure.name: figure.of(answers) for figure in self.quick_figures}
+        measured = {figure.name: figure.of(answers) for figure in self.scores}
         return {name: math.nan if value is None else value for name, value in measured.items()}
