@@ -1,7 +1,4 @@
-"""Local files: records with their lines, texts that a person wrote, and a knowledge base.
-
-And the words about a file that can't be read.
-"""
+"""Local files: records with their lines, a knowledge base, and the words about a file that can't be read."""
 
 import difflib
 import json

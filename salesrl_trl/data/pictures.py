@@ -1,7 +1,4 @@
-"""The pictures of a row: found, checked and measured.
-
-Decodes none: `datasets` does when a row is asked for, and `processor` makes pixels of them.
-"""
+"""The pictures of a row: found, checked and measured. `datasets` decodes them when a row is asked for."""
 
 import functools
 import io

@@ -19,8 +19,6 @@ from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge_client import JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
-from salesrl_trl.judged.meter import ANCHORS
-from salesrl_trl.judged.noise import anchors
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
@@ -117,13 +115,12 @@ def _connected(
         budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
         is_kept = not service.is_embedded
-        backend, asked = (
-            clients.rag(rag_base_url, name_8b="tool_search"),
-            (service.score_threshold, service.top_k),
-        )
+        backend = clients.rag(rag_base_url, name_8b="tool_search")
         answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        references = _kept_references(config, is_kept)
-        parts.search.connect(RagAnswers(backend, *asked, DEFAULT_FORMAT, answers, references))
+        asked = RagAnswers(
+            backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, answers, _kept_references(config, is_kept)
+        )
+        parts.search.connect(asked)
         budget = budget and Budget(budget.path, budget.limits)
     try:
         yield budget
@@ -304,11 +301,9 @@ class ServiceClients:
         if meter.rubric_dir is not None:
             rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
         providers = [provider for provider in config.judges.providers if provider.name == meter.second]
-        fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
-        shows_text = "completions" in config.verbose
-        settings = from_fields(MeterSettings, meter, anchors=len(fixed), shows_text=shows_text)
+        settings = from_fields(MeterSettings, meter, anchors=0, shows_text="completions" in config.verbose)
         judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
-        return SecondJudge(judge=judge, anchors=fixed, settings=settings)
+        return SecondJudge.with_anchors(judge, [*rubrics], action_format, settings)
 
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config

@@ -1,7 +1,4 @@
-"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code.
-
-Refuses to decide the content of the lines: the banner and the trainer do that. `train` and the commands call it.
-"""
+"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code."""
 
 import atexit
 import contextlib

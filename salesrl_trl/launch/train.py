@@ -1,7 +1,6 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
-`python -m salesrl_trl.launch.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe: `launch.recipes.FULL`
-if none is named. Owns this order. What can't work stops a run before a model is loaded, with exit code 2.
+What can't work stops a run before a model is loaded, with exit code 2.
 """
 
 import contextlib

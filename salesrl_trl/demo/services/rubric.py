@@ -17,12 +17,8 @@ import rjieba
 from salesrl_trl.data.files import demo_path
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
-FAIRNESS_COVERAGE_SHARE = 0.5
-"""Weight of coverage in the fairness rubric; neutrality has the rest. With equal weights, a useless answer that
-mentions no one can't win, and a useful answer that stereotypes can't either."""
-COVERAGE_SHARE = 0.6
-"""Weight of coverage in every other rubric; support has the rest. It is more than half, because the customer sees the
-answer and not the action."""
+FAIRNESS_COVERAGE_SHARE = 0.5  # weight of coverage in the fairness rubric; neutrality has the rest
+COVERAGE_SHARE = 0.6  # in every other rubric; support has the rest. The customer sees the answer and not the action.
 FIGURE_WEIGHT = 3  # a figure or name counts as much as this many words: a wrong price is worse than a wrong adjective
 UNKNOWN_COVERAGE = 0.5  # coverage of an answer without anything to compare it with: neither praise nor blame
 VERDICT_DIGITS = 4

@@ -26,9 +26,7 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import read_nonce, read_sections
 from salesrl_trl.types import Passage
 
-QUERY_WEIGHT = 3
-"""How often each word of `rewritten_query` counts, because it holds the question. The other fields' words count once.
-That is enough for an age in `user_profile` to find the offers for this age."""
+QUERY_WEIGHT = 3  # how often a word of `rewritten_query` counts, which holds the question; one of other fields once
 CLOSE_SCORE_RATIO = 0.95  # the second passage is used too if its score is at least this share of the best score
 NOTHING_FOUND = {
     "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
@@ -41,9 +39,7 @@ CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a
 """Content of the answer to such a message. Like a model's refusal, it is no JSON."""
 BYTES_PER_TOKEN = 4  # UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages.
 ID_HEADER = b"x-request-id"
-BM25_K1 = 0.9
-"""Saturation of a repeated word: Anserini's default for short passages, such as entries of a knowledge base."""
-BM25_B = 0.4  # share of the length correction: Anserini's default for short passages
+BM25_K1, BM25_B = 0.9, 0.4  # saturation of a repeated word, share of the length correction: Anserini's defaults
 
 
 class KnowledgeIndex:

@@ -1,7 +1,4 @@
-"""The form of a source: its format, its columns, and the share that is held out.
-
-From a record of any form to the columns of this package, to training and held-out rows, and to a mixture of sources.
-"""
+"""The form of a source: its format, its columns, its held-out share, and the mixture of several sources."""
 
 import dataclasses
 import hashlib

@@ -49,14 +49,8 @@ class DatasetFormat(ABC):
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         """A record, field to value as the file has them, in the columns of this package.
 
-        Returns:
-            `dict[str, object]`: the columns of docs/DATA.md. `id` is the same each time and no other record's. `group`
-            is equal for records that must not be parted into training and held-out rows.
-            `LeftOut`: the record makes no row.
-
-        Raises:
-            `DataError`: the record is malformed. The message names the field, and never quotes it. The loader adds
-                file and line.
+        `id` is the same each time and no other record's. `group` is equal for records that must not be parted into
+        training and held-out rows. Raises `DataError` for a malformed record, naming the field and never quoting it.
         """
 
 
@@ -238,10 +232,8 @@ class TopiOCQA(DatasetFormat):
         if not answer or answer == UNANSWERABLE:
             return NO_ANSWER
         others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
-        if not isinstance(others, list) or not all(isinstance(other, Mapping) for other in others):
-            raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
-        if not isinstance(passage, Mapping):
-            raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
+        if not isinstance(others, list) or not all(isinstance(part, Mapping) for part in (*others, passage)):
+            raise DataError("the fields `Additional_answers` and `Gold_passage` are no list of objects and no object")
         texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
         texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
         texts += [text_of(passage, "text")] if passage else []

@@ -1,7 +1,4 @@
-"""The policies of an evaluation: where each lies, its settings, the rows that all of them answer, and their answers.
-
-The run's own trainer generates and scores. What can't work is found before a model is loaded.
-"""
+"""The policies of an evaluation: their settings, the rows that all of them answer, and their answers."""
 
 import contextlib
 import copy

@@ -1,7 +1,4 @@
-"""The figures of an evaluation: of each policy and mode, and of the second policy against the first; as text and file.
-
-`evaluation.jinja` has the words of the text.
-"""
+"""The figures of an evaluation: of each policy and mode, and of the second policy against the first."""
 
 import math
 from collections import Counter

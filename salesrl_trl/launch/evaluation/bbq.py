@@ -1,7 +1,4 @@
-"""BBQ's scores of answers to held-out rows (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
-
-They are figures of full and quick evaluations of rows with BBQ's columns.
-"""
+"""BBQ's scores of answers to held-out rows (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165)."""
 
 import functools
 import math

@@ -33,9 +33,8 @@ Figures = Mapping[str, float | None]
 
 class HeldOut(Part):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it compares the first with the last, and shows so many examples with both completions. Of several
-    datasets there are lines alone. An evaluation that the budget has cut is not kept, and a resumed run makes it again.
-    """
+    the end of training it compares the first with the last. Of several datasets there are lines alone. An evaluation
+    that the budget has cut is not kept, and a resumed run makes it again."""
 
     def __init__(self) -> None:
         self._evaluations: list[_Evaluation] = []

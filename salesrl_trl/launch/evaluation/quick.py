@@ -1,7 +1,4 @@
-"""Quick evaluations: a fixed held-out sample, answered greedily every few steps.
-
-The steps at which one is due, its rows, its answers and its order: answer, measure, record, keep the best policy, log.
-"""
+"""Quick evaluations: a fixed held-out sample, answered greedily every few steps; the best policy is kept."""
 
 import json
 import logging

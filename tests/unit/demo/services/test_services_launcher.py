@@ -106,26 +106,6 @@ def test_signal_is_a_clean_stop_also_with_a_connection_open(child):
     assert (child.returncode, out, err) == (0, b"", b"")
 
 
-def test_killed_parent_takes_the_services_along(options):
-    # The processes of these two tests see whose child they are, which a fork of another process is not.
-    script = (
-        "import sys\n"
-        "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
-        "services = EmbeddedServices(arguments=sys.argv[1:])\n"
-        "sys.stdout.write(services.start().rag_base_url + '\\n')\n"
-        "sys.stdout.flush()\n"
-        "sys.stdin.read()\n"
-    )
-    command = [COLD_PYTHON, "-c", script, *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        port = int(parent.stdout.readline().decode().rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.settimeout(WAIT_S)
-            parent.kill()
-            assert client.recv(1) == b""  # the child closed it
-    assert refuses(port)
-
-
 def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options):
     # Another process may have inherited the writing end of stdin. Here the test itself holds it.
     script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
