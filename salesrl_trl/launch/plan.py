@@ -23,12 +23,12 @@ from salesrl_trl.launch.checks import model as policy_checks
 from salesrl_trl.launch.checks.addresses import check_vllm_server
 from salesrl_trl.launch.checks.dataset import prompt_limit, prompt_of, rows_of
 from salesrl_trl.launch.data.form import Portion, Records, part_of
+from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.prompts import (
     FittingPrompts,
     LengthLimit,
     PromptTemplate,
     fit_prompts,
-    load_processor,
     token_counter,
 )
 from salesrl_trl.launch.data.sources import load_records, prompt_dataset

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.launch.data.prompts import load_processor
+from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.types import DEFAULT_BRANCHES
 

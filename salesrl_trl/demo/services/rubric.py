@@ -9,7 +9,7 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import rjieba
@@ -173,8 +173,10 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
         manner, reference_manner = supported(action, sections.get("conversation", "")), 1.0
     if is_direct:
         held, heard = set(content_words("\n".join([*known, *wanted]))), sections.get("conversation", "")
-        judge = partial(_neutral, held, heard, terms) if name == "neutral" else partial(_grounded, held, heard)
-        manner, reference_manner = judge(answer), judge(reference or "")
+        manner, reference_manner = (
+            _neutral(held, heard, terms, text) if name == "neutral" else _grounded(held, heard, text)
+            for text in (answer, reference or "")
+        )
     return Verdict(
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),

@@ -1,18 +1,13 @@
-"""From a row to the policy's prompt: its template, its length in tokens, and the processor of its pictures.
+"""From a row to the policy's prompt: its template, and its length in tokens.
 
 A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
 message. White space around both is dropped. The packaged ones are in the folder `templates`.
-
-Where torchvision is absent, transformers reads pictures with Pillow, but refuses to load the processor's part for
-videos. This package sends no videos, so `NoVideos` takes the place of that part.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,19 +15,13 @@ from typing import TYPE_CHECKING
 import jinja2
 import jinja2.meta
 import jinja2.sandbox
-import transformers.processing_utils as processing
-from transformers import AutoProcessor
-from transformers.image_processing_base import ImageProcessingMixin
-from transformers.utils import is_torchvision_available
-from transformers.video_processing_utils import BaseVideoProcessor
 
 from salesrl_trl.data.files import nearest_file, unreadable
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.ground.patched import patched
 from salesrl_trl.types import DEFAULT_FORMAT, Prompt, SalesRow
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase
 
 SYSTEM = "system"  # name of the block
 CONTENT_FIELDS = ("context", "conversation", "prompt", "columns")
@@ -274,58 +263,3 @@ def _without_oldest_turns(
         for at, candidate, length in zip(open_rows, shorter, count(shorter), strict=True):
             shortened[at] = candidate if length <= tokens[at] else None
     return shortened
-
-
-class NoVideos(ImageProcessingMixin):
-    """The settings of a video processor, which are saved as they were read. It processes nothing."""
-
-    def __init__(self, settings: dict[str, object]) -> None:
-        super().__init__()
-        self._settings = settings
-
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise ConfigError("videos are read with torchvision, which is not installed. Expected pictures alone.")
-
-    def to_dict(self) -> dict[str, object]:
-        return dict(self._settings)
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: str, **kwargs: object) -> "NoVideos":
-        settings, _ = BaseVideoProcessor.get_video_processor_dict(name_or_path, **kwargs)
-        return cls(settings)
-
-
-@contextlib.contextmanager
-def videos_left_out() -> Iterator[None]:
-    """While active, a processor without torchvision has `NoVideos` as its part for videos."""
-    if is_torchvision_available():
-        yield
-        return
-    auto = importlib.import_module("transformers.models.auto.video_processing_auto")  # the module itself, no dummy
-    kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
-    with patched(auto, "AutoVideoProcessor", NoVideos), patched(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
-        yield
-
-
-def load_processor(
-    name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
-) -> "ProcessorMixin":
-    """The processor beside a model that reads pictures. Raises `ConfigError` if it or a package is missing."""
-    try:
-        with videos_left_out():
-            processor = AutoProcessor.from_pretrained(
-                name_or_path, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
-            )
-    except (ImportError, OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the model {name_or_path!r} reads pictures, and its processor could not be loaded "
-            f"({type(error).__name__}). Expected preprocessor_config.json or processor_config.json beside the model's "
-            "configuration, Pillow, and for some models torchvision, of the same build (CPU or CUDA) as torch."
-        ) from error
-    if not isinstance(processor, processing.ProcessorMixin) or processor.chat_template is None:
-        raise ConfigError(
-            f"the model {name_or_path!r} reads pictures, and beside it is a {type(processor).__name__} without a chat "
-            "template, or alone. Expected an instruct model with its processor (preprocessor_config.json or "
-            "processor_config.json). Save both there."
-        )
-    return processor

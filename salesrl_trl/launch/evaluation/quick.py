@@ -5,7 +5,7 @@ import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHis
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Answered, Example, Outcome, Reward
+from salesrl_trl.update.run_control import RunControl
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
@@ -132,8 +133,7 @@ class QuickEvaluator:
 
     `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
     `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
-    `is_cut` says whether the budget ended before all answers were scored, the same on all ranks. Raises `ConfigError`
-    if one of the figures is none, or has a name that is taken.
+    Raises `ConfigError` if one of the figures is none, or has a name that is taken.
     """
 
     subject: GreedySubject
@@ -145,7 +145,7 @@ class QuickEvaluator:
     least_scored: float
     ranks: Processes
     timeline: Timeline
-    is_cut: Callable[[], bool] = bool
+    run_control: RunControl | None = None
 
     def __post_init__(self) -> None:
         self._figures = checked_figures(self.settings.figures, self.branches)
@@ -182,7 +182,7 @@ class QuickEvaluator:
         started = time.perf_counter()
         with self.timeline.phase(Phase.EVALUATION):
             answers = self.ranks.gather(self.subject.answer(self.rows))
-            if self.is_cut():  # the run ends, and a resume evaluates again
+            if self.run_control is not None and self.run_control.is_spent:  # the run ends; a resume evaluates again
                 if self.ranks.index == 0:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
@@ -193,7 +193,7 @@ class QuickEvaluator:
             before = self._history.best
             is_best = self._history.add(evaluation)
         with self.timeline.phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation, self.subject.save)
+            is_kept = is_best and self._best.keep(evaluation, self.subject)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
         with self.timeline.phase(Phase.LOGGING):
@@ -269,18 +269,24 @@ class BestPolicy:
         note = self.folder / names.BEST_NOTE_FILE
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
-    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
-        """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
-        Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
+    def keep(self, evaluation: QuickEvaluation, subject: GreedySubject) -> bool:
+        """Save the policy in place of the best one before, on all ranks together. Returns on all ranks whether it was
+        saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
-        reason = _failure(lambda: save(fresh))
-        reasons = [failure for failure in self._ranks.gather([reason]) if failure is not None]
+        failed: list[str] = []
+        try:
+            subject.save(fresh)
+        except Exception as error:  # other ranks must not wait for this one
+            failed = [_in_words(error)]
+        reasons = self._ranks.gather(failed)
         if self._ranks.index == 0 and not reasons:
-            reason = _failure(lambda: self._finish(evaluation, fresh))
-            reasons = [] if reason is None else [reason]
+            try:
+                self._finish(evaluation, fresh)
+            except Exception as error:
+                reasons = [_in_words(error)]
         if self._ranks.index == 0 and reasons:
             shutil.rmtree(fresh, ignore_errors=True)
             logger.warning(f"the best policy was not kept: {reasons[0]}")
@@ -301,15 +307,8 @@ class BestPolicy:
         return aside
 
 
-def _failure(work: Callable[[], None]) -> str | None:
-    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
-    try:
-        work()
-    except CheckpointError as error:
-        return str(error)
-    except Exception as error:
-        return f"it can't be saved ({type(error).__name__})"
-    return None
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"
 
 
 class QuickEvalPart(Part):
@@ -319,11 +318,10 @@ class QuickEvalPart(Part):
         assert settings is not None
         others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
         settings = replace(settings, figures=(*others, *settings.figures))
-        control = run.run_control
         self.evaluator = QuickEvaluator(
             GreedySubject(run), sample(trl.eval_dataset, settings.rows, run.branches, ranks), branches=args.branches,
             settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
-            ranks=ranks, timeline=run.instruments.timeline, is_cut=lambda: control.is_spent,
+            ranks=ranks, timeline=run.instruments.timeline, run_control=run.run_control,
         )  # fmt: skip
         run.figures.words["figure"] = self.evaluator.figure_names
 
