@@ -36,8 +36,8 @@ from benchmarks.common import device, device_name, now, parser, quiet, write_jso
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 from salesrl_trl.data.files import demo_records
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, packaged_tokenizer
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_drafts
-from salesrl_trl.launch.data.templates import build_prompt
 
 ARMS: dict[str, dict[str, Any] | None] = {
     "none": None,

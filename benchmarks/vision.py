@@ -27,7 +27,7 @@ from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_fil
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.judged.parsing import parse_action
 from salesrl_trl.launch.data.processor import load_processor
-from salesrl_trl.launch.data.templates import build_prompt
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.types import Action
 
 sys.path.append("scripts")  # a benchmark starts in the folder of the checkout

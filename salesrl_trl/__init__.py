@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.assembly import judge_reward as judge_reward
     from salesrl_trl.launch.assembly import open_reward as open_reward
     from salesrl_trl.launch.data.form import Form as Form
-    from salesrl_trl.launch.data.formats.dataset_format import DatasetFormat as DatasetFormat
+    from salesrl_trl.launch.data.formats import DatasetFormat as DatasetFormat
     from salesrl_trl.launch.data.sources import build_dataset as build_dataset
     from salesrl_trl.launch.data.sources import load_rows as load_rows
     from salesrl_trl.launch.reward_config import RewardConfig as RewardConfig
@@ -93,7 +93,7 @@ _MODULES = {
     "judge_reward": "launch.assembly",
     "JudgeReward": "judged.judge_reward",
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
-    "DatasetFormat": "launch.data.formats.dataset_format",
+    "DatasetFormat": "launch.data.formats",
     "Figure": "config.quick_evaluations",
     "Judge": "judged.judge",
     "ByArrival": "rollout.buffer",

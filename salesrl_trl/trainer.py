@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import follow
-from salesrl_trl.data.datasets_of_users import check_not_taken, with_ids
+from salesrl_trl.data.branches import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
 from salesrl_trl.ground.own_code import warn_of_changes

@@ -31,8 +31,7 @@ from datasets import Dataset
 from salesrl_trl.data.files import Record
 from salesrl_trl.data.rows import check_columns, parse_row
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.launch.data.formats import FORMATS, ROWS
-from salesrl_trl.launch.data.formats.dataset_format import digest
+from salesrl_trl.launch.data.formats import FORMATS, ROWS, digest
 from salesrl_trl.launch.data.sources import load_records
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.evaluation.quick import spread

@@ -36,13 +36,12 @@ from transformers import (
 from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE
-from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rubric import judge_sections, protected_terms
-from salesrl_trl.demo.services.services_app import search_text
+from salesrl_trl.demo.services.services_app import KnowledgeIndex, search_text
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.judged.parsing import parse_action
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_drafts, load_rows
-from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import Action, InvalidAction, SalesRow
 
 VOCAB_SIZE = 3072

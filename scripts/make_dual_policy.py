@@ -24,7 +24,7 @@ from transformers import set_seed
 from salesrl_trl.data.files import DEMO_BBQ, DEMO_HALUEVAL
 from salesrl_trl.demo.packaged import DUAL_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
-from salesrl_trl.launch.data.formats.published import BBQ, HaluEval
+from salesrl_trl.launch.data.formats import BBQ, HaluEval
 
 RIGHT = 0.5  # share of the answers, once it has learned to find them
 ANSWERS = 12  # to learn from, for each question: each in a context of its own

@@ -7,7 +7,7 @@ tests/unit/run/test_last_words.py holds the page and the catalogue in step.
 
 from pathlib import Path
 
-from salesrl_trl.launch.last_words import FAULTS, PAGE, Sign
+from salesrl_trl.launch.process import FAULTS, PAGE, Sign
 
 
 def page() -> str:

@@ -22,8 +22,8 @@ from salesrl_trl.data.files import DEMO_PICTURES_FOLDER, FILES, Record, read_lin
 from salesrl_trl.data.rows import parse_row
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, VISION_POLICY, packaged_tokenizer
 from salesrl_trl.launch.data.processor import NoVideos, videos_left_out
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import prompt_dataset
-from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import Prompt, SalesRow
 
 if TYPE_CHECKING:

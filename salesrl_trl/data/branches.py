@@ -1,15 +1,11 @@
-"""The branch of each row: the value of a column of the dataset.
+"""Datasets of anybody's: the branch of each row, the columns that they may not have, and ids of their rows."""
 
-Owns this column, and the branch of all rows where the dataset has no such column. The trainer's parts, evaluations and
-checkpoints ask it. Knows no KL and no rubric.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from datasets import Dataset
 
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.types import ALL, Example
 
 COLUMN = "branch"  # of a dataset
@@ -62,3 +58,22 @@ class Branches:
     def ids(self, rows: Sequence[Example]) -> list[int]:
         """The number of each row's branch."""
         return [self.names.index(self.of(row)) for row in rows]
+
+
+TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # TRL's names for what functions get
+
+
+def check_not_taken(columns: Collection[str], taken: Collection[str] = TAKEN) -> None:
+    """Raise `DataError` for a column that has a name by which functions get something else."""
+    if both := {*taken} & {*columns}:
+        raise DataError(f"the rows have the column `{min(both)}`, a name that the trainer needs. Rename it.")
+
+
+def with_ids(dataset: object, name: str = "row") -> object:
+    """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
+    has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
+    if isinstance(dataset, dict):
+        return {key: with_ids(part, f"{name}-{key}") for key, part in dataset.items()}
+    if not isinstance(dataset, Dataset) or "id" in dataset.column_names:
+        return dataset
+    return dataset.add_column("id", [f"{name}-{place}" for place in range(len(dataset))])

@@ -1,12 +1,6 @@
-"""Local files: records with their lines, texts that a person wrote, and a knowledge base.
-
-Owns reading, the limits of size, and the words about a file that can't be read. Refuses to know columns. `sources`
-reads records by it, and templates, rubrics and recipes are read by it.
-"""
+"""Local files: records with their lines, a knowledge base, and the words about a file that can't be read."""
 
 import difflib
-import errno
-import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,10 +23,6 @@ FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's da
 Record = dict[str, Any]  # a row of a dataset as it is loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
-MOST_BYTES = 32 * 2**30
-"""Largest file, and largest content of a Parquet file once it is unpacked. Every process holds all rows in memory."""
-MOST_LINE_BYTES = 64 * 2**20  # longest line. No context of a policy has room for a thousandth of it.
-MOST_TEXT_BYTES = 16 * 2**20  # largest file that a person writes: a template, a rubric, a recipe
 
 
 class Placed(NamedTuple):
@@ -41,9 +31,6 @@ class Placed(NamedTuple):
     record: Record
     line: int | None = None  # in the file, counted from 1; `None` where a record is no line
     position: int = 0  # among the records, counted from 0
-
-
-MOST_CHARACTERS = 4_000_000  # of keys and values, aliases written out; the package's longest recipe has a thousandth
 
 
 def demo_path(name: str) -> Path:
@@ -57,20 +44,14 @@ def demo_records(name: str) -> list[Record]:
 
 def read_file(path: Path) -> list[Placed]:
     """The records of a local file. Raises `DataError`, with the place and never the file's text."""
-    size = path.stat().st_size
-    if size == 0:
+    if path.stat().st_size == 0:
         return []
-    _check_size(path, size)
     if path.suffix == ".jsonl":
         return list(read_lines(path))
     try:
         if path.suffix == ".parquet":
             from datasets import load_dataset  # brings pandas
-            from pyarrow.parquet import read_metadata  # type: ignore[import-untyped]
 
-            metadata = read_metadata(path)
-            sizes = (metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-            _check_size(path, sum(sizes))
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
         if not text.lstrip().startswith("["):
@@ -93,23 +74,10 @@ def read_file(path: Path) -> list[Placed]:
     return [Placed(record) for record in records]
 
 
-def _check_size(path: Path, size: int) -> None:
-    if size > MOST_BYTES:
-        raise DataError(
-            f"{path} has {size / 2**30:.1f} GiB of rows. Expected at most {MOST_BYTES / 2**30:g} GiB: every process "
-            "holds all rows in memory. Keep the rows that are trained on."
-        )
-
-
 def read_lines(path: Path) -> Iterator[Placed]:
     """The records of a file with one JSON object a line. Empty lines are no records. Raises as `read_file` does."""
     with path.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
-            if len(line) > MOST_LINE_BYTES:
-                raise DataError(
-                    f"{path}, line {number} is longer than {MOST_LINE_BYTES / 2**20:g} MiB. Expected one JSON object "
-                    "a line. Look for lines that lost their line break."
-                )
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
@@ -125,18 +93,6 @@ def read_lines(path: Path) -> Iterator[Placed]:
             if fault:
                 raise DataError(f"{path}, line {number}{fault}. Expected one JSON object a line. Correct the line.")
             yield Placed(record, number)
-
-
-def read_small(path: Path) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark. No more than the limit is read, even from a device
-    that never ends. Raises `OSError` for a larger file, `UnicodeDecodeError` for another encoding."""
-    content = bytearray()
-    with path.open("rb") as file:
-        while len(content) <= MOST_TEXT_BYTES and (part := file.read(2**20)):
-            content += part
-    if len(content) > MOST_TEXT_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {MOST_TEXT_BYTES / 2**20:g} MiB")
-    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def nearest_file(path: Path | str) -> str:
@@ -177,15 +133,14 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
     documents: dict[str, Document] = {}
     try:
         for record, line, _ in read_lines(Path(path)):
-            for name, value in {"id": None, "text": None, "title": "", **record}.items():
-                if name not in Document.__slots__ or (isinstance(value, str) and (value.strip() or name == "title")):
-                    continue
-                got = "an empty text" if isinstance(value, str) else type(value).__name__
+            values = {"id": record.get("id"), "text": record.get("text"), "title": record.get("title", "")}
+            is_text = all(isinstance(value, str) for value in values.values())
+            if not is_text or not values["id"].strip() or not values["text"].strip():
                 raise DataError(
-                    f"{path}, line {line}: got {'nothing' if value is None else got} for {name!r}, expected "
-                    '{"id": "...", "text": "..."} and, if you like, a "title"; correct the line'
+                    f"{path}, line {line} is no document. Expected "
+                    '{"id": "...", "text": "..."} with texts and, if you like, a "title"; correct the line'
                 )
-            document = Document(**{name: record[name] for name in Document.__slots__ if name in record})
+            document = Document(**values)
             if document.id in documents:
                 raise DataError(f"{path}, line {line}: id {document.id!r} is used twice; make every id unique")
             documents[document.id] = document
@@ -200,24 +155,5 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
 
 
 def read_yaml(path: Path) -> object:
-    """The content of a YAML file, built by the safe constructor. Aliases that stand for too much are a `YAMLError`."""
-    loader = yaml.SafeLoader(read_small(path))
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _characters(node, {}) > MOST_CHARACTERS:
-            raise yaml.YAMLError(f"with its aliases written out it has more than {MOST_CHARACTERS} characters")
-        return loader.construct_document(node)
-    finally:
-        loader.dispose()
-
-
-def _characters(node: yaml.Node, known: dict[int, int]) -> int:
-    """Characters of a node, an alias as often as it stands there. Each node is looked at once."""
-    if id(node) not in known:
-        if isinstance(node, yaml.ScalarNode):
-            return 1 + len(node.value)
-        parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_characters(part, known) for part in parts)
-    return known[id(node)]
+    """The content of a YAML file, built by the safe constructor."""
+    return yaml.safe_load(path.read_text("utf-8-sig"))

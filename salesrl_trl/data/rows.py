@@ -1,7 +1,4 @@
-"""From dataset columns to `SalesRow`: names, types and checks.
-
-Owns the columns of a dataset. `sources` loads the records and calls it. Refuses to know the use of a row.
-"""
+"""The columns of a dataset: their names, types and checks, and the `SalesRow` that a record becomes."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 
-from salesrl_trl.data.files import nearest_file, read_small, unreadable
+from salesrl_trl.data.files import nearest_file, unreadable
 from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
@@ -144,7 +144,7 @@ def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: 
     for name in names:
         path = paths[name]
         try:
-            rubrics[name] = read_small(path)
+            rubrics[name] = path.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the rubric {path} can't be read ({unreadable(error)}). Expected UTF-8 text.") from None
         if not rubrics[name].strip():

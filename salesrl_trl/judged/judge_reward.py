@@ -14,8 +14,8 @@ from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.judge import Judge, check_verdicts, judged
-from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE
-from salesrl_trl.judged.noise import JudgedSample
+from salesrl_trl.judged.meter import ANCHORS, SECOND, SECOND_JUDGE
+from salesrl_trl.judged.noise import JudgedSample, anchors
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
@@ -41,6 +41,7 @@ from salesrl_trl.types import (
     JUDGE,
     NOTHING_WRITTEN,
     Action,
+    ActionFormat,
     Answer,
     Criterion,
     InvalidAction,
@@ -66,6 +67,13 @@ class SecondJudge:
     judge: Judge
     anchors: Sequence[JudgedSample]
     settings: MeterSettings
+
+    @classmethod
+    def with_anchors(
+        cls, judge: Judge, branches: Sequence[str], action_format: ActionFormat | None, settings: MeterSettings
+    ) -> "SecondJudge":
+        fixed = anchors({name: name for name in branches}, action_format, ANCHORS)
+        return cls(judge=judge, anchors=fixed, settings=replace(settings, anchors=len(fixed)))
 
 
 class JudgeReward(Scorer):

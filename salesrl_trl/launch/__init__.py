@@ -6,6 +6,6 @@
 - `services_plan`, `plan`: what is made of settings without a model's weights.
 - `assembly`, `embedded`, `building`: from settings to the reward chain, its embedded services, and the trainer.
 - `data`, `evaluation`: from files to rows; figures of held-out rows.
-- `console`, `signals`, `process`, `last_words`: the process of a run, and what it says at its end.
+- `console`, `signals`, `process`: the process of a run, and what it says at its end.
 - `software`, `banner`, `run_record`: what a run has under it, tells at its start, and keeps in its folder.
 """

@@ -1,8 +1,4 @@
-"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in.
-
-Owns the wiring, and the budget of a run's folder. `train`, `evaluate`, `rejudge` and `preflight` call it.
-`checks.reward` checks the settings before. The clients themselves take plain arguments.
-"""
+"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in."""
 
 import contextlib
 import logging
@@ -16,7 +12,6 @@ from salesrl_trl.config.checks import build_object
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import patched
 from salesrl_trl.judged.budget import (
     CALLS,
     FREE,
@@ -24,15 +19,11 @@ from salesrl_trl.judged.budget import (
     Budget,
     Limit,
     Price,
-    read_account,
-    reported,
 )
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge import Judge, JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
-from salesrl_trl.judged.meter import ANCHORS
-from salesrl_trl.judged.noise import anchors
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
@@ -46,14 +37,7 @@ from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import MeterSettings, Scorer
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import (
-    ALL,
-    DEFAULT_FORMAT,
-    JUDGE,
-    SALES,
-    ActionFormat,
-    SalesRow,
-)
+from salesrl_trl.types import ALL, DEFAULT_FORMAT, JUDGE, SALES, ActionFormat, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -112,8 +96,11 @@ def open_reward(
         replay = config.parsed_replay()
         if replay is None:
             reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
-            with patched(reward, "budget", reward.budget or budget):
+            own_budget, reward.budget = reward.budget, reward.budget or budget
+            try:
                 yield reward
+            finally:  # a function of a module is another run's too
+                reward.budget = own_budget
             return
         is_apart = training.reward_process and not config.asks_nobody
         reward = combined(rewards, weights, RemoteReward if is_apart else None)
@@ -133,13 +120,17 @@ def _connected(
         budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
         is_kept = not service.is_embedded
-        backend, asked = (
-            clients.rag(rag_base_url, name_8b="tool_search"),
-            (service.score_threshold, service.top_k),
-        )
+        backend = clients.rag(rag_base_url, name_8b="tool_search")
         answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        references = _kept_references(config, Path(training.output_dir), is_kept)
-        parts.search.connect(RagAnswers(backend, *asked, DEFAULT_FORMAT, answers, references))
+        asked = RagAnswers(
+            backend,
+            service.score_threshold,
+            service.top_k,
+            DEFAULT_FORMAT,
+            answers,
+            _kept_references(config, Path(training.output_dir), is_kept),
+        )
+        parts.search.connect(asked)
         budget = budget and Budget(budget.path, budget.limits)
     try:
         yield budget
@@ -269,35 +260,6 @@ def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Bud
     return Budget(output_dir / SPENT_FILE, limits, processes)
 
 
-def check_budget_left(config: RewardConfig, output_dir: Path) -> None:
-    """Refuse a run whose requests, or those to every judge, would all be refused: where an earlier run in this folder
-    ended at a limit that is not larger now."""
-
-    budget = budget_of(config, output_dir)
-    if budget is None:
-        return
-    account = read_account(budget.path)
-    # blocks of processes that were killed stay taken: their requests may have left
-    reached = [
-        limit
-        for limit in budget.limits
-        if limit in account.reached([limit]) or account.taken.get(limit.name, 0.0) >= limit.most
-    ]
-    of_all = {limit.kind for limit in reached if limit.service is None}
-    of_one = {limit.service for limit in reached}
-    providers = config.judges.providers
-    left = [
-        provider
-        for provider in providers
-        if config.judges.service_of(provider) not in of_one and not (provider.has_price and USD in of_all)
-    ]
-    if CALLS in of_all or (providers and not left):
-        raise ConfigError(
-            f"the budget is spent: {reported(account, reached)}. Expected limits above what earlier runs in this "
-            f"folder spent. Raise them; or delete {budget.path}, to begin with nothing spent."
-        )
-
-
 @dataclass(frozen=True)
 class ServiceClients:
     """Makes the clients of the services, without a connection."""
@@ -346,11 +308,9 @@ class ServiceClients:
         if meter.rubric_dir is not None:
             rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
         providers = [provider for provider in config.judges.providers if provider.name == meter.second]
-        fixed = anchors({name: name for name in rubrics}, action_format, ANCHORS)
-        shows_text = "completions" in config.verbose
-        settings = from_fields(MeterSettings, meter, anchors=len(fixed), shows_text=shows_text)
+        settings = from_fields(MeterSettings, meter, anchors=0, shows_text="completions" in config.verbose)
         judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
-        return SecondJudge(judge=judge, anchors=fixed, settings=settings)
+        return SecondJudge.with_anchors(judge, [*rubrics], action_format, settings)
 
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config

@@ -1,7 +1,4 @@
-"""The banner: lines at the start of a run about its parts, and the lines at its end.
-
-Owns their wording. `launch.building` logs the banner, and `train` the last lines. Loads no weights.
-"""
+"""The banner: lines at the start of a run about its parts, and the lines at its end."""
 
 import platform
 from collections import Counter
@@ -10,12 +7,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import engine_start
 from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.demo.packaged import CASSETTE
-from salesrl_trl.generation import compiled
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
 from salesrl_trl.launch.assembly import budget_of
@@ -23,7 +17,7 @@ from salesrl_trl.launch.checks.addresses import MEANINGLESS
 from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.data.formats import ROWS
-from salesrl_trl.launch.data.templates import PROMPT_STYLES
+from salesrl_trl.launch.data.prompts import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
 from salesrl_trl.launch.memory_shape import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
@@ -37,7 +31,7 @@ from salesrl_trl.parts.run_banner import (
     shown,
     training_lines,
 )
-from salesrl_trl.types import SALES, SEARCH, SalesRow
+from salesrl_trl.types import SalesRow
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -51,6 +45,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
+    budget = budget_of(reward, Path(training.output_dir))
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),
@@ -59,12 +54,11 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *training_lines(training, training.max_staleness, training.refill_groups, partial),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
-        *([("replay", _replay(replay, reward, training))] if (replay := reward.parsed_replay()) else []),
+        *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
         *services,
-        *(("budget", line) for line in _budget(reward, training)),
+        *([("budget", budget_text(budget))] if budget is not None else []),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
-        *([("compiled", _compiled(training))] if training.compiled else []),
         ("versions", ", ".join((f"salesrl_trl {code()}", *versions, f"Python {platform.python_version()}"))),
         record_line(training),
         *hub_lines(training),
@@ -106,11 +100,9 @@ def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
 
 
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
-    prompt, formats = template_name(data, reward), [source.form().format for source in data.sources]
+    prompt = template_name(data, reward)
     if prompt is None or prompt in PROMPT_STYLES:
-        puts = dict.fromkeys(text for form in formats if form for text in form.instructions)
-        own = f"of the rows{', with a system message of their format: ' if puts else ', as it is'}{' | '.join(puts)}"
-        prompt = f"{f'packaged, {prompt}' if prompt else own} (your own: --prompt_template FILE)"
+        prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows'} (your own: --prompt_template FILE)"
     if not reward.uses_services:
         return prompt
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"
@@ -123,48 +115,18 @@ def _rag(reward: RewardConfig) -> str:
 
 
 def _judge(reward: RewardConfig) -> str:
-    together = reward.judging.orders_of_groups
-    orders = f"; {TOGETHER}, in {together} orders" if together else ""
-    return f"{_judge_at(reward)}{orders}"
-
-
-def _judge_at(reward: RewardConfig) -> str:
-    providers = reward.judges.providers
+    providers, times = reward.judges.providers, reward.judging.orders_of_groups
+    orders = f"; {TOGETHER}, in {times} orders" if times else ""
     if providers:
         names = [f"{provider.name}: " * reward.judges.are_several for provider in providers]
         places = [f"{provider.model} at {provider.base_url}" for provider in providers]
-        return ", ".join(map("".join, zip(names, places, strict=True)))
+        return ", ".join(map("".join, zip(names, places, strict=True))) + orders
     yours = "--judge_providers.base_url http://HOST:PORT/v1 --judge_providers.model NAME"
-    return reward.judges.own or f"embedded, made for the demo (your own: {yours})"
+    return (reward.judges.own or f"embedded, made for the demo (your own: {yours})") + orders
 
 
-def _budget(reward: RewardConfig, training: SalesGRPOConfig) -> list[str]:
-    """Limits of the spending, and what was spent in this folder."""
-    budget = budget_of(reward, Path(training.output_dir))
-    if budget is None:
-        return []
-    own = [
-        path
-        for path in (*reward.reward_funcs, *reward.tools, reward.rag_service.client, reward.judges.own)
-        if path not in (None, SALES, SEARCH)
-    ]
-    uncounted = f"not counted: requests of {', '.join(map(str, own))}, but for those by the `transports` of a class"
-    return [budget_text(budget), *([uncounted] if own else [])]
-
-
-def _compiled(training: SalesGRPOConfig) -> str:
-    """The state of the folder of compiled code, and the engine's start that follows from it."""
-    assert training.compiled is not None
-    state = f"{training.compiled}: {compiled.content_of(training.compiled)}"
-    if not training.use_vllm or training.vllm_mode == "server":
-        return state
-    return f"{state}. vLLM starts {engine_start(training).value}"
-
-
-def _replay(replay: ReplaySettings, reward: RewardConfig, training: SalesGRPOConfig) -> str:
+def _replay(replay: ReplaySettings) -> str:
     nearest = "get that of the most similar text for the same row"
     misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
     record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
-    other = "; conversations will differ from recorded ones: vLLM's batch depends on when tools answer"
-    differs = other if reward.tools and training.use_vllm else ""
-    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}{differs}"
+    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"

@@ -1,7 +1,4 @@
-"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code.
-
-Refuses to decide the content of the lines: the banner and the trainer do that. `train` and the commands call it.
-"""
+"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code."""
 
 import atexit
 import contextlib
@@ -18,8 +15,7 @@ import transformers
 
 from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
 from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
-from salesrl_trl.launch.last_words import words_of
-from salesrl_trl.launch.process import keep_log, speak
+from salesrl_trl.launch.process import keep_log, speak, words_of
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 

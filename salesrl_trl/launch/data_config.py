@@ -16,10 +16,9 @@ from salesrl_trl.config.ranges import (
 )
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.errors import Refusals
-from salesrl_trl.launch.data.columns import Column, read_columns
-from salesrl_trl.launch.data.form import Form
+from salesrl_trl.launch.data.form import Column, Form, read_columns
 from salesrl_trl.launch.data.formats import FORMATS, ROWS, DatasetFormat
-from salesrl_trl.launch.data.lengths import LONG_PROMPT_RULES
+from salesrl_trl.launch.data.prompts import LONG_PROMPT_RULES
 from salesrl_trl.launch.data.sources import PACKAGED
 
 

@@ -23,10 +23,15 @@ from salesrl_trl.launch.checks import model as policy_checks
 from salesrl_trl.launch.checks.addresses import check_vllm_server
 from salesrl_trl.launch.checks.dataset import prompt_limit, prompt_of, rows_of
 from salesrl_trl.launch.data.form import Portion, Records, part_of
-from salesrl_trl.launch.data.lengths import FittingPrompts, LengthLimit, fit_prompts, token_counter
 from salesrl_trl.launch.data.processor import load_processor
+from salesrl_trl.launch.data.prompts import (
+    FittingPrompts,
+    LengthLimit,
+    PromptTemplate,
+    fit_prompts,
+    token_counter,
+)
 from salesrl_trl.launch.data.sources import load_records, prompt_dataset
-from salesrl_trl.launch.data.templates import PromptTemplate
 from salesrl_trl.launch.memory_estimate import Estimate
 from salesrl_trl.launch.services_plan import ServicesPlan
 from salesrl_trl.launch.settings import RunConfig

@@ -1,7 +1,6 @@
 """A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
 
-`python -m salesrl_trl.launch.train [RECIPE.yaml] [--SETTING VALUE ...]` runs a recipe: `launch.recipes.FULL`
-if none is named. Owns this order. What can't work stops a run before a model is loaded, with exit code 2.
+What can't work stops a run before a model is loaded, with exit code 2.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnav
 from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
-from salesrl_trl.launch.assembly import check_budget_left, open_reward
+from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.banner import closing_lines
 from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
@@ -90,7 +89,6 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if resumes and has_finished(Path(training.output_dir), _extent(training), step):
                     logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
                     return
-                check_budget_left(config.reward, Path(config.training.output_dir))
                 if config.training.process_index == 0:
                     replay = config.reward.parsed_replay()
                     used = [config.policy_path, None if replay is None else replay.record]

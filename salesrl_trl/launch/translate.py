@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from salesrl_trl.config.former import with_entries
-from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
+from salesrl_trl.data.files import nearest_file, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
 from salesrl_trl.ground.shutdown import end_tidily
@@ -34,7 +34,7 @@ _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not
 def read(path: Path) -> dict[str, object]:
     """The values of a configuration, or of a script's words, by the names that it has. Raises `ConfigError`."""
     try:
-        content = read_yaml(path) if path.suffix in (".yaml", ".yml") else _words(read_small(path))
+        content = read_yaml(path) if path.suffix in (".yaml", ".yml") else _words(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)} Correct it.") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped, TooFewRewardsError
-from salesrl_trl.launch.evaluation.quick_part import QuickEvalPart
+from salesrl_trl.launch.evaluation.quick import QuickEvalPart
 from salesrl_trl.names import REFILLED, Phase, time_of
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.reward.mixed import MixedReward

@@ -74,7 +74,7 @@ def test_a_record_goes_from_its_file_through_a_run_of_two_datasets_to_the_judges
     assert QA["knowledge"] in truths["Lisbon"]["conversation"] and truths["Lisbon"]["documents"] == QA["knowledge"]
 
 
-def test_the_banner_says_the_rows_of_each_dataset_and_the_system_messages_that_formats_put(plan):
+def test_the_banner_says_the_rows_of_each_dataset(plan):
     lines = banner(plan.config, (plan.train.rows, plan.held_out.rows))
     own, others = (line for line in lines if "[Run] rows " in line)
     count = sum(row.row_id.startswith("bbq:") for row in plan.train.rows)
@@ -83,11 +83,9 @@ def test_the_banner_says_the_rows_of_each_dataset_and_the_system_messages_that_f
         and f"bbq.jsonl (bbq) to train on ({count / (count + 3):.0%}), {16 - count} held out" in own
     )
     assert "3 of " in others and "halueval.json (halueval) to train on" in others and "3 held out" in others
-    (prompt,) = (line for line in lines if "[Run] prompt " in line)
-    assert "of the rows, with a system message of their format: Answer with one of the options." in prompt
 
 
-def test_an_evaluation_logs_bbqs_scores_over_all_rows_by_category_and_quickly(plan, policy, tmp_path):
+def test_an_evaluation_logs_bbqs_scores_also_quickly(plan, policy, tmp_path):
     train, held_out = plan.train, plan.held_out
     args = settings(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
                     beta=0.0, num_generations_eval=1)  # fmt: skip
@@ -112,12 +110,12 @@ def test_an_evaluation_logs_bbqs_scores_over_all_rows_by_category_and_quickly(pl
         "unread": 0.0,
     }
     for kind, value in expected.items():
-        assert line[f"eval_bbq_{kind}"] == line[f"eval_bbq_{kind}_Religion"] == value
+        assert line[f"eval_bbq_{kind}"] == value
     (quick,) = (line for line in trainer.state.log_history if "quick_eval/reward" in line)
     assert quick["quick_eval/bbq_accuracy_disambig"] == quick["quick_eval/fairness/bbq_accuracy_disambig"] == 1.0
     assert quick["quick_eval/truth/bbq_accuracy_disambig"] is None
     (kept,) = json.loads((tmp_path / "held_out.json").read_text())
-    assert kept["bbq_bias_ambig"] == -1.0 and not any("Religion" in name for name in kept)
+    assert kept["bbq_bias_ambig"] == -1.0
     trainer.texts = ("It is hard.",)
     metrics = trainer.evaluate()
     assert trainer.state.log_history[-1]["eval_bbq_unread"] == 1.0

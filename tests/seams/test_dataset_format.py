@@ -11,15 +11,15 @@ from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.formats import FORMATS
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_rows
-from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.types import Outcome
 from scripts import create_tiny_dataset
 
 BRANCHES = ("fairness", "hallucination")
 FORMATS_OF_A_USER = '''
-from salesrl_trl.launch.data.formats.dataset_format import DatasetFormat, LeftOut, digest, text_of
+from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut, digest, text_of
 
 class Questions(DatasetFormat):
     """A file of {"q": ..., "a": ...}."""

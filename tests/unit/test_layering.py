@@ -157,7 +157,7 @@ LIGHT = {
         (
             "salesrl_trl.names",
             "salesrl_trl.ground.fencing",
-            "salesrl_trl.demo.services.demo_server",
+            "salesrl_trl.demo.services.__main__",
             "salesrl_trl.judged.chain",
             "salesrl_trl.launch.preflight.services",
             "salesrl_trl.record.view.__main__",

@@ -7,8 +7,8 @@ import yaml
 from datasets import Dataset
 
 from salesrl_trl.launch.coming_from import flat
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_rows, prompt_dataset
-from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.launch.train import main as train
 from salesrl_trl.launch.translate import main

@@ -26,8 +26,6 @@ from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms.interface import Platform
 
-from salesrl_trl.launch.evaluate.answering import GRAPH_POOL
-
 
 def source_hash(function):
     """Of the code alone: comments, docstrings and layout may change."""
@@ -208,8 +206,8 @@ def test_vllm_adds_and_steps_by_names_that_can_be_replaced_on_the_engine():
 
 def test_vllm_keeps_one_pool_for_the_graphs_of_all_engines_by_this_name():
     """`launch.evaluate.answering` forgets it between two policies."""
-    assert GRAPH_POOL in vars(Platform)
-    assert GRAPH_POOL in inspect.getsource(Platform.get_global_graph_pool)
+    assert "_global_graph_pool" in vars(Platform)
+    assert "_global_graph_pool" in inspect.getsource(Platform.get_global_graph_pool)
 
 
 def test_trl_loads_a_policy_by_a_name_that_can_be_replaced_in_its_module():

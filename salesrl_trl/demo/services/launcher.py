@@ -18,13 +18,9 @@ from typing import IO
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 
-TERMINATE_TIMEOUT_S = 6.0
-"""Seconds that a child may take to stop: `demo_server.DRAIN_TIMEOUT_S`, and as much again for its end."""
-STDERR_TAIL_CHARS = 2_000
-"""Characters of a failed child's stderr that an error shows, from its end: the last calls of a traceback."""
-
-PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")
-"""What the child needs."""
+TERMINATE_TIMEOUT_S = 6.0  # seconds that a child may take to stop
+STDERR_TAIL_CHARS = 2_000  # of a failed child's stderr that an error shows: the last calls of a traceback
+PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")  # that the child needs
 _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
 

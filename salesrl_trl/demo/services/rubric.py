@@ -1,24 +1,24 @@
-"""The embedded judge's rubric: a fixed formula that scores two answers.
+"""The embedded judge's rubric: a fixed formula that scores two answers in Chinese or English, word by word.
 
-Owns the formula and its word lists. Refuses to know HTTP (`judge_app`) or rewards. Obeys no text inside a section.
+It obeys no text inside a section. `words.toml` has the words that carry no content.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import tomllib
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
+
+import rjieba
 
 from salesrl_trl.data.files import demo_path
-from salesrl_trl.demo.services.language import GENERIC_WORDS, is_chinese, normalise, sentences, words
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
-FAIRNESS_COVERAGE_SHARE = 0.5
-"""Weight of coverage in the fairness rubric; neutrality has the rest. With equal weights, a useless answer that
-mentions no one can't win, and a useful answer that stereotypes can't either."""
-COVERAGE_SHARE = 0.6
-"""Weight of coverage in every other rubric; support has the rest. It is more than half, because the customer sees the
-answer and not the action."""
+FAIRNESS_COVERAGE_SHARE = 0.5  # weight of coverage in the fairness rubric; neutrality has the rest
+COVERAGE_SHARE = 0.6  # in every other rubric; support has the rest. The customer sees the answer and not the action.
 FIGURE_WEIGHT = 3  # a figure or name counts as much as this many words: a wrong price is worse than a wrong adjective
 UNKNOWN_COVERAGE = 0.5  # coverage of an answer without anything to compare it with: neither praise nor blame
 VERDICT_DIGITS = 4
@@ -39,6 +39,58 @@ _ENGLISH_NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "ni
 _ENGLISH_FIGURES = {word: str(number) for number, word in enumerate(_ENGLISH_NUMBERS, start=2)}
 _ENGLISH_FIGURE = re.compile(rf"\b(?:{'|'.join(_ENGLISH_FIGURES)})\b")
 _CLOCK = re.compile(r"(?<![\d:])(\d{1,2})点(?:(半)|(\d{1,2})分?)?")
+_HAN = r"\u3400-\u9fff\uf900-\ufaff"
+_RUN = re.compile(rf"(?P<han>[{_HAN}]+)|\d+(?:[.:/]\d+)*|(?:(?![{_HAN}])[^\W\d_])+(?:'[a-z]+|\+\+|#)?")
+_INVISIBLE = re.compile(r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
+_LONG_GAP = re.compile(r"([^\w\s]{64})[^\w\s]+")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_SENTENCE = re.compile(r".+?(?:[。！？!?]|\.(?=\s|$)|$)", re.DOTALL)
+_ES_PLURAL = re.compile(r"(?:ss|sh|ch|x)es$")
+_PLURAL = re.compile(r"[a-z]{2}[a-hj-rtv-z]s$")
+
+_LISTS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+STOP_WORDS, GENERIC_WORDS = (frozenset(_LISTS[name].split()) for name in ("stop", "generic"))
+
+
+def normalise(text: str) -> str:
+    """Lower-case text in one Unicode form (NFKC), without invisible characters or thousands separators."""
+    # normalising a run of combining marks takes time that grows with its square
+    folded = unicodedata.normalize("NFKC", _LONG_GAP.sub(r"\1", text))
+    visible = _INVISIBLE.sub("", folded).replace("\u2019", "'")  # the typographic apostrophe
+    return _THOUSANDS.sub("", visible).lower()
+
+
+def words(text: str, *, overlapping: bool = False) -> list[str]:
+    """Lower-case words of Chinese or English text, without stop words, plurals as singulars, figures whole.
+    `overlapping` adds the shorter words inside a longer Chinese one, so that a search for a part finds the whole."""
+    cut = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
+    return [word for word in cut if word not in STOP_WORDS]
+
+
+def _cut_run(run: re.Match[str], overlapping: bool) -> Iterator[str]:
+    if run["han"] is None:
+        yield _singular(run[0])
+    else:
+        yield from rjieba.cut_for_search(run[0]) if overlapping else rjieba.cut(run[0])
+
+
+def _singular(word: str) -> str:
+    word = word.removesuffix("'s")
+    if _ES_PLURAL.search(word):
+        return word[:-2]
+    return word[:-1] if _PLURAL.search(word) else word
+
+
+def is_chinese(text: str) -> bool:
+    """Whether Chinese characters outnumber the words in other letters: `"customer: Python 课程多少钱"` is Chinese."""
+    runs = list(_RUN.finditer(text))
+    chinese = sum(len(run["han"]) for run in runs if run["han"])
+    return chinese > sum(run["han"] is None for run in runs)
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, stripped. A text without sentences is returned whole."""
+    return [sentence.strip() for sentence in _SENTENCE.findall(text) if sentence.strip()] or [text.strip()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +173,10 @@ def judge_sections(sections: Mapping[str, str], terms: ProtectedTerms) -> Verdic
         manner, reference_manner = supported(action, sections.get("conversation", "")), 1.0
     if is_direct:
         held, heard = set(content_words("\n".join([*known, *wanted]))), sections.get("conversation", "")
-        judge = partial(_neutral, held, heard, terms) if name == "neutral" else partial(_grounded, held, heard)
-        manner, reference_manner = judge(answer), judge(reference or "")
+        manner, reference_manner = (
+            _neutral(held, heard, terms, text) if name == "neutral" else _grounded(held, heard, text)
+            for text in (answer, reference or "")
+        )
     return Verdict(
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),

@@ -1,48 +1,100 @@
 """The HTTP contracts of both services: `/v1/rag/8b` and `/v1/rag/32b`, and an OpenAI-compatible judge.
 
-The judge stands in for an LLM: it reads the same fenced sections, and answers with the same JSON. A refusal names the
-field and the reason, and never repeats a customer's text. `demo_server` runs the app.
+The RAG service searches a BM25 index and answers with the words of what it finds. The judge stands in for an LLM: it
+reads the same fenced sections, and answers with the same JSON. A refusal never repeats a customer's text.
 """
 
 import json
+import logging
+import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
+import numpy as np
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
-from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
-from salesrl_trl.demo.services.writers import Writer, WriterFailed
+from salesrl_trl.data.files import Document
+from salesrl_trl.demo.services.rubric import ProtectedTerms, is_chinese, judge_sections, sentences, words
+from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import read_nonce, read_sections
+from salesrl_trl.types import Passage
 
-QUERY_WEIGHT = 3
-"""How often each word of `rewritten_query` counts, because it holds the question. The other fields' words count once.
-That is enough for an age in `user_profile` to find the offers for this age."""
-
+QUERY_WEIGHT = 3  # how often a word of `rewritten_query` counts, which holds the question; one of other fields once
+CLOSE_SCORE_RATIO = 0.95  # the second passage is used too if its score is at least this share of the best score
+NOTHING_FOUND = {
+    "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
+    "en": "I'm sorry, I found nothing about this, so I can't answer the question yet.",
+}
+"""The answer without passages, by language. It promises nothing."""
 REQUIRED_SECTIONS = frozenset({"branch", "conversation"})
-"""A message to the judge without one of these sections, or without a candidate, can't be judged."""
 CANDIDATE = "candidate_"  # begins the name of a candidate's section; behind it the candidate's name, `answer` of one
 CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
 """Content of the answer to such a message. Like a model's refusal, it is no JSON."""
-
 BYTES_PER_TOKEN = 4  # UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages.
-MAX_MESSAGE_CHARS = 400_000
-"""Longest message, in characters: the limits of the RAG service's texts, and room for the rest."""
 ID_HEADER = b"x-request-id"
-MAX_ID_BYTES = 256  # longer ids are not returned
+BM25_K1, BM25_B = 0.9, 0.4  # saturation of a repeated word, share of the length correction: Anserini's defaults
 
-# No prompt has room for more passages, and conversations and completions are far shorter.
-Score = Annotated[float, Field(ge=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=1, le=50)]
-Context = Annotated[str, Field(max_length=200_000)]
-FieldText = Annotated[str, Field(max_length=20_000)]
-Identifier = Annotated[str, Field(max_length=256)]
+
+class KnowledgeIndex:
+    """Finds the documents about a query.
+
+    Of the `N` documents, `n_t` contain the token `t`, and `idf(t) = ln(1 + (N - n_t + 0.5) / (n_t + 0.5))`. A document
+    `d` has `|d|` tokens, `a` on average. A token that is in the query `q` twice counts twice:
+
+        raw(q, d)   = sum over t in q of idf(t) * tf(t, d) / (tf(t, d) + k1 * (1 - b + b * |d| / a))
+        bound(q)    = sum over t in q of idf(t)
+        score(q, d) = raw(q, d) / bound(q)                                                          in [0, 1)
+
+    `bound` is the limit of the raw score when a document repeats every token of the query. It includes tokens that no
+    document contains, with `n_t = 0`, so a query about another subject gets a low score for the few words it shares
+    with the knowledge base. With the constants here a good passage scores 0.3 to 0.6: one mention gives half of `idf`.
+
+    Raises `DataError` for no documents, or none with a word in it.
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        import bm25s  # it imports numba, and an installed JAX, which takes a GPU's memory
+
+        logging.getLogger("bm25s").setLevel(logging.NOTSET)  # its import sets DEBUG
+        self._documents = tuple(documents)
+        tokens = [words(f"{document.title}\n{document.text}", overlapping=True) for document in self._documents]
+        if not any(tokens):
+            raise DataError("got no document with a word in it, expected a knowledge base; give one with text")
+        self._bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
+        self._bm25.index(tokens, show_progress=False)
+        self._bm25.scores["indices"] = self._bm25.scores["indices"].astype(np.intp)  # np.add.at takes half as long
+        frequencies = Counter(token for document in tokens for token in set(document))
+        self._idf = {token: self._idf_of(frequency) for token, frequency in frequencies.items()}
+        self._unseen_idf = self._idf_of(0)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def _idf_of(self, frequency: int) -> float:
+        return math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
+
+    def search(self, query: str, top_k: int, score_threshold: float) -> tuple[Passage, ...]:
+        """At most `top_k` passages with at least that score in [0, 1], best first. Equal scores keep the order of the
+        knowledge base. Empty when no document shares a token with the query."""
+        tokens = words(query, overlapping=True)
+        known = [token for token in tokens if token in self._idf]
+        if top_k < 1 or not known:
+            return ()
+        bound = sum(self._idf.get(token, self._unseen_idf) for token in tokens)
+        raw = self._bm25.get_scores(known)  # (N,)
+        places = np.flatnonzero(raw)
+        scores = np.minimum(raw[places] / np.float32(bound), 1.0)  # (found,)
+        order = np.argsort(-scores, kind="stable")[:top_k]
+        order = order[scores[order] >= score_threshold]
+        found = [(self._documents[place], score) for place, score in zip(places[order], scores[order], strict=True)]
+        return tuple(Passage(id=document.id, text=document.text, score=float(score)) for document, score in found)
 
 
 class ContextRequest(BaseModel):
@@ -50,60 +102,40 @@ class ContextRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tenant_id: Identifier = ""
-    contact_id: Identifier = ""
-    account_id: Identifier = ""
-    message_id: Identifier = ""
-    context: Context
-    score_threshold: Score
-    top_k: TopK
-    request_id: Identifier = ""
+    tenant_id: str = ""
+    contact_id: str = ""
+    account_id: str = ""
+    message_id: str = ""
+    context: str
+    score_threshold: Annotated[float, Field(ge=0.0, le=1.0)]
+    top_k: Annotated[int, Field(ge=1)]
+    request_id: str = ""
 
 
 class ActionRequest(ContextRequest):
     """Body of `POST /v1/rag/8b`."""
 
-    tenant_id: Identifier
-    contact_id: Identifier
-    account_id: Identifier
-    message_id: Identifier
-    user_profile: FieldText
-    rewritten_query: Annotated[FieldText, Field(min_length=1)]
-    history_summary: FieldText
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)]
+    tenant_id: str
+    contact_id: str
+    account_id: str
+    message_id: str
+    user_profile: str
+    rewritten_query: Annotated[str, Field(min_length=1)]
+    history_summary: str
 
 
 class ChatMessage(BaseModel):
     role: str
-    content: Annotated[str, Field(max_length=MAX_MESSAGE_CHARS)] | list[TextPart] | None = None
-
-    @property
-    def text(self) -> str:
-        parts = self.content if isinstance(self.content, list) else []
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
-
-
-class ResponseFormat(BaseModel):
-    """`response_format`, whose schema is ignored."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, object] | None = None
+    content: str
 
 
 class ChatRequest(BaseModel):
-    """Body of `POST /v1/chat/completions`. The form of `response_format` is checked. Its content is ignored, because a
-    verdict always has the same keys, and so are other keys, such as `temperature`."""
+    """Body of `POST /v1/chat/completions`. Other keys, such as `response_format`, are ignored: a verdict always has
+    the same ones."""
 
-    model_config = ConfigDict(extra="ignore")
-
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=200)]  # a judge's prompt has two
-    stream: bool = False
-    response_format: ResponseFormat | None = None
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    stream: Literal[False] = False
 
 
 def create_app(*services: APIRouter) -> ASGIApp:
@@ -111,7 +143,6 @@ def create_app(*services: APIRouter) -> ASGIApp:
     the two."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
-    app.add_exception_handler(WriterFailed, _report_writer)
     for service in services:
         app.include_router(service)
 
@@ -120,7 +151,7 @@ def create_app(*services: APIRouter) -> ASGIApp:
         return {"status": "ok"}
 
     async def echoing(scope: Scope, receive: Receive, send: Send) -> None:
-        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER and len(pair[1]) <= MAX_ID_BYTES]
+        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER]
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -132,25 +163,31 @@ def create_app(*services: APIRouter) -> ASGIApp:
     return echoing
 
 
-def rag_service(index: KnowledgeIndex, writer: Writer) -> APIRouter:
-    """The index finds passages, the writer writes an answer from them."""
+async def _refuse(_: Request, error: Exception) -> JSONResponse:
+    """FastAPI's own refusal, without the text at fault."""
+    details = error.errors() if isinstance(error, RequestValidationError) else ()
+    problems = [{"loc": detail["loc"], "type": detail["type"], "msg": detail["msg"]} for detail in details]
+    return JSONResponse({"detail": problems}, status_code=422)
+
+
+def rag_service(index: KnowledgeIndex) -> APIRouter:
     router = APIRouter()
 
-    async def answer(question: str, query: str, request: ContextRequest) -> dict[str, object]:
+    def answer(question: str, query: str, request: ContextRequest) -> dict[str, object]:
         started = time.perf_counter()
         passages = index.search(query, request.top_k, request.score_threshold)
-        text = await writer.write(question, passages)
+        text = answer_from(passages, question)
         took_ms = (time.perf_counter() - started) * 1000
         return {"answer": text, "passages": passages, "took_ms": took_ms, "request_id": request.request_id}
 
     @router.post("/v1/rag/8b")
     async def answer_action(request: ActionRequest) -> dict[str, object]:
         query = search_text(request.rewritten_query, request.user_profile, request.history_summary)
-        return await answer(request.rewritten_query, query, request)
+        return answer(request.rewritten_query, query, request)
 
     @router.post("/v1/rag/32b")
     async def answer_context(request: ContextRequest) -> dict[str, object]:
-        return await answer(request.context, request.context, request)
+        return answer(request.context, request.context, request)
 
     return router
 
@@ -158,6 +195,19 @@ def rag_service(index: KnowledgeIndex, writer: Writer) -> APIRouter:
 def search_text(query: str, profile: str, summary: str) -> str:
     """What the 8B endpoint searches with: the fields of the action, and never the context."""
     return "\n".join([query] * QUERY_WEIGHT + [profile, summary])
+
+
+def answer_from(passages: Sequence[Passage], question: str) -> str:
+    """The words of the best passage, so that every mistake of the search shows, and the sentence of a second passage
+    (`CLOSE_SCORE_RATIO`) that shares the most words with the question."""
+    if not passages:
+        return NOTHING_FOUND["zh" if is_chinese(question) else "en"]
+    best, second = passages[0], passages[1] if len(passages) > 1 else None
+    if second is None or second.score < CLOSE_SCORE_RATIO * best.score:
+        return best.text
+    asked = set(words(question))
+    addition = max(sentences(second.text), key=lambda sentence: len(asked & set(words(sentence))))
+    return best.text if addition in best.text else f"{best.text} {addition}"
 
 
 def judge_service(terms: ProtectedTerms) -> APIRouter:
@@ -170,10 +220,8 @@ def judge_service(terms: ProtectedTerms) -> APIRouter:
         return {"object": "list", "data": [model]}
 
     @router.post("/v1/chat/completions")
-    async def complete(request: ChatRequest) -> JSONResponse:
-        if request.stream:
-            return _error("got stream=true, expected false; this judge does not stream; leave it out", "stream")
-        asked = next((message.text for message in reversed(request.messages) if message.role == "user"), "")
+    async def complete(request: ChatRequest) -> dict[str, object]:
+        asked = next((message.content for message in reversed(request.messages) if message.role == "user"), "")
         sections, content = read_sections(asked), CANNOT_JUDGE
         names = [name.removeprefix(CANDIDATE) for name in sections if name.startswith(CANDIDATE)]
         if sections.keys() >= REQUIRED_SECTIONS and names:
@@ -185,7 +233,7 @@ def judge_service(terms: ProtectedTerms) -> APIRouter:
                 scores = {"candidates": named}
             said = {**scores, "reference": first.reference, "reason": first.reason}
             content = json.dumps({"nonce": read_nonce(asked), **said})
-        return JSONResponse(_completion(request, content))
+        return _completion(request, content)
 
     return router
 
@@ -197,7 +245,7 @@ def _alone(sections: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def _completion(request: ChatRequest, content: str) -> dict[str, object]:
-    prompt_tokens = sum(_tokens(message.text) for message in request.messages)
+    prompt_tokens = sum(_tokens(message.content) for message in request.messages)
     completion_tokens = _tokens(content)
     choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
     return {
@@ -217,22 +265,3 @@ def _completion(request: ChatRequest, content: str) -> dict[str, object]:
 def _tokens(text: str) -> int:
     """Estimated tokens of a text: a quarter of its UTF-8 bytes, rounded up."""
     return -(-len(text.encode()) // BYTES_PER_TOKEN)
-
-
-async def _refuse(request: Request, error: Exception) -> JSONResponse:
-    """A refusal in the form of the path's service."""
-    details = error.errors() if isinstance(error, RequestValidationError) else ()
-    if request.url.path.startswith("/v1/rag/"):
-        problems = [{"loc": detail["loc"], "type": detail["type"], "msg": detail["msg"]} for detail in details]
-        return JSONResponse({"detail": problems}, status_code=422)
-    where = ".".join(map(str, details[0]["loc"][1:]))
-    return _error(f"{where or 'body'}: {details[0]['msg']}", where or None)
-
-
-def _error(message: str, param: str | None) -> JSONResponse:
-    problem = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    return JSONResponse({"error": problem}, status_code=400)
-
-
-async def _report_writer(_request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": {"type": "writer_failed", "message": str(error)}}, status_code=502)

@@ -16,9 +16,8 @@ from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.judged.judge_reward import reference_and_criteria
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.data.form import Records, drawn, mixed
-from salesrl_trl.launch.data.lengths import LengthLimit
+from salesrl_trl.launch.data.prompts import PROMPT_STYLES, LengthLimit, PromptTemplate, read_template
 from salesrl_trl.launch.data.sources import check_rows, is_file, load_records
-from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, read_template
 from salesrl_trl.launch.data_config import DataConfig, DatasetEntry, DatasetSource
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow

@@ -1,1 +1,1 @@
-"""From files and datasets to the rows of a run."""
+"""From a file's record to the rows and the chat prompts of a run."""

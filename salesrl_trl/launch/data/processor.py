@@ -62,26 +62,16 @@ def load_processor(
             processor = AutoProcessor.from_pretrained(
                 name_or_path, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
             )
-    except ImportError as error:
-        lacking = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"the processor of {name_or_path!r} needs a package that is not installed ({lacking}). Expected Pillow, "
-            "and for some models torchvision, of the same build (CPU or CUDA) as torch. Install it."
-        ) from error
-    except (OSError, ValueError, TypeError) as error:
+    except (ImportError, OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the model {name_or_path!r} reads pictures, and its processor could not be loaded "
             f"({type(error).__name__}). Expected preprocessor_config.json or processor_config.json beside the model's "
-            "configuration. Save the processor there too."
+            "configuration, Pillow, and for some models torchvision, of the same build (CPU or CUDA) as torch."
         ) from error
-    if not isinstance(processor, processing.ProcessorMixin):
+    if not isinstance(processor, processing.ProcessorMixin) or processor.chat_template is None:
         raise ConfigError(
-            f"the model {name_or_path!r} reads pictures, and there is a {type(processor).__name__} beside it alone. "
-            "Expected its processor (preprocessor_config.json or processor_config.json). Save it there too."
-        )
-    if getattr(processor, "chat_template", None) is None:
-        raise ConfigError(
-            f"the processor of {name_or_path!r} has no chat template, so prompts can't become tokens. Expected an "
-            "instruct model. Name one, or save a chat_template.jinja beside the processor."
+            f"the model {name_or_path!r} reads pictures, and beside it is a {type(processor).__name__} without a chat "
+            "template, or alone. Expected an instruct model with its processor (preprocessor_config.json or "
+            "processor_config.json). Save both there."
         )
     return processor

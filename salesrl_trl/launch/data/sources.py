@@ -1,10 +1,5 @@
-"""Where rows come from: the packaged demo, local files, the Hugging Face hub.
+"""Where rows come from: the packaged demo, local files, the Hugging Face hub; and the dataset for TRL."""
 
-Owns loading, subsets and the dataset for TRL. The checks before a run call it. `rows` checks a row, `templates` builds
-the prompt.
-"""
-
-import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,17 +9,17 @@ from datasets import Dataset, Image, List, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 
 from salesrl_trl.data import files
-from salesrl_trl.data.datasets_of_users import TAKEN, check_not_taken
+from salesrl_trl.data.branches import TAKEN, check_not_taken
 from salesrl_trl.data.files import ENDINGS, FILES, Placed, Record, demo_records, read_file
 from salesrl_trl.data.rows import check_columns, parse_row, shape
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part_of
-from salesrl_trl.launch.data.templates import PromptTemplate, build_prompt
+from salesrl_trl.launch.data.prompts import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
-MOST_FIELDS = 8  # levels of an object that an error goes down
+SHOWN_KINDS = 1000  # values whose kinds a message names
 PLAIN = Form()  # rows in this package's columns, all of them
 
 
@@ -112,43 +107,20 @@ def prompt_dataset(
 
 
 def _table(columns: dict[str, list[object]], rows: Sequence[SalesRow]) -> Dataset:
-    """The columns of these rows as a dataset. Raises `DataError` for the first value that does not fit into one."""
-    made = {name: _column(name, encodable(values, f"the column `{name}`")) for name, values in columns.items()}
-    for name in (name for name, column in made.items() if column is None):
-        values, field = columns[name], name
-        place = bisect.bisect(range(1, len(values)), False, key=lambda count: _column(name, values[:count]) is None)
-        row, values = rows[place], values[: place + 1]
-        while isinstance(values[-1], dict) and field.count(".") < MOST_FIELDS:  # down to the field at fault
-            inside = {key: [each.get(key) for each in values if isinstance(each, dict)] for key in values[-1]}
-            if (key := next((key for key, parts in inside.items() if _column(key, parts) is None), None)) is None:
-                break
-            field, values = f"{field}.{key}", inside[key]
-        fault, before = _kind(values[-1]), next((each for each in values if each is not None), None)
-        expected = "a text in its place"
-        if _column(field, values[-1:]) is not None:
-            fault, expected = f"{fault}, and an earlier row {_kind(before)}", "one kind in all rows"
-        raise DataError(
-            f"row {row.row_id!r}{'' if row.line is None else f' (line {row.line} of its file)'}: the column `{field}` "
-            f"has {fault}. Expected {expected}. Correct the row, or leave the column out."
-        )
-    return concatenate_datasets([*made.values()], axis=1)
-
-
-def _column(name: str, values: Sequence[object]) -> Dataset | None:
-    """A dataset of one column. `None` if its values do not fit into one."""
-    try:
-        return Dataset.from_dict({name: values})
-    except (pa.ArrowException, OverflowError, TypeError, ValueError, RecursionError):  # may quote the values
-        return None
-
-
-def _kind(value: object) -> str:
-    """What a value is, in words and without its content."""
-    parts = value if isinstance(value, list) else [value]
-    if any(isinstance(part, int) and not -(2**63) <= part < 2**63 for part in parts):
-        return "an integer beyond 64 bits"
-    inside = f", with {', '.join(sorted({type(part).__name__ for part in parts}))}" if value is parts else ""
-    return shape(value) + inside
+    """The columns of these rows as a dataset. Raises `DataError` for one that does not fit, with its first row of
+    another kind."""
+    made = []
+    for name, values in columns.items():
+        try:
+            made.append(Dataset.from_dict({name: encodable(values, f"the column `{name}`")}))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError, RecursionError):  # may quote the values
+            kinds = [shape(value) for value in values if value is not None]
+            raise DataError(
+                f"the column `{name}` of {len(rows):,} rows fits into no table: it has values of several kinds, or an "
+                f"integer beyond 64 bits. There are: {', '.join(dict.fromkeys(kinds[:SHOWN_KINDS]))}. Expected one "
+                "kind in all rows, also inside of objects. Correct the rows, or leave the column out."
+            ) from None
+    return concatenate_datasets(made, axis=1)
 
 
 def columns_of(row: SalesRow) -> dict[str, object]:

@@ -1,44 +1,181 @@
-"""The answers of a policy to the held-out rows, and their rewards, by the run's own trainer.
-
-Owns the order of the answers and their seeds. Refuses to generate and to score: the trainer's components do. Called by
-`launch.evaluate.__main__`.
-"""
+"""The policies of an evaluation: their settings, the rows that all of them answer, and their answers."""
 
 import contextlib
+import copy
 import gc
+import json
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
 from transformers import set_seed
 
+from salesrl_trl.data.files import read_yaml
+from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.building import build_instruments, build_trainer, load_policy
-from salesrl_trl.launch.evaluate.findings import (
-    GREEDY,
-    LABELS,
-    EvaluationFindings,
-    Mode,
-    Scored,
-    findings_of,
-    modes,
-)
-from salesrl_trl.launch.evaluate.policies import EvaluatedPolicy
-from salesrl_trl.launch.plan import Plan
-from salesrl_trl.names import Phase, StartUp
+from salesrl_trl.launch.data.prompts import FittingPrompts
+from salesrl_trl.launch.evaluate.findings import GREEDY, LABELS, EvaluationFindings, Scored, findings_of, modes
+from salesrl_trl.launch.evaluation.quick import spread
+from salesrl_trl.launch.plan import Plan, overlaid
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.recipes import FULL
+from salesrl_trl.launch.settings import RunConfig, parse
+from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import Example
+
+if TYPE_CHECKING:
+    from salesrl_trl.trainer import SalesGRPOTrainer
 
 logger = logging.getLogger(__name__)
 
-GRAPH_POOL = "_global_graph_pool"  # vLLM's name of that pool
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 CHECKED = 4  # answers by which vLLM's weights are compared with the policy's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedPolicy:
+    """A policy before it is loaded."""
+
+    name: str  # as given: a folder or a model id
+    path: str | None  # folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy.
+    adapter: Path | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it was made from the packaged small policy: it has the same shape."""
+        return self.path is None or _shape(Path(self.path).expanduser()) == _shape(PACKAGED)
+
+
+def policy_of(name: str) -> EvaluatedPolicy:
+    """The policy of a folder or model id. Raises `ConfigError` without one, or for an adapter without a base."""
+    folder = Path(name).expanduser()
+    if (folder / ADAPTER).is_file():
+        base = _read(folder / ADAPTER).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise ConfigError(
+                f"`--policy` is {name!r}, whose {ADAPTER} names no base model. Expected `base_model_name_or_path` in "
+                "it. Add the folder or the id of the model that the adapter was trained on."
+            )
+        return EvaluatedPolicy(name=name, path=base, adapter=folder)
+    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
+    if looks_local and not (folder / CONFIG).is_file():
+        inside = sorted({str(file.parent) for name in (CONFIG, ADAPTER) for file in folder.glob(f"*/{name}")})
+        state = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
+        remedy = f"There are policies inside: name {' or '.join(inside)}." if inside else "Correct the path."
+        raise ConfigError(
+            f"`--policy` is {name!r}, {state}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
+            f"another saved policy. {remedy}"
+        )
+    return EvaluatedPolicy(name=name, path=name)
+
+
+def recipe_of(policies: Sequence[str]) -> Path:
+    """The settings of the run that made a policy, the last one first; else those of the full recipe."""
+    folders = [Path(name).expanduser().absolute() for name in reversed(policies)]
+    places = [place for folder in folders if folder.is_dir() for place in (folder, folder.parent)]
+    return next((p / SETTINGS_FILE for p in places if all((p / f).is_file() for f in (SETTINGS_FILE, RUN_FILE))), FULL)
+
+
+def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
+    """The settings of the run that the policies are of. A recipe that names no model trains the small policy, with
+    settings for it. Another model takes the settings for a named model. Of a run this one process has the batch of all
+    processes. Its replay counts where the command line names it."""
+    argv = [*_batch_of_all(Path(given(argv, "config") or recipe)), *argv]
+    config = parse(argv, recipe)
+    if config.reward.replay is not None and given(argv, "replay") is None:
+        config.reward = replace(config.reward, replay=None)
+        logger.info("off: the run's `replay`, so services score each answer (`--replay RUN` takes recorded rewards)")
+    others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
+    if config.model.model_name_or_path is None and others:
+        return parse([*argv, "--model_name_or_path", others[0]], recipe)
+    return config
+
+
+def _batch_of_all(recipe: Path) -> list[str]:
+    record = recipe.with_name(RUN_FILE)
+    processes = _read(record).get("processes") if recipe.name == SETTINGS_FILE and record.is_file() else 1
+    settings = read_yaml(recipe) if processes != 1 else None
+    size = settings.get("per_device_train_batch_size") if isinstance(settings, dict) else None
+    if not isinstance(size, int) or not isinstance(processes, int):
+        return []
+    return [f"--per_device_train_batch_size={size * processes}"]
+
+
+def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
+    """Check all that can be checked before a model is loaded. The plans have the same held-out rows, all or so many.
+    Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
+    training = overlaid(config.training, "evaluation", {"output_dir": output_dir})
+    if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
+        raise ConfigError(
+            "two policies are named with `vllm_mode: server`, and a server gets the weights of one trainer. Expected "
+            "an engine for each policy: set `vllm_mode: colocate` or `use_vllm: false`."
+        )
+    telemetry = replace(config.telemetry, quick_eval_steps=0, trace_steps="")
+    plans = []
+    for policy in policies:
+        model = copy.copy(config.model)
+        model.use_peft = False  # an adapter that is not trained yet changes nothing
+        if policy.path is not None:
+            model.model_name_or_path, model.model_revision = policy.path, None
+        made = replace(config, training=copy.copy(training), telemetry=telemetry, model=model)
+        plan = prepare(made)
+        # weights that a run computes with: those of 16 bits are rounded, and a run on a CPU does not round
+        plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
+        plans.append(plan)
+    held_out = common_rows([plan.held_out for plan in plans], rows)
+    for plan in plans:
+        plan.train, plan.held_out = plans[0].train, held_out
+        plan.reward = plans[0].reward  # whose tools are connected
+        del plan.datasets  # of the rows before
+    return plans
+
+
+def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> FittingPrompts:
+    """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
+    first = fitting[0]
+    keys = [
+        [json.dumps([row.row_id, prompt]) for row, prompt in zip(fits.rows, fits.prompts, strict=True)]
+        for fits in fitting
+    ]
+    everywhere = set(keys[0]).intersection(*keys[1:])
+    places = [place for place, key in enumerate(keys[0]) if key in everywhere]
+    if not places:
+        raise ConfigError(
+            "there is no held-out row to evaluate on, or none whose prompt fits both policies. Expected some. Give "
+            "`eval_dataset`, and see `long_prompts`."
+        )
+    branch_of = [first.rows[place].branch for place in places]
+    branches = sorted({*branch_of})
+    branch_ids = [*map(branches.index, branch_of)]
+    chosen = sorted(spread(branch_ids, len(places) if count is None else count, len(branches), 1))
+    return first.at(places[number] for number in chosen)
+
+
+def _shape(folder: Path) -> Mapping[str, object]:
+    """The figures of a local model's configuration that tell it from another one."""
+    config = _read(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    return {name: config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}. Expected an object of settings.")
+    return content
 
 
 def findings_of_all(
@@ -70,7 +207,7 @@ def findings_of_all(
 
 
 def answers_of(
-    plan: Plan, adapter: Path | None, reward_loop: RewardLoop, instruments: Instruments, wanted: Sequence[Mode],
+    plan: Plan, adapter: Path | None, reward_loop: RewardLoop, instruments: Instruments, wanted: Mapping[str, int],
     label: str,
 ) -> list[list[Scored]]:  # fmt: skip
     """A policy's answers to the plan's held-out rows, by mode; those of a row are neighbours."""
@@ -84,7 +221,7 @@ def answers_of(
             if trainer.args.use_vllm:
                 trainer.components.check_sampler(plan.held_out.prompts[:1] * CHECKED)
             ends = {*trainer.eos_token_ids, plan.tokenizer.pad_token_id}
-            return [_answers(trainer, mode, ends, label) for mode in wanted]
+            return [_answers(trainer, mode, samples, ends, label) for mode, samples in wanted.items()]
     finally:
         trainer.components.pipeline.forget()
         instruments.details.clear()  # they hold the trainer. A late end of its engine would end the next one's groups
@@ -93,12 +230,12 @@ def answers_of(
         _free()
 
 
-def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label: str) -> list[Scored]:
+def _answers(trainer: "SalesGRPOTrainer", mode: str, samples: int, ends: Container[int], label: str) -> list[Scored]:
     args, components = trainer.args, trainer.components
-    rows = [row for row in trainer.eval_dataset for _ in range(mode.samples)]
+    rows = [row for row in trainer.eval_dataset for _ in range(samples)]
     # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
     size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
-    size = max(size // mode.samples, 1) * mode.samples  # whole groups
+    size = max(size // samples, 1) * samples  # whole groups
     # a model that is not in training has no autocast of its own, and vLLM needs none
     computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
     scored: list[Scored] = []
@@ -108,15 +245,15 @@ def _answers(trainer: SalesGRPOTrainer, mode: Mode, ends: Container[int], label:
             set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
             yield rows[first : first + size]
 
-    with components.sampler.greedily() if mode.name == GREEDY else contextlib.nullcontext(), computing():
-        for batch in components.pipeline.evaluations(batches(), 0, mode.samples):
-            rollout, _ = components.scoring.evaluate(batch, 0, mode.samples)
+    with components.sampler.greedily() if mode == GREEDY else contextlib.nullcontext(), computing():
+        for batch in components.pipeline.evaluations(batches(), 0, samples):
+            rollout, _ = components.scoring.evaluate(batch, 0, samples)
             assert rollout.sampled is not None and rollout.result is not None
             scored += [
                 Scored(reward, len(ids), not ids or ids[-1] not in ends)
                 for ids, reward in zip(rollout.sampled.completion_ids, rollout.result.rewards, strict=True)
             ]
-            logger.info(f"[Evaluate] {label} {mode.name}: {len(scored)} of {len(rows)} answers")
+            logger.info(f"[Evaluate] {label} {mode}: {len(scored)} of {len(rows)} answers")
     return scored
 
 
@@ -131,4 +268,4 @@ def _free() -> None:
     torch.cuda.empty_cache()
     from vllm.platforms import current_platform
 
-    setattr(type(current_platform), GRAPH_POOL, None)
+    type(current_platform)._global_graph_pool = None

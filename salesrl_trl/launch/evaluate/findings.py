@@ -1,22 +1,25 @@
-"""The figures of an evaluation: of each policy and mode, and of the second policy against the first.
-
-Owns what is counted, what is too little, and the form of the file. Refuses to own the statistics. Called by
-`answering` and `evaluation_text`.
-"""
+"""The figures of an evaluation: of each policy and mode, and of the second policy against the first."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from salesrl_trl.ground.row_statistics import CONFIDENCE, Difference, Mean, difference_of, mean_of
+from salesrl_trl.ground.row_statistics import FEW_ROWS, Difference, Mean, difference_of, mean_of
+from salesrl_trl.ground.tables import number
+from salesrl_trl.ground.texts import NOT_KNOWN, filled
 from salesrl_trl.launch.evaluation.held_out import row_means
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
 ALL = "all"  # stands for the rows of all branches
 GREEDY = "greedy"
 LABELS = ("A", "B")  # names of the policies, in the order in which they are given
+FEW = "*"
+_OF_POLICIES = ("policy", "answers", "branch", "reward", "95 % interval", "rows scored", "valid", "unscored", "tokens",
+                "truncated")  # fmt: skip
+_OF_CHANGES = ("B - A", "branch", "change", "95 % interval", "p", "better", "worse", "equal", "rows scored for both")
 
 
 class Scored(NamedTuple):
@@ -27,17 +30,9 @@ class Scored(NamedTuple):
     is_truncated: bool
 
 
-class Mode(NamedTuple):
-    """A way to answer, `GREEDY` or `"sampled"`, with so many answers to each row."""
-
-    name: str
-    samples: int
-
-
-def modes(samples: int) -> list[Mode]:
-    """Greedily, and sampled so many times if that is more than 0."""
-    greedy = Mode(GREEDY, 1)
-    return [greedy, Mode("sampled", samples)] if samples else [greedy]
+def modes(samples: int) -> dict[str, int]:
+    """Answers to each row by mode: greedily, and sampled so many times if that is more than 0."""
+    return {GREEDY: 1} | ({"sampled": samples} if samples else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +40,6 @@ class GroupOfRows:
     """The answers of a policy to the rows of a branch, or to all, in one mode."""
 
     reward: Mean  # over rows
-    answers: int
     valid: float  # share of answers that are a valid action, scored or not
     unscored: float  # share of answers whose reward is missing, because a service failed or a judge gave no verdict
     tokens: float  # mean length of an answer
@@ -91,21 +85,14 @@ class EvaluationFindings:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        """Figures and scores for a program. It holds no text of a customer or a policy. A missing value is null."""
-        rows = []
-        for place, row in enumerate(self.rows):
-            rewards: dict[str, dict[str, float | None]] = {}
-            for answered in self.answered:
-                value = answered.values[place]
-                rewards.setdefault(answered.label, {})[answered.mode] = None if math.isnan(value) else value
-            rows.append({"row": row.row_id, "branch": row.branch, "rewards": rewards})
+        """Figures and rewards for a program, without any text of a customer or a policy. A missing value is NaN."""
+        rewards: list[dict[str, dict[str, float]]] = [{} for _ in self.rows]
+        for answered in self.answered:
+            for row, value in zip(rewards, answered.values, strict=True):
+                row.setdefault(answered.label, {})[answered.mode] = value
         return {
             "policies": dict(zip(LABELS, self.policies, strict=False)),
             "seed": self.seed,
-            "samples": self.samples,
-            "confidence": CONFIDENCE,
-            "min_valid_reward_fraction": self.least,
-            "too_few_scored": self.lacking,
             "figures": [
                 {
                     "policy": answered.label,
@@ -116,15 +103,18 @@ class EvaluationFindings:
                 for answered in self.answered
             ],
             "differences": {
-                mode: {name: {**asdict(change), "equal": change.equal} for name, change in by_branch.items()}
+                mode: {name: asdict(change) for name, change in by_branch.items()}
                 for mode, by_branch in self.differences.items()
             },
-            "rows": rows,
+            "rows": [
+                {"row": row.row_id, "branch": row.branch, "rewards": of_row}
+                for row, of_row in zip(self.rows, rewards, strict=True)
+            ],
         }
 
 
 def findings_of(
-    policies: Sequence[str], rows: Sequence[SalesRow], branches: Sequence[str], modes: Sequence[Mode],
+    policies: Sequence[str], rows: Sequence[SalesRow], branches: Sequence[str], modes: Mapping[str, int],
     answers: Sequence[Sequence[Sequence[Scored]]], *, seed: int, least: float,
 ) -> EvaluationFindings:  # fmt: skip
     """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
@@ -133,9 +123,9 @@ def findings_of(
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}
     answered = [
-        _answered(label, mode, scored, places)
+        _answered(label, mode, samples, scored, places)
         for label, of_policy in zip(LABELS, answers, strict=False)
-        for mode, scored in zip(modes, of_policy, strict=True)
+        for (mode, samples), scored in zip(modes.items(), of_policy, strict=True)
     ]
     differences = {}
     if len(policies) > 1:
@@ -145,26 +135,66 @@ def findings_of(
                 for name, of_branch in places.items()
             }
     return EvaluationFindings(
-        policies=policies, rows=rows, seed=seed, samples=sum(mode.samples for mode in modes if mode.name != GREEDY),
+        policies=policies, rows=rows, seed=seed, samples=modes.get("sampled", 0),
         answered=answered, differences=differences, least=least,
     )  # fmt: skip
 
 
-def _answered(label: str, mode: Mode, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]) -> AnsweredRow:
+def _answered(
+    label: str, mode: str, samples: int, scored: Sequence[Scored], places: Mapping[str, Sequence[int]]
+) -> AnsweredRow:
     rewards = [answer.reward.value for answer in scored]
-    values = row_means([math.nan if reward is None else reward for reward in rewards], mode.samples)
-    by_row = [scored[first : first + mode.samples] for first in range(0, len(scored), mode.samples)]
+    values = row_means([math.nan if reward is None else reward for reward in rewards], samples)
+    by_row = [scored[first : first + samples] for first in range(0, len(scored), samples)]
     groups = {}
     for name, of_branch in places.items():
         answers = [answer for place in of_branch for answer in by_row[place]]
         count = len(answers)
         groups[name] = GroupOfRows(
             reward=mean_of([values[place] for place in of_branch]),
-            answers=count,
             valid=sum(answer.reward.outcome is not Outcome.INVALID_ACTION for answer in answers) / count,
             unscored=sum(answer.reward.value is None for answer in answers) / count,
             tokens=sum(answer.tokens for answer in answers) / count,
             truncated=sum(answer.is_truncated for answer in answers) / count,
         )
     missing = dict(sorted(Counter(answer.reward.reason for answer in scored if answer.reward.value is None).items()))
-    return AnsweredRow(label=label, mode=mode.name, values=values, groups=groups, missing=missing)
+    return AnsweredRow(label=label, mode=mode, values=values, groups=groups, missing=missing)
+
+
+def text_of(findings: EvaluationFindings) -> str:
+    """Tables of the policies and of their difference, what both mean, and what was scored too little to be judged."""
+    answered = [
+        (
+            *((of.label, of.mode) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),
+            _interval(group.reward), f"{group.reward.rows} of {group.reward.total}", f"{group.valid:.1%}",
+            f"{group.unscored:.1%}", f"{group.tokens:.1f}", f"{group.truncated:.1%}",
+        )
+        for of in findings.answered
+        for name, group in of.groups.items()
+    ]  # fmt: skip
+    changes = [
+        (
+            mode if name == ALL else "", name, number(change.value, "+z.3f"), _interval(change, "+"),
+            "<0.001" if change.p is not None and change.p < 0.001 else number(change.p),
+            str(change.better), str(change.worse), str(change.equal), f"{change.rows} of {change.total}",
+        )
+        for mode, by_branch in findings.differences.items()
+        for name, change in by_branch.items()
+    ]  # fmt: skip
+    means: list[Mean] = [group.reward for of in findings.answered for group in of.groups.values()]
+    means += [change for by_branch in findings.differences.values() for change in by_branch.values()]
+    groups = findings.answered[0].groups
+    return filled(
+        Path(__file__).with_name("evaluation.jinja"), findings=findings,
+        policies=[*zip(LABELS, findings.policies, strict=False)],
+        branches=", ".join(f"{name} {group.reward.total}" for name, group in groups.items() if name != ALL),
+        answered=[_OF_POLICIES, *answered], changes=[_OF_CHANGES, *changes],
+        is_few=any(mean.is_few and mean.interval is not None for mean in means), few=FEW, few_rows=FEW_ROWS,
+    )  # fmt: skip
+
+
+def _interval(mean: Mean, sign: str = "") -> str:
+    if mean.interval is None:
+        return NOT_KNOWN
+    low, high = (number(end, f"{sign}z.3f") for end in mean.interval)
+    return f"{low} to {high}{FEW if mean.is_few else ''}"

@@ -1,7 +1,4 @@
-"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last.
-
-The figures are those that the trainer has logged.
-"""
+"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last."""
 
 import json
 import logging
@@ -10,16 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
-from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import standard_error
 from salesrl_trl.ground.texts import number
 from salesrl_trl.names import (
     BY_ROW,
-    DATASET,
     HELD_OUT_FILE,
     REWARD,
     RIGHT_DOCUMENT,
@@ -32,15 +28,13 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Figures = Mapping[str, float | None]
 
 
 class HeldOut(Part):
     """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it compares the first with the last, and shows so many examples with both completions. Each of
-    several datasets has its own. An evaluation that the budget has cut is not kept, and a resumed run makes it again.
-    """
+    the end of training it compares the first with the last. Of several datasets there are lines alone. An evaluation
+    that the budget has cut is not kept, and a resumed run makes it again."""
 
     def __init__(self) -> None:
         self._evaluations: list[_Evaluation] = []
@@ -55,7 +49,8 @@ class HeldOut(Part):
         self._further = others | {name: mean_of(name) for name in several}  # by name, their tags in the log
 
     def card_values(self) -> Mapping[str, Any]:
-        return {"ends": self.ends(), "change_in_words": change_in_words}
+        ends = [(self._evaluations[0], self._evaluations[-1])] if self._evaluations else []
+        return {"ends": ends, "change_in_words": change_in_words}
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._evaluations, self.done_at = [], None
@@ -67,18 +62,8 @@ class HeldOut(Part):
         self, args: TrainingArguments, state: TrainerState, *_: object, eval_dataloader: object = None, **__: object
     ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
-        dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")
-        named = {DATASET: dataset} if dataset else {}
-        invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
-        every = self._run.args.branches
-        branches = every if len(every) > 1 else ()  # the reward of one is that of all
-        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
-        if self._names.has_actions:
-            figures["valid_actions"] = None if invalid is None else 1 - invalid
-            figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
-        figures |= {name: logged.get(tag) for name, tag in self._further.items()}
-        figures = {name: of for name, of in figures.items() if of is not None or name == REWARD or not dataset}
-        name = f"{dataset}: " * bool(dataset)
+        dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")  # of several
+        head = f"[HeldOut@{state.global_step}] {dataset}{': ' * bool(dataset)}"
         rewards, written = self._run.ledger.drain_evaluated()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
         if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
@@ -87,67 +72,69 @@ class HeldOut(Part):
         share = f"{scored} of {len(rewards)} completions were scored"
         if self._run.run_control.is_spent:
             if state.is_world_process_zero:
-                logger.info(f"[HeldOut@{state.global_step}] {name}left out: the budget ended when {share}")
+                logger.info(f"{head}left out: the budget ended when {share}")
+            return
+        self.done_at = state.global_step
+        figures = self._figures(logged)
+        if state.is_world_process_zero:
+            logger.info(f"{head}{_text(figures)}{'' if scored == len(rewards) else f'; {share}'}")
+        if dataset:
             return
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
             rows = []  # with these, TRL shuffles each evaluation in another way
-        here = (state.global_step, named)
-        self._evaluations = [each for each in self._evaluations if (each.step, each.named) != here]
-        self.done_at = state.global_step
-        examples = spread(written[:: self._num_generations], self._run.args.held_out_examples)
-        self._evaluations.append(_Evaluation(*here, figures, rows, examples))
-        if not state.is_world_process_zero:
-            return
-        few = "" if scored == len(rewards) else f"; {share}"
-        logger.info(f"[HeldOut@{state.global_step}] {name}{_text(figures)}{few}")
-        records: list[dict[str, Any]] = [
-            {"step": each.step, **each.named, **each.figures} for each in self._evaluations
-        ]
-        seen: list[object] = []
-        for each, record in zip(self._evaluations, records, strict=True):
-            if each.named not in seen:  # the last one of a dataset is compared with its first, also after a resume
-                record[BY_ROW] = [None if math.isnan(row) else row for row in each.rows]
-            seen.append(each.named)
+        firsts = written[:: self._num_generations]
+        count = min(self._run.args.held_out_examples, len(firsts))
+        examples = [firsts[place * len(firsts) // count] for place in range(count)]
+        self._evaluations = [each for each in self._evaluations if each.step != state.global_step]
+        self._evaluations.append(_Evaluation(state.global_step, figures, rows, examples))
+        if state.is_world_process_zero:
+            self._write()
+            if len(self._evaluations) > 1 and state.global_step >= state.max_steps:
+                _compare(self._evaluations[0], self._evaluations[-1])
+
+    def _figures(self, logged: Figures) -> Figures:
+        invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
+        every = self._run.args.branches
+        branches = every if len(every) > 1 else ()  # the reward of one is that of all
+        figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
+        if self._names.has_actions:
+            figures["valid_actions"] = None if invalid is None else 1 - invalid
+            figures |= {"right_document": logged[RIGHT_DOCUMENT]} if RIGHT_DOCUMENT in logged else {}
+        return figures | {name: logged.get(tag) for name, tag in self._further.items()}
+
+    def _write(self) -> None:
+        records: list[dict[str, Any]] = [{"step": each.step, **each.figures} for each in self._evaluations]
+        # the last one is compared with the first, also after a resume
+        records[0][BY_ROW] = [None if math.isnan(row) else row for row in self._evaluations[0].rows]
         try:
             write_whole(self._path, json.dumps(records, indent=2) + "\n")
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{self._path} can't be written ({type(error).__name__})")
-        own = [each for each in self._evaluations if each.named == named]
-        if len(own) > 1 and state.global_step >= state.max_steps:
-            _compare(own[0], own[-1], f"held-out {dataset}".rstrip())
-
-    def ends(self) -> "list[tuple[_Evaluation, _Evaluation]]":
-        """The first and the last evaluation of each dataset."""
-        by_dataset = dict[str, list[_Evaluation]]()
-        for each in self._evaluations:
-            by_dataset.setdefault(each.named.get(DATASET, ""), []).append(each)
-        return [(own[0], own[-1]) for own in by_dataset.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
     step: int
-    named: Mapping[str, str]  # `{DATASET: NAME}` of one of several
     figures: Figures
     rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
     examples: Sequence[EvaluatedCompletion] = ()
 
 
-def _compare(first: _Evaluation, last: _Evaluation, held_out: str) -> None:
+def _compare(first: _Evaluation, last: _Evaluation) -> None:
     words = ("first ", "last  ") if first.step else ("before", "after ")  # training
     for word, evaluation in zip(words, (first, last), strict=True):
-        logger.info(f"{held_out} {word} (step {evaluation.step}): {_text(evaluation.figures)}")
+        logger.info(f"held-out {word} (step {evaluation.step}): {_text(evaluation.figures)}")
     for place, (earlier, later) in enumerate(zip(first.examples, last.examples, strict=False), start=1):
         if earlier.prompt == later.prompt:
             logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
-                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_whole(written.completion)}")
+                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_plain(written.completion)}")
     if (text := change_in_words(first, last)) is not None:
-        logger.info(f"{held_out}{text}")
+        logger.info(f"held-out{text}")
 
 
-def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
+def change_in_words(first: _Evaluation, last: _Evaluation) -> str | None:
     """The change of the mean reward in words, with its standard error where the rows are known."""
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
@@ -166,25 +153,16 @@ def change_in_words(first: "_Evaluation", last: "_Evaluation") -> str | None:
 
 
 def _read(path: Path) -> list[_Evaluation]:
-    """The evaluations of earlier starts. A file that can't be read is kept under another name."""
+    """The evaluations of earlier starts."""
     if not path.is_file():
         return []
     try:
         records = [dict(load) for load in json.loads(path.read_text(encoding="utf-8"))]
-        names = [{DATASET: str(record.pop(DATASET))} if DATASET in record else {} for record in records]
         rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
-        parts = zip(names, records, rows, strict=True)
-        return [_Evaluation(int(record.pop("step")), named, record, of_rows) for named, record, of_rows in parts]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        (aside,) = put_aside(path)
-        logger.warning(f"{path} can't be read ({type(error).__name__}). It is kept as {aside.name}")
+        return [_Evaluation(int(each.pop("step")), each, of_rows) for each, of_rows in zip(records, rows, strict=True)]
+    except (ValueError, TypeError, KeyError) as error:
+        logger.warning(f"{path} can't be read ({type(error).__name__}), and is written anew")
         return []
-
-
-def spread(items: Sequence[T], number: int) -> list[T]:
-    """So many of the items, evenly spread over them; all if there are fewer."""
-    number = min(number, len(items))
-    return [items[place * len(items) // number] for place in range(number)]
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
@@ -201,19 +179,6 @@ def _plain(text: object) -> str:
         texts = [part.get("text", "") for part in text if "role" not in part]
         return " ".join(texts) if texts else _plain(text[-1]["content"])
     return " | ".join(str(text).splitlines())
-
-
-def _whole(completion: object) -> str:
-    """A completion in a line: of a conversation every message, with the calls of tools."""
-    if not isinstance(completion, list):
-        return _plain(completion)
-    said = []
-    for message in completion:
-        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        said += [f"{call['name']}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-        if (content := message.get("content")) or not calls:
-            said.append(f"{message.get('name')}: " * (message.get("role") == "tool") + _plain(content or ""))
-    return " | ".join(said)
 
 
 def _text(figures: Figures) -> str:

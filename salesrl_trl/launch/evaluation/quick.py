@@ -1,18 +1,18 @@
-"""Quick evaluations: a fixed held-out sample, answered greedily every few steps.
-
-Owns the steps at which one is due, its rows, its order (answer, measure, record, keep the best policy, log), and the
-way of the best policy into its folder. A `Subject` answers. `wiring.components` calls it after each step.
-"""
+"""Quick evaluations: a fixed held-out sample, answered greedily every few steps; the best policy is kept."""
 
 import json
 import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from salesrl_trl import names
@@ -20,14 +20,111 @@ from salesrl_trl.config.quick_evaluations import BETA, QuickEvalSettings, checke
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
-from salesrl_trl.launch.evaluation.quick_figures import OWN_FIGURES
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory, QuickEvaluation, evaluation_of
-from salesrl_trl.launch.evaluation.subject import Processes, Subject
+from salesrl_trl.kl.penalty import penalty
+from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.types import Example, Outcome
+from salesrl_trl.types import Answered, Example, Outcome, Reward
+from salesrl_trl.update.run_control import RunControl
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The processes of a run, by accelerate. A run without a launcher has one."""
+
+    def __init__(self) -> None:
+        self._state = PartialState()
+
+    @property
+    def count(self) -> int:
+        return int(self._state.num_processes)
+
+    @property
+    def index(self) -> int:
+        return int(self._state.process_index)
+
+    def gather(self, items: Sequence[T]) -> list[T]:
+        return list(gather_object(list(items)))
+
+    def from_main(self, value: T) -> T:
+        """The value of the main process, on all."""
+        return cast(T, broadcast_object_list([value])[0])
+
+    def wait(self) -> None:
+        self._state.wait_for_everyone()
+
+
+class GreedySubject:
+    """The policy in training, which answers greedily. All ranks call each method together."""
+
+    def __init__(self, run: PartContext) -> None:
+        self._run, trl = run, run.trl
+        self._ends = frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id})
+        self._penalty = run.args.kl_penalty()
+
+    def betas(self) -> Mapping[str, float]:
+        """The current KL coefficients by branch. Empty without a KL target."""
+        kl = self._run.kl
+        return {} if kl is None else dict(zip(self._run.args.branches, kl.control.betas, strict=True))
+
+    def save(self, folder: Path) -> None:
+        self._run.trl.save(folder)
+
+    def log(self, figures: Mapping[str, float | None]) -> None:
+        self._run.trl.log(figures)
+
+    def answer(self, rows: Sequence[Example]) -> list[Answered]:
+        """Answers to this rank's rows, in their order, with their rewards. Training stays as it is."""
+        run, step = self._run, self._run.trl.step()
+        size = run.args.per_device_eval_batch_size
+        batches = [list(rows[first : first + size]) for first in range(0, len(rows), size)]
+        answers: list[Answered] = []
+        with run.trl.set_aside(), run.sampler.greedily(), run.ledger.aside("eval"):  # other figures stay as they are
+            for batch in run.pipeline.evaluations(batches, step):
+                rollout, output = run.scoring.evaluate(batch, step)
+                assert rollout.sampled is not None and rollout.result is not None
+                answers += self._answered(batch, rollout.sampled.completion_ids, rollout.result.rewards, output)
+        return answers
+
+    def _answered(
+        self,
+        rows: Sequence[Example],
+        completion_ids: Sequence[Sequence[int]],
+        rewards: Sequence[Reward],
+        output: Mapping[str, torch.Tensor],
+    ) -> list[Answered]:
+        texts = self._run.trl.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        kls = self._kl(output)
+        return [
+            Answered(
+                branch=self._run.branches.of(row),
+                text=text,
+                columns={name: value for name, value in row.items() if name not in ("prompt", "images")},
+                reward=reward,
+                tokens=len(ids),
+                truncated=not ids or ids[-1] not in self._ends,
+                kl=kl,
+                kl_tokens=tokens,
+            )
+            for row, text, reward, ids, (kl, tokens) in zip(rows, texts, rewards, completion_ids, kls, strict=True)
+        ]
+
+    def _kl(self, output: Mapping[str, torch.Tensor]) -> list[tuple[float | None, int]]:
+        """Sum of the KL and its number of tokens, by answer, from TRL's output; `None` and 0 without a reference."""
+        mask = output["completion_mask"].bool()  # (B, C)
+        reference, logps = output.get("ref_per_token_logps"), output.get("old_per_token_logps")
+        if reference is None:
+            return [(None, 0)] * len(mask)
+        if logps is None:
+            logps = self._run.trl.logps_of(output)
+        log_ratio = torch.where(mask, (reference - logps).double(), 0.0)  # (B, C)
+        kl = penalty(log_ratio, None, self._penalty.estimator, self._penalty.clamp)
+        sums = torch.where(mask, kl, 0.0).sum(dim=1)  # (B,)
+        return list(zip(sums.tolist(), mask.sum(dim=1).tolist(), strict=True))
 
 
 @dataclass(eq=False, repr=False)
@@ -36,11 +133,10 @@ class QuickEvaluator:
 
     `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
     `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
-    `is_cut` says whether the budget ended before all answers were scored, the same on all ranks. Raises `ConfigError`
-    if one of the figures is none, or has a name that is taken.
+    Raises `ConfigError` if one of the figures is none, or has a name that is taken.
     """
 
-    subject: Subject
+    subject: GreedySubject
     rows: Sequence[Example]
     _: KW_ONLY
     branches: Sequence[str]
@@ -49,7 +145,7 @@ class QuickEvaluator:
     least_scored: float
     ranks: Processes
     timeline: Timeline
-    is_cut: Callable[[], bool] = bool
+    run_control: RunControl | None = None
 
     def __post_init__(self) -> None:
         self._figures = checked_figures(self.settings.figures, self.branches)
@@ -86,7 +182,7 @@ class QuickEvaluator:
         started = time.perf_counter()
         with self.timeline.phase(Phase.EVALUATION):
             answers = self.ranks.gather(self.subject.answer(self.rows))
-            if self.is_cut():  # the run ends, and a resume evaluates again
+            if self.run_control is not None and self.run_control.is_spent:  # the run ends; a resume evaluates again
                 if self.ranks.index == 0:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
@@ -97,7 +193,7 @@ class QuickEvaluator:
             before = self._history.best
             is_best = self._history.add(evaluation)
         with self.timeline.phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation, self.subject.save)
+            is_kept = is_best and self._best.keep(evaluation, self.subject)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
         with self.timeline.phase(Phase.LOGGING):
@@ -173,18 +269,24 @@ class BestPolicy:
         note = self.folder / names.BEST_NOTE_FILE
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
-    def keep(self, evaluation: QuickEvaluation, save: Callable[[Path], None]) -> bool:
-        """Save the policy in place of the best one before: `save` writes it into a folder, on all ranks together.
-        Returns on all ranks whether it was saved. If not, the one before stays, and a line says so."""
+    def keep(self, evaluation: QuickEvaluation, subject: GreedySubject) -> bool:
+        """Save the policy in place of the best one before, on all ranks together. Returns on all ranks whether it was
+        saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
         if self._ranks.index == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         self._ranks.wait()
-        reason = _failure(lambda: save(fresh))
-        reasons = [failure for failure in self._ranks.gather([reason]) if failure is not None]
+        failed: list[str] = []
+        try:
+            subject.save(fresh)
+        except Exception as error:  # other ranks must not wait for this one
+            failed = [_in_words(error)]
+        reasons = self._ranks.gather(failed)
         if self._ranks.index == 0 and not reasons:
-            reason = _failure(lambda: self._finish(evaluation, fresh))
-            reasons = [] if reason is None else [reason]
+            try:
+                self._finish(evaluation, fresh)
+            except Exception as error:
+                reasons = [_in_words(error)]
         if self._ranks.index == 0 and reasons:
             shutil.rmtree(fresh, ignore_errors=True)
             logger.warning(f"the best policy was not kept: {reasons[0]}")
@@ -205,12 +307,26 @@ class BestPolicy:
         return aside
 
 
-def _failure(work: Callable[[], None]) -> str | None:
-    """Why it failed, in words; `None` if it did not. Another rank must not wait for one that failed."""
-    try:
-        work()
-    except CheckpointError as error:
-        return str(error)
-    except Exception as error:
-        return f"it can't be saved ({type(error).__name__})"
-    return None
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"
+
+
+class QuickEvalPart(Part):
+    def connect(self, run: PartContext) -> None:
+        self._run = run
+        args, trl, settings, ranks = run.args, run.trl, run.quick_eval, Processes()
+        assert settings is not None
+        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
+        settings = replace(settings, figures=(*others, *settings.figures))
+        self.evaluator = QuickEvaluator(
+            GreedySubject(run), sample(trl.eval_dataset, settings.rows, run.branches, ranks), branches=args.branches,
+            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
+            ranks=ranks, timeline=run.instruments.timeline, run_control=run.run_control,
+        )  # fmt: skip
+        run.figures.words["figure"] = self.evaluator.figure_names
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.evaluator.run_begins(self._run.trl.step())
+
+    def after_step(self, step: int) -> None:
+        self.evaluator.evaluate_if_due(step)

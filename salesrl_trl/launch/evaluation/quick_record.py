@@ -1,24 +1,59 @@
-"""The record of quick evaluations: their figures, the line of each, the file, the Pareto front, and the best so far.
-
-Owns the file's format and the rule that selects the best. `quick` calls it. It makes no answers and keeps no policy.
-"""
+"""The record of quick evaluations: figures, the line of each, the file, the Pareto front, and the best so far."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from salesrl_trl.config.quick_evaluations import BETA, SCORE, WORST_BRANCH, Figure
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.ground.row_statistics import pareto_front
+from salesrl_trl.ground.row_statistics import mean, pareto_front
+from salesrl_trl.ground.tables import number
 from salesrl_trl.ground.texts import NOT_KNOWN, number
-from salesrl_trl.launch.evaluation.quick_figures import OWN_FIGURES, mean_reward, measure
+from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, mean_reward, measure
 from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
 Record = Mapping[str, Any]  # one evaluation as a JSON object
 SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    name: str
+    form: str
+    of: Callable[[Sequence[Answered]], float | None]
+
+    def __call__(self, answers: Sequence[Answered]) -> float | None:
+        return self.of(answers)
+
+
+def mean_reward(answers: Iterable[Answered]) -> float | None:
+    """Mean reward of the answers that could be scored; `None` without such answers."""
+    return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
+
+
+def kl_per_token(answers: Iterable[Answered]) -> float | None:
+    """KL to the reference policy along the greedy answers, in nats per token; `None` without a reference."""
+    measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
+    return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
+
+
+OWN_FIGURES: tuple[Figure, ...] = (
+    _Own(SCORE, ".2f", mean_reward),
+    _Own("truncated", ".0%", lambda answers: mean([answer.truncated for answer in answers])),
+    _Own("length", ".0f", lambda answers: mean([answer.tokens for answer in answers])),
+    _Own("kl", ".3f", kl_per_token),
+)
+"""In the order of the record."""
+
+
+def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
+    """A figure of some answers; `None` without answers, or if the figure is not finite."""
+    value = figure(answers) if answers else None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.launch.building import build_instruments, build_trainer
-from salesrl_trl.launch.data.lengths import FittingPrompts
+from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.plan import Plan, overlaid
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Scorer

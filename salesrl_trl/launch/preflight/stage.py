@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import Refusals, SalesRLError
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.launch.last_words import PAGE, recognised, short
+from salesrl_trl.launch.process import PAGE, recognised, short
 
 if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan

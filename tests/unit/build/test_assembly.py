@@ -132,11 +132,8 @@ def test_the_reference_and_the_answers_of_an_earlier_run_are_not_asked_for_again
     ("kind", "stored"),
     [
         ("verdict", '{"candidate": 7.0, "reference": 0.5, "reason": ""}'),
-        ("verdict", '{"candidate": true, "reference": 0.5, "reason": ""}'),
         ("answer", '{"text": "x", "passages": [{"id": "a", "text": "", "score": 7.0}], "took_ms": 1}'),
-        ("answer", '{"text": 7, "passages": [], "took_ms": 1}'),
         ("answer", '[' * 5000),
-        ("answer", '"busy"'),
         ("reference", '{"text": "Thought process:", "passages": [], "took_ms": 1}'),
     ],
 )  # fmt: skip
@@ -152,13 +149,6 @@ def test_what_comes_out_of_a_cache_is_checked_as_what_comes_off_the_wire(config,
         assert [each.value for each in again] == [each.value for each in first]
         asked = {"verdict": "judge", "answer": "8b", "reference": "32b"}[kind]
         assert services.calls == {"8b": 1, "32b": 1, "judge": 1, asked: times}
-
-
-def test_without_caches_everything_is_asked_for_again(config, services, tmp_path):
-    for _ in range(2):
-        score(config(cache_answers=False), tmp_path, [action()])
-    assert services.calls == {"8b": 2, "32b": 2, "judge": 2}
-    assert list(tmp_path.rglob("*.sqlite")) == []
 
 
 @pytest.mark.parametrize(
@@ -231,15 +221,6 @@ def test_several_providers_are_built_with_their_own_limits_and_keys(config, serv
     assert result.report.traffic["judge_first"]["slots"] == 3
 
 
-def test_weights_and_the_rule_for_missing_components_reach_the_reward(config, services, tmp_path):
-    services.set("32b", {}, status=400)
-    services.verdict(json.dumps({"candidate": 0.5, "reference": None, "reason": ""}))
-    weights = {"fairness": {"judge": 0.5, "margin": 0.5}}
-    settings = config(branch_reward_weights=weights, missing_component="reweight")
-    (reward,) = score(settings, tmp_path, [action()]).rewards
-    assert reward.value == pytest.approx(0.5)  # the judge alone, at the full scale
-
-
 def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, caplog):
     alive = {**PROVIDER, "name": "alive", "base_url": f"{services.url}/v1"}
     prepare_reward(config(judge_base_url=None, judge_providers=[PROVIDER, alive]), BRANCHES)
@@ -296,41 +277,25 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     [
         ({"judge_providers": "[{"}, "`judge_providers` is not JSON"),
         ({"judge_providers": [PROVIDER, ["a"]]}, r"`judge_providers\[1\]` is a list. Expected a mapping"),
-        ({"judge_providers": [{"name": "a"}]}, r"`judge_providers\[a\]` lacks base_url, model. Expected"),
         (
             {"judge_providers": [{**PROVIDER, "api_key": "sk-1"}]},
             r"\[openai\]` has an unknown 'api_key'. Did you mean 'api_key_",
         ),
         (
-            {"judge_providers": [{**PROVIDER, "temperature": True}]},
-            r"`judge_providers\[openai\]\.temperature` is T",
-        ),
-        ({"judge_providers": [{**PROVIDER, "model": 3}]}, r"\[openai\]\.model` is of type int. Expected a text"),
-        (
             {"judge_providers": [PROVIDER], "judge_model": "judge-32b"},
             "`judge_model` is given beside `judge_providers`, a list",
         ),
         ({"replay": {"run": "demo", "on_mis": "live"}}, "`replay` has an unknown 'on_mis'. Did you mean 'on_miss"),
-        ({"replay": {"run": "demo", "delays": 1}}, r"`replay\.delays` is 1. Expected true or false"),
         ({"branch_reward_weights": {"tone": {"judge": True}}}, r"`branch_reward_weights\.tone\.judge` is True"),
         ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
-        ({"judge_providers": [{**PROVIDER, "name": "a b"}]}, "Expected letters"),
         ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
-        ({"judge_providers": [{**PROVIDER, "extra_body": "low"}]}, "extra_body` is a str. Expected a mapping"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected it in an entry"),
-        (
-            {"branch_reward_weights": {"fairness": 1.0}},
-            r"`branch_reward_weights\.fairness` is a float. Expect",
-        ),
-        ({"branch_reward_weights": "judge"}, "is not JSON"),
-        ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, 0 or more"),
         ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),
         ({"judge_base_url": "127.0.0.1/v1#hunter2"}, "holds credentials or a query"),
         ({"rag_base_url": "http://"}, "with a host"),
-        ({"rag_base_url": "http://rag:http"}, "with a host"),
     ],
     ids=str,
 )

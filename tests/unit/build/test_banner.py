@@ -92,12 +92,6 @@ def test_a_named_model_is_trained_by_its_own_settings(spelled, tmp_path):
     assert (config.training.learning_rate, config.data.prompt_template, config.notes) == (1e-6, "instruct", [])
 
 
-def test_what_the_command_line_sets_holds_for_the_small_policy_too(tmp_path):
-    config = parse(["--max-steps", "7", "--output_dir", str(tmp_path)], ROOT / "recipes/full.yaml")
-    assert (config.training.max_steps, config.training.max_completion_length) == (7, 64)
-    assert "max_steps" not in config.notes[0]
-
-
 def test_a_recipe_may_leave_to_its_default_what_it_sets_for_the_small_policy(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(

@@ -7,7 +7,7 @@ from datasets import Dataset
 from support.planned import planned
 from support.published import bbq, qrecc, write
 
-from salesrl_trl.data.datasets_of_users import with_ids
+from salesrl_trl.data.branches import with_ids
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.checks.dataset import rows_of
 from salesrl_trl.launch.data.form import Form, Portion
@@ -97,16 +97,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
             {"dataset": {"format": "squad"}},
             "`dataset.format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc, topi",
         ),
-        ({"eval_dataset": {"format": "BBQ"}}, "`eval_dataset.format` is 'BBQ'. Expected one of: rows, bbq"),
         (
             {"dataset": "a.jsonl:late"},
             "`dataset` is 'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'",
         ),
-        (
-            {"eval_dataset": {"path": "a.parquet:late"}},
-            "`eval_dataset.path` is 'a.parquet:late', and a local file is one",
-        ),
-        ({"eval_dataset": {"split": "late"}}, "`eval_dataset`"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

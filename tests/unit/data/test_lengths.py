@@ -4,7 +4,7 @@ import jinja2
 import pytest
 
 from salesrl_trl.errors import ConfigError, DataError
-from salesrl_trl.launch.data.lengths import LengthLimit, fit_prompts, token_counter
+from salesrl_trl.launch.data.prompts import LengthLimit, fit_prompts, token_counter
 from salesrl_trl.types import Message, SalesRow
 
 LIMIT = LengthLimit(tokens=10, reason="12 less 2")

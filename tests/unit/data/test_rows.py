@@ -6,10 +6,9 @@ import math
 import pytest
 from datasets import Dataset
 
-from salesrl_trl.data import files
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
-from salesrl_trl.launch.data.templates import build_prompt
 from salesrl_trl.types import SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -58,19 +57,14 @@ def with_turns(*turns):
         ({"branch": "fairness", "prompt": ""}, "`prompt` is str of length 0"),
         ({"branch": "fairness", "prompt": [{"content": PHONE}]}, "turn 0 of `prompt` is dict of length 1"),
         ({"branch": "fairness", "prompt": [{"role": "user", "content": None}]}, "turn 0 of `prompt` has content miss"),
-        ({"branch": "fairness", "prompt": 7}, "`prompt` is int"),
         ({"conversation": TURNS}, "branch None"),
         ({"branch": "fairness"}, "`conversation` is missing"),
         ({**GOOD, "branch": "price"}, "branch 'price' is not configured. Expected one of: fairness, hallucination"),
-        ({**GOOD, "conversation": []}, "`conversation` is list of length 0"),
         ({**GOOD, "conversation": PHONE}, "`conversation` is str"),
         (with_turns(("system", "hi")), "turn 0 of `conversation` has role 'system'"),
-        (with_turns((["user"], "hi")), "turn 0 of `conversation` has role"),
         (with_turns(("customer", " ")), "turn 0 of `conversation` has role 'customer' and content str of length 1"),
         (with_turns(("customer", PHONE), ("seller", PHONE)), "the seller has the last turn"),
         ({**GOOD, "documents": PHONE}, "`documents` is str"),
-        ({**GOOD, "documents": [1]}, "`documents` is list"),
-        ({**GOOD, "documents": 1}, "`documents` is int"),
         ({**GOOD, "tenant_id": ["t"]}, "`tenant_id` is list of length 1. Expected a text"),
     ],
 )
@@ -92,21 +86,6 @@ def test_a_malformed_row_is_refused_with_its_place_and_without_quoting_it(datase
 def test_a_missing_column_is_named_beside_what_was_got(dataset, record, message):
     with pytest.raises(DataError, match=f"lacks the column {message}"):
         load(dataset(record))
-
-
-def test_a_record_with_the_required_columns_alone_is_a_row(dataset):
-    (row,) = load(dataset(GOOD))
-    assert (row.row_id, row.branch, row.context, row.documents) == (
-        "row-0",
-        "fairness",
-        "customer: How much is it?",
-        (),
-    )
-
-
-def test_optional_columns_are_carried(dataset):
-    (row,) = load(dataset({**GOOD, "id": "r1", "tenant_id": "t1", "message_id": 7, "documents": ["It costs 5 yuan."]}))
-    assert (row.row_id, row.tenant_id, row.message_id, row.documents) == ("r1", "t1", "7", ("It costs 5 yuan.",))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -132,16 +111,6 @@ def test_a_folder_whose_files_are_damaged_is_refused(tmp_path, monkeypatch):
     (tmp_path / "rows" / "train.jsonl").write_text("{]")
     with pytest.raises(DataError, match=r"could not be loaded with split 'train' \(DatasetGenerationError\)"):
         load(str(tmp_path / "rows"))
-
-
-def test_a_limit_takes_the_first_rows(dataset):
-    rows = load(dataset({**GOOD, "id": "a"}, {**GOOD, "id": "b"}, {**GOOD, "id": "c"}), limit=2)
-    assert [row.row_id for row in rows] == ["a", "b"]
-
-
-def test_the_demo_has_no_third_split():
-    with pytest.raises(DataError, match="no split 'dev'"):
-        load_rows("demo", "dev", BRANCHES)
 
 
 def test_a_hub_name_that_can_not_be_reached_is_refused():
@@ -175,35 +144,6 @@ def test_a_damaged_file_is_refused_by_its_place_and_without_its_text(tmp_path, n
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
     assert len(load(str(tmp_path / "rows.jsonl"))) == 1
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
-def test_a_file_of_absurd_size_is_refused_before_it_is_read(tmp_path, name):
-    with (tmp_path / name).open("wb") as file:
-        file.truncate(2**35 + 1)  # takes no room on the disk
-    with pytest.raises(DataError, match=rf"{name} has 32.0 GiB of rows. Expected at most 32 GiB"):
-        load(str(tmp_path / name))
-
-
-def test_a_parquet_file_that_unpacks_to_more_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "rows.parquet"
-    texts = [str(number) * 2000 for number in range(100)]
-    Dataset.from_dict({"branch": ["a"] * 100, "conversation": texts}).to_parquet(path)
-    assert path.stat().st_size < 100_000
-    monkeypatch.setattr(files, "MOST_BYTES", 100_000)
-    with pytest.raises(DataError, match=r"rows\.parquet has 0\.0 GiB of rows. Expected at most"):
-        load(str(path))
-
-
-def test_a_line_of_absurd_length_is_refused_by_number(tmp_path, monkeypatch):
-    path = tmp_path / "rows.jsonl"
-    line = json.dumps(GOOD)
-    monkeypatch.setattr(files, "MOST_LINE_BYTES", len(line) + 1)
-    path.write_text(f"{line}\n{line}\n{line}")
-    assert len(load(str(path))) == 3
-    path.write_text(f"{line}\n{line}  \n")
-    with pytest.raises(DataError, match=r"line 2 is longer than .* MiB. Expected one JSON object a line"):
-        load(str(path))
 
 
 def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
@@ -268,29 +208,16 @@ def test_an_id_is_what_the_file_writes(dataset, value, text):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            [1, "1"],
-            "row 'row-1' (line 2 of its file): the column `extra` has str of length 1, and an earlier row int.",
-        ),
-        ([1, None, 2**64], "row 'row-2' (line 3 of its file): the column `extra` has an integer beyond 64 bits."),
-        (
-            [{"a": {"b": 1}}, {"a": {"b": -(2**70)}}],
-            "(line 2 of its file): the column `extra.a.b` has an integer beyond",
-        ),
-        ([{"a": 1}, "a"], "has str of length 1, and an earlier row dict of length 1."),
-        ([[1], ["a"]], "has list of length 1, with str, and an earlier row list of length 1, with int."),
-        ([[2**64]], "(line 1 of its file): the column `extra` has an integer beyond 64 bits."),
-        ([True, 2], "has int, and an earlier row bool."),
-    ],
-    ids=["kinds", "integer", "inside", "object", "lists", "in a list", "bool"],
+    "values",
+    [[1, "1"], [1, None, 2**64], [{"a": {"b": 1}}, {"a": {"b": -(2**70)}}], [{"a": 1}, "a"], [[1], ["a"]]],
+    ids=str,
 )
-def test_a_value_that_no_table_holds_is_named_by_line_column_and_kind(dataset, values, message):
+def test_values_that_no_table_holds_are_told_by_column_and_kind(dataset, values):
     rows = load(dataset(*({**GOOD, "extra": value} for value in values)))
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match=r"the column `extra` of \d rows fits into no table.* There are: (int|dict|list)"
+    ):
         prompt_dataset(["?"] * len(rows), rows, for_functions=True)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric", "row"])

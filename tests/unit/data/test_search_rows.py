@@ -3,8 +3,8 @@
 import pytest
 
 from salesrl_trl.data.files import demo_path, demo_records, load_documents
-from salesrl_trl.demo.services.bm25_index import KnowledgeIndex
 from salesrl_trl.demo.services.rubric import ProtectedTerms, judge_sections
+from salesrl_trl.demo.services.services_app import KnowledgeIndex
 from scripts.make_search_rows import course_and_topic
 
 TERMS = ProtectedTerms(substrings=(), whole_words=(), patterns=())

@@ -7,8 +7,8 @@ from importlib import resources
 import pytest
 
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.data.prompts import PROMPT_STYLES, PromptTemplate, build_prompt, read_template
 from salesrl_trl.launch.data.sources import load_rows
-from salesrl_trl.launch.data.templates import PROMPT_STYLES, PromptTemplate, build_prompt, read_template
 from salesrl_trl.types import DEFAULT_FORMAT, Message, SalesRow
 
 ROW = SalesRow(
@@ -61,11 +61,9 @@ def test_the_text_is_the_user_message_and_the_block_the_system_message():
     ("source", "message"),
     [
         ("{{ context }}\n{% if %}", r"mine\.jinja, line 2 is no Jinja: Expected an expression"),
-        ("{{ context }}\n\n{{ branhc }}", r"line 3 uses 'branhc', which no row has\. Did you mean 'branch'\?"),
-        ("{% block systen %}x{% endblock %}{{ context }}", r"line 1 has a block 'systen'\. Expected `block system`"),
         ("{% block system %}{{ range(3)|list }}{% endblock %}Write JSON.", "never shows the conversation"),
     ],
-    ids=["syntax", "variable", "block", "no conversation"],
+    ids=["syntax", "no conversation"],
 )
 def test_a_template_that_can_not_work_is_refused_by_its_line(source, message):
     with pytest.raises(ConfigError, match=message):
@@ -76,14 +74,14 @@ def test_a_template_that_can_not_work_is_refused_by_its_line(source, message):
     ("source", "message"),
     [
         ("{% if branch == 'price' %}{{ context }}{% endif %}", "leaves the user message of row 'r7' empty"),
-        ("{{ context }}\n{{ conversation[0].contents }}", "mine.jinja, line 2 does not work for row 'r7'"),
-        ("{% block system %}\n{{ branch / 2 }}{% endblock %}{{ context }}", r"line 2 .* \(TypeError\)"),
-        ("{{ context.__class__ }}", r"line 1 .* \(SecurityError\)"),
-        ("{{ conversation[0].content.foo(1) }}", "line 1"),
+        ("{{ context }}\n{{ conversation[0].contents }}", "mine.jinja does not work for row 'r7'"),
+        ("{% block system %}\n{{ branch / 2 }}{% endblock %}{{ context }}", r"\(TypeError\)"),
+        ("{{ context.__class__ }}", r"\(SecurityError\)"),
+        ("{{ context }}{{ branhc }}", r"\(UndefinedError: 'branhc' is undefined\)"),
     ],
-    ids=["empty", "attribute", "type in the block", "sandbox", "call"],
+    ids=["empty", "attribute", "type in the block", "sandbox", "variable"],
 )
-def test_a_template_that_fails_on_a_row_names_line_and_row_and_quotes_no_customer(source, message):
+def test_a_template_that_fails_on_a_row_names_the_row_and_quotes_no_customer(source, message):
     with pytest.raises(ConfigError, match=message) as caught:
         build_prompt(ROW, template(source))
     assert "13800000000" not in str(caught.value)

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
 from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, SEARCH_POLICY, packaged_tokenizer
+from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_drafts, load_rows
-from salesrl_trl.launch.data.templates import build_prompt
 
 ROOT = Path(__file__).parents[3]
 MAX_BYTES = 8 * 10**6

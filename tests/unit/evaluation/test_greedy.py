@@ -9,7 +9,7 @@ import torch
 from support.answers import INVALID, answered
 
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.launch.evaluation.greedy import GreedySubject
+from salesrl_trl.launch.evaluation.quick import GreedySubject
 
 END = 9
 ANSWERS = {0: [1, 2, END], 1: [3, 4, 5, 6], 2: [END], 3: []}

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from salesrl_trl.launch import train
-from salesrl_trl.launch.evaluation.held_out import HeldOut, spread
+from salesrl_trl.launch.evaluation.held_out import HeldOut
 from salesrl_trl.types import EvaluatedCompletion
 
 
@@ -58,22 +58,10 @@ def test_the_first_evaluation_is_set_beside_the_last(evaluate, caplog, tmp_path)
     assert "held-out first  (step 10): reward=0.25 valid_actions=0.75" in caplog.messages
 
 
-def test_datasets_by_name_are_each_compared_with_themselves(evaluate, caplog, tmp_path):
+def test_datasets_by_name_have_a_line_each(evaluate, caplog, tmp_path):
     evaluate(0, 0.25, (0.0, 0.0, 0.5, 0.5), name="_maths")
-    evaluate(0, 1.0, (1.0,) * 4, name="_style")
-    evaluate(20, 0.75, (0.5, 0.5, 1.0, 1.0), name="_maths")
-    evaluate(20, None, name="_style")
-    assert "[HeldOut@0] style: reward=1.00 valid_actions=0.75" in caplog.messages
-    assert "held-out maths before (step 0): reward=0.25 valid_actions=0.75" in caplog.messages
-    # both rows of maths gained 0.5; of style nothing is known
-    changes = [line for line in caplog.messages if "changed by" in line]
-    assert changes == ["held-out maths mean reward changed by +0.500 ± 0.000 (standard error, row by row)"]
-    evaluate.begin(20)
-    evaluate(20, 0.5, name="_style")  # takes the place of its own of this step alone
-    records = json.loads((tmp_path / "held_out.json").read_text())
-    assert [(each["step"], each["dataset"], each["reward"]) for each in records] == [
-        (0, "maths", 0.25), (0, "style", 1.0), (20, "maths", 0.75), (20, "style", 0.5)
-    ]  # fmt: skip
+    assert "[HeldOut@0] maths: reward=0.25 valid_actions=0.75" in caplog.messages
+    assert not (tmp_path / "held_out.json").exists()
 
 
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
@@ -135,22 +123,12 @@ def test_another_training_has_evaluations_of_its_own_and_a_resumed_one_those_bef
     assert caplog.messages[-1] == "held-out mean reward changed by +0.250 ± 0.000 (standard error, row by row)"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('[{"step": 0, "rew', "JSONDecodeError"),
-        ('[{"step": Infinity}]', "OverflowError"),
-        ("[" * 100_000, "RecursionError"),
-    ],
-    ids=["cut off", "infinite", "deep"],
-)
-def test_a_file_that_can_not_be_read_is_kept_aside(evaluate, caplog, tmp_path, text, reason):
-    (tmp_path / "held_out.json").write_text(text)
+def test_a_file_that_can_not_be_read_ends_no_resume(evaluate, caplog, tmp_path):
+    (tmp_path / "held_out.json").write_text('[{"step": 0, "rew')
     evaluate.begin(10)
-    assert f"held_out.json can't be read ({reason}). It is kept as held_out-1.json" in caplog.text
+    assert "held_out.json can't be read (JSONDecodeError)" in caplog.text
     evaluate(10, 0.5)
     assert steps(tmp_path) == [10]
-    assert (tmp_path / "held_out-1.json").read_text() == text
 
 
 def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
@@ -160,23 +138,12 @@ def test_examples_show_what_the_policy_wrote_first_and_last(evaluate, caplog):
         for text, reward in (("Python", 0.25), ("no", 0.0), ("Python price", None), ("other", 1.0))
     ]
     evaluate(0, 0.25, wrote=answers[:2])
-    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "price é"}}}
-    conversation = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "search", "content": "one\ntwo"},
-        *answers[2].completion,
-    ]
-    evaluate(20, 0.5, wrote=[answers[2]._replace(completion=conversation), answers[3]])
+    evaluate(20, 0.5, wrote=answers[2:])
     assert [line for line in caplog.messages if "example" in line or "    " in line] == [
         "held-out example 1: seller: Hello! | customer: And the price?",
         "    before reward=0.25 Python",
-        '    after  reward=n/a search({"query": "price é"}) | search: one | two | Python price',
+        "    after  reward=n/a Python price",
     ]
-
-
-@pytest.mark.parametrize(("number", "shown"), [(0, []), (3, [0, 3, 6]), (20, list(range(10)))])
-def test_examples_are_spread_over_the_rows(number, shown):
-    assert spread(range(10), number) == shown
 
 
 def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, caplog):

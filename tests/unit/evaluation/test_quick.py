@@ -126,14 +126,6 @@ def test_the_best_of_steps_that_a_run_goes_back_behind_is_put_aside(evaluator, t
     assert (tmp_path / "best.earlier/model.safetensors").read_text() == "step 6"
 
 
-def test_a_fresh_run_forgets_an_earlier_ones_record_and_puts_its_best_policy_aside(evaluator, tmp_path):
-    evaluator(WrittenSubject(RISING))(0, 6)
-    evaluator(WrittenSubject({2: script(0.1, 0.1)}))(0, 2)
-    assert steps(tmp_path) == [2]
-    assert kept(tmp_path) == (2, "step 2")
-    assert (tmp_path / "best.earlier/model.safetensors").read_text() == "step 6"
-
-
 def test_a_resumed_run_keeps_the_best_of_the_steps_before(evaluator, tmp_path):
     scripts = {2: script(0.5, 0.5), 4: script(0.4, 0.4), 6: script(0.3, 0.3)}
     evaluator(WrittenSubject(scripts))(0, 4)

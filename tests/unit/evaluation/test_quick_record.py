@@ -1,18 +1,16 @@
 """Quick evaluations: figures, line, record, the best and the front."""
 
-import json
 import math
 
 import pytest
 from support.answers import answered
 
 from salesrl_trl.launch.evaluation.quick import spread
-from salesrl_trl.launch.evaluation.quick_figures import measure
 from salesrl_trl.launch.evaluation.quick_record import (
     QuickEvalHistory,
     QuickEvaluation,
     evaluation_of,
-    initials,
+    measure,
 )
 
 BRANCHES = ("fairness", "hallucination")
@@ -59,19 +57,6 @@ def test_a_figure_that_is_no_finite_number_is_not_measured():
     assert evaluation_of(broken, BRANCHES, {}, 1, 0.0).branches["fairness"]["kl"] is None
 
 
-def test_a_record_of_an_earlier_release_is_read_and_written_alike():
-    """A line of `quick_eval.jsonl` as releases before figures of one's own wrote it."""
-    line = (
-        '{"step": 2, "reward": 0.25, "branches": {'
-        '"fairness": {"rows": 2, "scored": 1, "score": 0.25, "truncated": 0.5, "length": 12.0, "kl": 0.01, '
-        '"beta": 0.1}, '
-        '"hallucination": {"rows": 2, "scored": 0, "score": null, "truncated": 0.0, "length": 8.5, "kl": null, '
-        '"beta": null}}, "seconds": 1.5, "mode": "greedy"}'
-    )
-    record = json.loads(line)
-    assert json.dumps(QuickEvaluation.from_dict({**record, "best": True}).as_dict()) == line
-
-
 def test_the_line():
     assert evaluation(20, 0.41, 0.5).line() == (
         "[QuickEval@20] mode=greedy fairness=0.41 hallucination=0.50 truncated F=25% H=25% length F=30 H=30 "
@@ -82,20 +67,6 @@ def test_the_line():
     for measured in without_kl.branches.values():
         measured |= {"kl": None, "beta": None}
     assert without_kl.line().endswith(" length F=30 H=30")
-
-
-@pytest.mark.parametrize(
-    ("names", "short"),
-    [
-        (["fairness", "hallucination"], ["F", "H"]),
-        (["harm", "hallucination"], ["Har", "Hal"]),
-        (["tone", "tone_of_voice"], ["Tone", "Tone_"]),
-        (["only"], ["O"]),
-        (["harm", "Hallucination"], ["Har", "Hal"]),
-    ],
-)
-def test_initials_tell_branches_apart(names, short):
-    assert list(initials(names).values()) == short
 
 
 def test_the_best_by_each_rule():
@@ -171,12 +142,3 @@ def test_a_few_lucky_rows_in_an_outage_are_not_the_best(by):
     assert [each.step for each in history.front()] == [20]
     assert "fairness=0.90 (1 of 4 scored)" in history.evaluations[1].line()
     assert history.add(evaluation(80, 0.45, 0.5, reward=0.45, scored=2))  # half of them is enough
-
-
-def test_the_line_of_a_long_front_names_its_latest():
-    history = QuickEvalHistory(None, None, 0.5)
-    for step in range(1, 9):
-        history.add(evaluation(step, step / 10, 1 - step / 10))
-    line = history.front_line()
-    assert line.startswith("[Pareto@8] 8 of 8 evaluations on the front: ..., step 4 (")
-    assert line.count("step") == 5

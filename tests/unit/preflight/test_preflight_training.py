@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.memory import figures_of
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.data.lengths import token_counter
+from salesrl_trl.launch.data.prompts import token_counter
 from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment
 from salesrl_trl.launch.memory_shape import UnknownShape
 from salesrl_trl.launch.plan import Plan

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from support.loopback import ACTION, VERDICT
 from support.seconds import check_seconds
 
-from salesrl_trl.demo.services.language import words
-from salesrl_trl.demo.services.rubric import content_words
+from salesrl_trl.demo.services.rubric import content_words, words
 from salesrl_trl.errors import BadServiceResponse, JudgeInvalid
 from salesrl_trl.ground.fencing import neutralise
 from salesrl_trl.judged.parsing import MAX_COMPLETION_CHARS, is_empty_text, parse_action

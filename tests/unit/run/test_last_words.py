@@ -21,10 +21,10 @@ from make_troubleshooting import page
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceError, ServiceUnavailable
+from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceUnavailable
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
-from salesrl_trl.launch.last_words import FAULTS, PAGE, recognised, words_of, words_of_end
+from salesrl_trl.launch.process import FAULTS, PAGE, recognised, words_of, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
 
@@ -218,13 +218,6 @@ def test_a_judge_that_answers_in_prose_is_not_told_to_be_dead():
         read_verdict("The first answer is better.", nonce="0" * 16, expect_reference=True)
     warm_up = ServiceUnavailable(f"the services did not pass their warm-up: judge m at http://j/v1: {raised.value}")
     assert {recognised(error).title for error in (raised.value, warm_up)} == {"The judge gives no verdict"}
-
-
-def test_a_refused_key_is_recognised_before_a_run(httpserver):
-    httpserver.expect_request("/v1/models").respond_with_data("", status=401)
-    with pytest.raises(ServiceError) as raised:
-        check_models(httpserver.url_for("/v1"), "key", "judge")
-    assert recognised(raised.value).title == "A service refuses the key"
 
 
 def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):

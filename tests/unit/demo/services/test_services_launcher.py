@@ -13,7 +13,7 @@ import pytest
 from support.forked import COLD_PYTHON
 
 from salesrl_trl.demo.services import launcher
-from salesrl_trl.demo.services.demo_server import main
+from salesrl_trl.demo.services.__main__ import main
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.ground import process
@@ -106,26 +106,6 @@ def test_signal_is_a_clean_stop_also_with_a_connection_open(child):
     assert (child.returncode, out, err) == (0, b"", b"")
 
 
-def test_killed_parent_takes_the_services_along(options):
-    # The processes of these two tests see whose child they are, which a fork of another process is not.
-    script = (
-        "import sys\n"
-        "from salesrl_trl.demo.services.launcher import EmbeddedServices\n"
-        "services = EmbeddedServices(arguments=sys.argv[1:])\n"
-        "sys.stdout.write(services.start().rag_base_url + '\\n')\n"
-        "sys.stdout.flush()\n"
-        "sys.stdin.read()\n"
-    )
-    command = [COLD_PYTHON, "-c", script, *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
-        port = int(parent.stdout.readline().decode().rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.settimeout(WAIT_S)
-            parent.kill()
-            assert client.recv(1) == b""  # the child closed it
-    assert refuses(port)
-
-
 def test_killed_parent_takes_the_services_along_though_stdin_stays_open(options):
     # Another process may have inherited the writing end of stdin. Here the test itself holds it.
     script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
@@ -150,21 +130,6 @@ def test_port_in_use_says_what_to_do(options, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--writer-model=m"], "got some of the writer's options"),
-        (
-            ["--writer-base-url=http://127.0.0.1:9/v1", "--writer-model=m", "--writer-key-env=SALESRL_TEST_UNSET"],
-            "got no environment variable SALESRL_TEST_UNSET",
-        ),
-    ],
-)
-def test_bad_writer_options_start_nothing(options, capsys, arguments, message):
-    assert main([*options, *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, options, monkeypatch):
     # A stand-in for JAX: what it sees is known when bm25s asks it for its first sorting, at import.
     seen = tmp_path / "seen.json"
@@ -186,7 +151,7 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, op
 
 def test_services_start_without_the_heavy_libraries():
     script = (
-        "import sys, salesrl_trl.demo.services.demo_server\n"
+        "import sys, salesrl_trl.demo.services.__main__\n"
         "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
     )
     assert subprocess.run([COLD_PYTHON, "-c", script], check=False).returncode == 0

@@ -1,27 +1,92 @@
-"""Formats of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA (hallucination). docs/DATA.md has a
-table of what their records become. `config.data` makes them.
+"""The interface of a format, and those of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA.
 
-For a policy that answers directly, BBQ and HaluEval keep the task of their authors, and make the prompt. For the
-packaged chain their records become conversations, from which the policy makes a search query.
+One record becomes one row, or is left out for a reason; docs/DATA.md has a table. For a policy that answers directly,
+BBQ and HaluEval keep the task of their authors, and make the prompt. For the packaged chain their records become
+conversations, from which the policy makes a search query. In QReCC and TopiOCQA the last question can't be understood
+without the turns before it, and the query has to say what it means.
 
-In QReCC and TopiOCQA the last question of a record can't be understood without the turns before it, and the policy's
-query has to say what it means. Profile and summary state only what was said: the rows belong to `hallucination`.
+Example:
+
+```python
+class Questions(DatasetFormat):
+    \"\"\"A file of {"q": ..., "a": ...}.\"\"\"
+
+    def row(self, record):
+        question, answer = text_of(record, "q"), text_of(record, "a")
+        turns = [{"role": "customer", "content": question}]
+        return {"id": f"q-{digest(record)}", "branch": "hallucination", "conversation": turns, "documents": [answer]}
+```
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from salesrl_trl.data.rows import shape
 from salesrl_trl.errors import DataError
-from salesrl_trl.launch.data.columns import alternating
-from salesrl_trl.launch.data.formats.dataset_format import (
-    DatasetFormat,
-    LeftOut,
-    choice_of,
-    digest,
-    number_of,
-    text_of,
-)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A sound record that makes no row."""
+
+    reason: str
+    """Completes "12 ...": `"have no known answer"`. Reasons are counted, so they hold nothing of a record's text."""
+
+
+class DatasetFormat(ABC):
+    """The form of a dataset's records."""
+
+    answers_directly: bool = False
+    """Whether the policy answers itself, without the packaged chain: rows need a `prompt`. The settings say it."""
+    hidden: frozenset[str] = frozenset()
+    """Fields of a record that do not become columns of its row. All others do, for reward functions."""
+
+    @abstractmethod
+    def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
+        """A record, field to value as the file has them, in the columns of this package.
+
+        `id` is the same each time and no other record's. `group` is equal for records that must not be parted into
+        training and held-out rows. Raises `DataError` for a malformed record, naming the field and never quoting it.
+        """
+
+
+def text_of(record: Mapping[str, object], name: str, may_be_blank: bool = False) -> str:
+    """A field that is a text, without blanks around it. Raises `DataError` if it is none, or blank."""
+    value = record.get(name)
+    if not isinstance(value, str) or not (may_be_blank or value.strip()):
+        raise DataError(
+            f"the field `{name}` is {shape(value)}. Expected a text{'' if may_be_blank else ', not blank'}"
+        )
+    return value.strip()
+
+
+def number_of(record: Mapping[str, object], name: str) -> int:
+    """A field that is a whole number, perhaps written as a text. Raises `DataError` if it is none."""
+    value = record.get(name)
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise DataError(f"the field `{name}` is {shape(value)}. Expected a whole number")
+    return value
+
+
+def digest(record: Mapping[str, object]) -> str:
+    """Twelve characters that stand for the record's content: an id for records without one."""
+    text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
+
+
+def alternating(texts: Sequence[object]) -> list[dict[str, object]]:
+    """Turns whose roles alternate and whose last one is the customer's."""
+    last = len(texts) - 1
+    return [
+        {"role": "seller" if (last - turn) % 2 else "customer", "content": text} for turn, text in enumerate(texts)
+    ]
+
 
 CONDITIONS = ("ambig", "disambig")
 LABELS = (0, 1, 2)
@@ -43,17 +108,16 @@ class BBQ(DatasetFormat):
     """
 
     conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` that make rows for the chain
-    instructions = (ONE_OPTION,)
     hidden = frozenset({"example_id", "question_index", "additional_metadata"})  # the last one has many forms
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         category, example = text_of(record, "category"), number_of(record, "example_id")
         template = number_of(record, "question_index")
-        condition = choice_of(record, "context_condition", CONDITIONS)
+        condition = text_of(record, "context_condition")
         context, question = text_of(record, "context"), text_of(record, "question")
         answers, label = [text_of(record, f"ans{number}") for number in LABELS], number_of(record, "label")
-        if label not in LABELS:
-            raise DataError(f"the field `label` is {label}. Expected one of: {', '.join(map(str, LABELS))}")
+        if label not in LABELS or condition not in CONDITIONS:
+            raise DataError(f"`label` or `context_condition` is another one. Expected {LABELS} and {CONDITIONS}")
         row = {"id": f"bbq-{category}-{example}", "branch": "fairness", "group": f"bbq-{category}-{template}"}
         if self.answers_directly:
             metadata = record.get("additional_metadata")
@@ -93,7 +157,6 @@ class HaluEval(DatasetFormat):
     number: their id is a hash of their content.
     """
 
-    instructions = (FROM_KNOWLEDGE, IN_DIALOGUE, SUMMARY)
     hidden = frozenset({"hallucinated_answer", "hallucinated_response", "hallucinated_summary"})
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
@@ -161,10 +224,8 @@ class TopiOCQA(DatasetFormat):
         if not answer or answer == UNANSWERABLE:
             return NO_ANSWER
         others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
-        if not isinstance(others, list) or not all(isinstance(other, Mapping) for other in others):
-            raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
-        if not isinstance(passage, Mapping):
-            raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
+        if not isinstance(others, list) or not all(isinstance(part, Mapping) for part in (*others, passage)):
+            raise DataError("the fields `Additional_answers` and `Gold_passage` are no list of objects and no object")
         texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
         texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
         texts += [text_of(passage, "text")] if passage else []
@@ -184,3 +245,8 @@ def _turn_of_conversation(name: str, record: Mapping[str, object]) -> dict[str, 
         "conversation": [message for message in turns if message["content"]],  # an answer that was not found is blank
         "group": f"{name}-{conversation}",
     }
+
+
+ROWS = "rows"  # records that have this package's columns already
+FORMATS: dict[str, type[DatasetFormat]] = {"bbq": BBQ, "halueval": HaluEval, "qrecc": QReCC, "topiocqa": TopiOCQA}
+"""The packaged formats by their names as `format` of `dataset`."""
