@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from salesrl_trl.ground.row_statistics import FEW_ROWS, Difference, Mean, difference_of, mean_of
-from salesrl_trl.ground.tables import number
-from salesrl_trl.ground.texts import NOT_KNOWN, filled
+from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluation.held_out import row_means
 from salesrl_trl.types import Outcome, Reward, SalesRow
 

@@ -10,9 +10,7 @@ from typing import Any
 from salesrl_trl.config.quick_evaluations import BETA, SCORE, WORST_BRANCH, Figure
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import mean, pareto_front
-from salesrl_trl.ground.tables import number
 from salesrl_trl.ground.texts import NOT_KNOWN, number
-from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, mean_reward, measure
 from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
