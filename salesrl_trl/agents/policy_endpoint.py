@@ -17,8 +17,8 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
+from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import is_deep
-from salesrl_trl.generation.tasks import GivenUp
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.reward.watched_loop import THREADS
 

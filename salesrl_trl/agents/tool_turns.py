@@ -15,8 +15,8 @@ from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import ChatForm, ForeignText, Message
 from salesrl_trl.agents.tools import ConversationNotes, OwnTools, ToolCalls, drain_traffic
+from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
-from salesrl_trl.generation.tasks import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.names import tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
+from salesrl_trl.generation.engine_loop import TaskBatch, TurnLoop
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call

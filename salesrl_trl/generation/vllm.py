@@ -20,9 +20,8 @@ from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, ServerLoop
+from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
-from salesrl_trl.generation.tasks import Prompt, TaskBatch
 from salesrl_trl.ground.patched import patched
 from salesrl_trl.ground.process import allow_files
 

@@ -9,7 +9,7 @@ import pytest
 from support.agents import ASKED, CALL, LOOK, Policy, chat_tokenizer
 
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.generation.tasks import GivenUp
+from salesrl_trl.generation.engine_loop import GivenUp
 
 
 @pytest.fixture(scope="module")
