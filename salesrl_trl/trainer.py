@@ -1,18 +1,5 @@
-"""The trainer: TRL's `GRPOTrainer` with overrides.
-
-Owns the overrides, each of which says what it changes; `wiring.saving` has those that write and push the policy.
-`wiring.trl_access` has what the components use of TRL, and `wiring.components` builds them.
-The overrides of a micro-step stand below in the order in which TRL comes to them:
-
-    _run_epoch, get_batch_samples             prompts are read, for later steps too
-    training_step
-      _prepare_inputs                         rollouts that are due begin; the next micro-batch
-        _generate_and_score_completions       where a generation batch begins:
-          _generate                           its completions
-          _calculate_rewards                  its rewards
-      _compute_loss                           policy loss, and the KL of branches
-        _get_per_token_logps_and_entropies    each prompt once
-    log                                       the figures of a step
+"""The trainer: TRL's `GRPOTrainer` with overrides, in the order in which TRL comes to them; `wiring.saving` has those
+that write and push the policy. `wiring.trl_access` has what the components use of TRL.
 """
 
 import copy
@@ -46,7 +33,6 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
-from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.run_events import RunEvents
 from salesrl_trl.telemetry.spared import tell
 from salesrl_trl.telemetry.timeline import phased
@@ -287,7 +273,7 @@ class SalesGRPOTrainer(SavingTrainer):
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         rewards, result = self.components.scoring.rewards(completions, of_trl)
         if result is None:  # logged when all are in
-            self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
+            self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
         if names is not None and len(self.components.branches.names) > 1:
