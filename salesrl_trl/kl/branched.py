@@ -164,7 +164,7 @@ class BranchController:
         return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
 
     def _close_window(self, law: KLLaw) -> Decision | None:
-        kl_sum, tokens, steps, self._at.noise = self._at.kl_sum, self._at.tokens, self._at.steps, self._noise_seen()
+        kl_sum, tokens, self._at.noise = self._at.kl_sum, self._at.tokens, self._noise_seen()
         self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
         self._at.seen += self._at.pairs
         self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
