@@ -8,6 +8,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -73,6 +74,8 @@ class SalesGRPOTrainer(SavingTrainer):
     """
 
     updates = True  # whether steps change the policy
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,

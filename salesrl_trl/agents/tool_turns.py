@@ -208,7 +208,7 @@ class ToolTurns:
         loop = (
             [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [[] for _ in talked],
+            [list[Any]() for _ in talked],
         )  # fmt: skip
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None

@@ -52,6 +52,7 @@ class TurnLoop:
 
     leaves_completions = False  # whether `run` with `ahead` may leave them unfinished
     leaves_conversations = True
+    most_unfinished = 0  # tasks that a run may leave, those of all batches together
 
     def __init__(self) -> None:
         self.changed = Condition()
@@ -221,8 +222,6 @@ class EngineLoop(TurnLoop):
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
-        self.most_unfinished = 0
-        """Tasks that a run may leave, those of all batches together."""
         self._llm, self._salt = llm, 0  # pushes for which the cache of prefixes could not be emptied
         self.under_way: dict[str, Task] = {}  # by the request's id
         self._adding: deque[Task] = deque()
