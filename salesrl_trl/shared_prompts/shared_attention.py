@@ -149,7 +149,7 @@ def install(name: str) -> None:
             raise LayoutLostError("the model does not hand its keyword arguments on to its attention")
         return inner(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
-    setattr(attention, LAYOUT, inner)
+    vars(attention)[LAYOUT] = inner
     ALL_ATTENTION_FUNCTIONS[name] = attention
 
 

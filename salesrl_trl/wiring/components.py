@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     buffer_policy_of,
     check_episodes,
     check_rewards,
+    first,
     normaliser_of,
     passes_of,
     sampling_warnings,
@@ -40,7 +39,6 @@ from salesrl_trl.generation.sampler import (
     Streamed,
     Upstream,
     WholeBatch,
-    why_not_streamed,
 )
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
@@ -202,12 +200,11 @@ class Components:
         if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
-        reasons = {
+        reason = first({
             "`sampler` is an engine of its own, which generates whole batches": has_own_engine,
             "the policy's processor makes pictures of a whole batch": trl.reads_pictures,
             "tensor parallelism generates one batch in several processes": splits,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        })  # fmt: skip
         if self.reward.is_played:
             check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
@@ -229,7 +226,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=self._behaviour_logps,
+            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
@@ -256,11 +253,14 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self._args, self.converses or self.reward.is_played
-        whole: str | None = "`sampler` is an engine of its own"
-        if build is None:
-            whole = why_not_streamed(
-                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
-            )
+        templates = ("response_template", "response_schema")
+        parses = any(getattr(trl.tokenizer, name, None) is not None for name in templates)
+        whole = first({  # why completions can't be reported one by one
+            "`sampler` is an engine of its own": build is not None,
+            "transformers generates a whole batch at once": not args.use_vllm,
+            "`rollout_func` generates a whole batch at once": trl.has_rollout_func,
+            "the tokenizer's response template parses the completions of a whole batch at once": parses,
+        })  # fmt: skip
         self._partial = 0.0  # `partial_rollouts`, where it has an effect
         if args.partial_rollouts:
             reason = why_not_partial(args, whole, talks, trl.reads_pictures)
@@ -293,14 +293,6 @@ class Components:
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
-
-    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
-        check(
-            not sampled.has_pictures,
-            "completions of prompts with pictures are generated ahead of training by an engine that gives no "
-            "log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`.",
-        )
-        return self._trl.logps_of(padded(sampled, self._trl, self._args))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
