@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from accelerate import PartialState
-from accelerate.logging import get_logger
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Phase
@@ -22,8 +21,6 @@ from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
 from salesrl_trl.update.ranks import highest, on_any_rank
-
-logger = get_logger(__name__)
 
 RESERVE = 4  # the part of a batch in flight beside what later steps train on, where groups are replaced and may wait
 SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expected to have equal rewards
@@ -172,7 +169,6 @@ class Buffer:
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _count: int = 0  # groups of a turn
     _refilled: int = 0  # groups in place of others since a step last took its own
-    _was_short: bool = False  # whether a step had to train on groups of equal rewards
     _taken: dict[int, _Turn] = field(default_factory=dict)  # in the step under way
     _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
 
@@ -341,12 +337,6 @@ class Buffer:
 
     def _best(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """As many groups as a turn has, where too few differ: uniform ones too, and those as few as possible."""
-        if not self._was_short and not self.launcher.reward_loop.stopped:
-            self._was_short = True
-            logger.warning(
-                f"so many groups have equal rewards that a step trains on some: it has generated {self._refilled} "
-                "in place of others. Expected fewer: set `refill_groups` higher, or leave such rows out"
-            )
         best = sorted(groups, key=attrgetter("is_uniform"))[: self._count]
         return [group for group in groups if group in best]
 
