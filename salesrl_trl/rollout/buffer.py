@@ -62,13 +62,6 @@ class ByArrival:
         return 0
 
 
-class Turnover(NamedTuple):
-    uniform: int
-    groups: int
-    rewards: float  # their sum
-    scored: int  # completions with a reward
-
-
 class Refilled(ByArrival):
     """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most
     `refill_limit` for each group that a step trains on. `reserve`: whether to keep some beside, which may wait."""
@@ -95,13 +88,14 @@ class Refilled(ByArrival):
     def drops(self, group: PromptGroup, following: Sequence[int]) -> bool:
         return group.is_uniform or (bool(following) and group.version + self.max_age < following[0])
 
-    def turnover(self, leaving: Sequence[PromptGroup]) -> Turnover:
-        """Sums over the groups that leave now. The share of uniform ones moves what `beside` expects."""
+    def turnover(self, leaving: Sequence[PromptGroup]) -> tuple[float, ...]:
+        """Of the groups that leave now: the uniform ones and all, the sum of rewards and the completions that have one.
+        The share of uniform ones moves what `beside` expects."""
         uniform = sum(group.is_uniform for group in leaving)
         rewards = [reward for group in leaving for reward in group.cut(group.rollout.rewards.rewards) if reward]
         values = [reward.value for reward in rewards if reward.value is not None]
         self._uniform_share += SHARE_RATE * (uniform / len(leaving) - self._uniform_share)
-        return Turnover(uniform, len(leaving), sum(values), len(values))
+        return uniform, len(leaving), sum(values), len(values)
 
 
 BufferPolicy = InOrder | ByArrival
