@@ -89,8 +89,8 @@ class Refilled(ByArrival):
         return group.is_uniform or (bool(following) and group.version + self.max_age < following[0])
 
     def turnover(self, leaving: Sequence[PromptGroup]) -> tuple[float, ...]:
-        """Of the groups that leave now: the uniform ones and all, the sum of rewards and the completions that have one.
-        The share of uniform ones moves what `beside` expects."""
+        """Of the groups that leave now: the uniform ones and all, the sum of rewards and how many there are. The share
+        of uniform ones moves what `beside` expects."""
         uniform = sum(group.is_uniform for group in leaving)
         rewards = [reward for group in leaving for reward in group.cut(group.rollout.rewards.rewards) if reward]
         values = [reward.value for reward in rewards if reward.value is not None]
