@@ -1,18 +1,5 @@
-"""The trainer: TRL's `GRPOTrainer` with overrides.
-
-Owns the overrides, each of which says what it changes; `wiring.saving` has those that write and push the policy.
-`wiring.trl_access` has what the components use of TRL, and `wiring.components` builds them.
-The overrides of a micro-step stand below in the order in which TRL comes to them:
-
-    _run_epoch, get_batch_samples             prompts are read, for later steps too
-    training_step
-      _prepare_inputs                         rollouts that are due begin; the next micro-batch
-        _generate_and_score_completions       where a generation batch begins:
-          _generate                           its completions
-          _calculate_rewards                  its rewards
-      _compute_loss                           policy loss, and the KL of branches
-        _get_per_token_logps_and_entropies    each prompt once
-    log                                       the figures of a step
+"""The trainer: TRL's `GRPOTrainer` with overrides, in the order in which TRL comes to them; `wiring.saving` has those
+that write and push the policy. `wiring.trl_access` has what the components use of TRL.
 """
 
 import copy
@@ -21,6 +8,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -46,7 +34,6 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
-from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import tell
 from salesrl_trl.telemetry.timeline import phased
@@ -87,6 +74,8 @@ class SalesGRPOTrainer(SavingTrainer):
     """
 
     updates = True  # whether steps change the policy
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
@@ -287,7 +276,7 @@ class SalesGRPOTrainer(SavingTrainer):
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         rewards, result = self.components.scoring.rewards(completions, of_trl)
         if result is None:  # logged when all are in
-            self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
+            self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
         if names is not None and len(self.components.branches.names) > 1:

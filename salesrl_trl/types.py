@@ -42,7 +42,6 @@ class Message:
     role: str
     """`"customer"` or `"seller"`."""
     content: str
-    """The text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,6 @@ class RequestIds:
     """The conversation's last message."""
 
     def as_dict(self) -> dict[str, str]:
-        """The values by field name."""
         return {name: getattr(self, name) for name in RequestIds.__slots__}
 
 
@@ -187,16 +185,13 @@ class Action:
 
     @property
     def query(self) -> str:
-        """The search query."""
         return self.fields[self.query_field]
 
     @property
     def others(self) -> list[str]:
-        """The other texts, in their order."""
         return [text for name, text in self.fields.items() if name != self.query_field]
 
     def as_dict(self) -> dict[str, str]:
-        """The texts by field name, as the policy writes them."""
         return dict(self.fields)
 
 
@@ -219,7 +214,6 @@ class Passage:
     id: str
     """The document's id in the service's index."""
     text: str
-    """Text of the passage."""
     score: float
     """Relevance, normalised by the service to [0, 1]."""
 

@@ -15,8 +15,8 @@ from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
+from salesrl_trl.generation.engine_loop import GivenUp, Turn
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
-from salesrl_trl.generation.tasks import GivenUp, Turn
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking

@@ -22,8 +22,8 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
+from salesrl_trl.generation.engine_loop import Turn
 from salesrl_trl.generation.sampler import guard_parser, is_deep
-from salesrl_trl.generation.tasks import Turn
 from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
 

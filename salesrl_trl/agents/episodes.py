@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, overload
 
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.generation.tasks import GivenUp
+from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.functions import Function, RewardFunction
 from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames

@@ -1,4 +1,4 @@
-"""The policy in training as an OpenAI-compatible endpoint on loopback: chat completions, and the list of its model.
+"""The policy in training as an OpenAI-compatible endpoint on loopback: chat completions.
 
 Owns the form of requests and answers, the keys of episodes, and the thread of the server.
 """
@@ -17,15 +17,14 @@ from typing import Any
 from aiohttp import web
 
 from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
+from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import is_deep
-from salesrl_trl.generation.tasks import GivenUp
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.service.event_loop import THREADS
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MODEL = "policy"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 HEAD_S = 30.0  # for the head of a connection's next request. Clients keep an idle connection for 5 to 15 s.
 BODY_S = 60.0
@@ -49,7 +48,7 @@ class PolicyEndpoint:
         self._episodes: dict[str, AgentCalls] = {}
         self._tell = functools.cache(logger.warning)  # each line once
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
-        app.add_routes([web.post("/v1/chat/completions", self._complete), web.get("/v1/models", _models)])
+        app.add_routes([web.post("/v1/chat/completions", self._complete)])
         self._runner = web.AppRunner(
             app, access_log=None, logger=_QUIET, handler_cancellation=True, keepalive_timeout=HEAD_S,
             shutdown_timeout=CLOSE_S,
@@ -95,9 +94,6 @@ class PolicyEndpoint:
             return await handler(request)
         except Refused as refused:
             words, code, status = str(refused), refused.code, refused.status
-        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as nowhere:
-            words = f"{request.method} {request.path} is not here. Expected POST /v1/chat/completions, GET /v1/models."
-            code, status = "not_found", nowhere.status
         except (web.HTTPException, ConnectionError):
             raise
         except (Exception, GivenUp) as failure:
@@ -126,11 +122,6 @@ def _is_tool(tool: object) -> bool:
         case {"function": {"name": str(), **others}}:
             return isinstance(others.get("parameters") or {}, dict)
     return False
-
-
-async def _models(request: web.Request) -> web.Response:
-    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "salesrl_trl"}
-    return web.json_response({"object": "list", "data": [model]})
 
 
 async def _in_thread(function: Callable[..., object], *arguments: object) -> Any:
@@ -179,7 +170,7 @@ def _answer(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": MODEL,
+        "model": "policy",
         "choices": [{"index": 0, "message": message, "finish_reason": end}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
     }

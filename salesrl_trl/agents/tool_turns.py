@@ -15,8 +15,8 @@ from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import ChatForm, ForeignText, Message
 from salesrl_trl.agents.tools import ConversationNotes, OwnTools, ToolCalls, drain_traffic
+from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
-from salesrl_trl.generation.tasks import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.names import tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 
@@ -208,7 +208,7 @@ class ToolTurns:
         loop = (
             [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [[] for _ in talked],
+            [list[Any]() for _ in talked],
         )  # fmt: skip
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None

@@ -267,7 +267,12 @@ class Search:
             Returns:
                 The passages that fit best, a paragraph each.
             """
-            return await self._passages(query)
+            if not isinstance(query, str) or not query.strip():
+                raise ValueError("`query` is empty or no text.")
+            assert self._rag is not None, "`connect` comes first"
+            self._loops.add(asyncio.get_running_loop())
+            answer = await self._rag.search(query)
+            return "\n\n".join(passage.text for passage in answer.passages) or answer.text
 
         self.function: Callable[[str], Awaitable[str]] = search
 
@@ -281,11 +286,3 @@ class Search:
         for loop in self._loops:
             if rag is not None and loop.is_running():
                 asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
-
-    async def _passages(self, query: object) -> str:
-        if not isinstance(query, str) or not query.strip():
-            raise ValueError("`query` is empty or no text.")
-        assert self._rag is not None, "`connect` comes first"
-        self._loops.add(asyncio.get_running_loop())
-        answer = await self._rag.search(query)
-        return "\n\n".join(passage.text for passage in answer.passages) or answer.text

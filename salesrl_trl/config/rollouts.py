@@ -28,7 +28,8 @@ from salesrl_trl.update.run_control import highest
 logger = get_logger(__name__)
 
 
-def _first(reasons: Mapping[str, object]) -> str | None:
+def first(reasons: Mapping[str, object]) -> str | None:
+    """The first of these reasons that holds."""
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
@@ -110,7 +111,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
         f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
             several,
     }  # fmt: skip
-    return _first(reasons)
+    return first(reasons)
 
 
 def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
@@ -124,7 +125,7 @@ def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, rea
         "a group lies on two processes": size % args.num_generations,
         "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
     }
-    return _first(reasons)
+    return first(reasons)
 
 
 def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
@@ -141,7 +142,7 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
         "the turns of a conversation join the running batch as it is": talks,
         "pictures of a batch are encoded together": reads_pictures,
     }
-    return _first(reasons)
+    return first(reasons)
 
 
 def sampling_hints(args: SalesGRPOConfig) -> str:
@@ -166,7 +167,7 @@ def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
         "the entropy bonus is taken over a micro-batch": entropy_bonus,
         "the router's auxiliary loss is taken over a micro-batch": aux_loss,
     }  # fmt: skip
-    return _first(reasons)
+    return first(reasons)
 
 
 def passes_of(
@@ -184,7 +185,7 @@ def passes_of(
     is_half_on_gpu = weight.is_cuda and (args.bf16 or args.fp16 or weight.dtype in HALVES)
     settings = PassSettings(
         is_on=args.shared_prompts != "off",
-        reason=_first(reasons),
+        reason=first(reasons),
         autocast=accelerator.autocast,
         most_tokens=args.pass_tokens,
         highest=of_all if args.is_sharded else int,

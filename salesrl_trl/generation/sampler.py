@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation.tasks import TaskBatch, TurnLoop
+from salesrl_trl.generation.engine_loop import TaskBatch, TurnLoop
 from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class Finished(Protocol):
-    """Told of each completion when it is finished. From any thread."""
+    """Told of each completion when it is finished, from any thread: of its place in the batch, and its token ids, in a
+    conversation those of tools' results too.
+
+    `messages` are those of a conversation; without them the completion is the text of the token ids. `failed` is the
+    reason code of a conversation whose tool failed: it gets no reward. `columns` are what its row has for its reward
+    beside the dataset's columns.
+    """
 
     def __call__(
         self,
@@ -34,21 +40,7 @@ class Finished(Protocol):
         messages: Sequence[object] | None = None,
         failed: str | None = None,
         columns: Mapping[str, Any] | None = None,
-    ) -> None:
-        """A completion is finished.
-
-        Args:
-            place (`int`):
-                Its place in the batch.
-            token_ids (`Sequence[int]`):
-                Its token ids, in a conversation those of tools' results too.
-            messages (`Sequence`, *optional*):
-                The messages of a conversation. When not given, the completion is the text of the token ids.
-            failed (`str`, *optional*):
-                The reason code of a conversation whose tool failed: it gets no reward.
-            columns (`Mapping`, *optional*):
-                What its row has for its reward beside the dataset's columns.
-        """
+    ) -> None: ...
 
 
 Tokens = tuple[list[list[int]], list[list[float]] | None]
@@ -159,17 +151,9 @@ class Sampler(Protocol):
     """A generation engine."""
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Generate one completion for each prompt, or begin to.
-
-        Args:
-            prompts (`Sequence`):
-                B prompts, as the dataset has them.
-            finished (`Finished`):
-                May be called with each completion when it is finished, from any thread. Then its reward starts before
-                the rest is generated.
-            ahead (`bool`):
-                Whether the trainer has other work before it asks for the result.
-        """
+        """Generate one completion for each of B prompts, as the dataset has them, or begin to. `finished` may be
+        called with each completion when it is finished: then its reward starts before the rest is generated. `ahead`:
+        the trainer has other work before it asks for the result."""
 
     def greedily(self) -> AbstractContextManager[None]:
         """While active, the most likely token is always chosen."""
@@ -243,17 +227,6 @@ def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]
     sizes = {"logits_to_keep": batch["completion_ids"].size(1), "batch_size": batch_size}
     vision = {name: batch[name] for name in VISION_FIELDS if name in batch}
     return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
-
-
-def why_not_streamed(*, use_vllm: bool, has_rollout_func: bool, tokenizer: object) -> str | None:
-    """The reason why completions can't be reported one by one with the texts of TRL. `None` if they can."""
-    if not use_vllm:
-        return "transformers generates a whole batch at once"
-    if has_rollout_func:
-        return "`rollout_func` generates a whole batch at once"
-    if any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
-        return "the tokenizer's response template parses the completions of a whole batch at once"
-    return None
 
 
 MOST_ENDS = 16  # spelled in one turn. Parsers take seconds for a thousand: time grows faster than the square.

@@ -20,9 +20,9 @@ from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, ServerLoop
+from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
-from salesrl_trl.generation.tasks import Prompt, TaskBatch
+from salesrl_trl.generation.tasks import Prompt
 from salesrl_trl.ground.process import allow_files, patched
 
 logger = logging.getLogger(__name__)
@@ -89,32 +89,29 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Push the training weights into vLLM and drop its caches. The base of an adapter is not written."""
-        with merged_beside(self.model) if self._merges_beside else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._merges_beside:
+                stack.enter_context(merged_beside(self.model))
             if isinstance(self.loop, ServerLoop):
                 self.settle()
-                with self.loop.held():
-                    self._push_to_server()
-            else:
-                with self.loop.pushing():
-                    self._push()
-                if self._reads_pictures:  # TRL drops the texts' cache alone, not what the vision tower made
-                    self.llm.llm_engine.reset_encoder_cache()
-
-    def _push(self) -> None:
-        if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
-            super().sync_weights()
-            return
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-        reload_all(self.llm, self._iter_named_params())
-
-    def _push_to_server(self) -> None:
-        self.accelerator.wait_for_everyone()
-        super().sync_weights()
-        if self._reads_pictures and self.accelerator.is_main_process:
-            self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache").raise_for_status()
-        self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+                stack.enter_context(self.loop.held())
+                self.accelerator.wait_for_everyone()
+                super().sync_weights()
+                if self._reads_pictures and self.accelerator.is_main_process:
+                    address = f"{self.vllm_client.base_url}/reset_encoder_cache"
+                    self.vllm_client.session.post(address).raise_for_status()
+                self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+                return
+            with self.loop.pushing():
+                if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
+                    super().sync_weights()
+                else:
+                    if self.enable_sleep_mode:
+                        self.llm.wake_up(tags=["weights"])
+                        self._llm_weights_sleeping = False
+                    reload_all(self.llm, self._iter_named_params())
+            if self._reads_pictures:  # TRL drops the texts' cache alone, not what the vision tower made
+                self.llm.llm_engine.reset_encoder_cache()
 
     def settle(self) -> None:
         if isinstance(self.loop, ServerLoop):

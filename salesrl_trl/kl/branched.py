@@ -19,7 +19,7 @@ from accelerate.logging import get_logger
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, name_of
 from salesrl_trl.kl.penalty import BranchPenalty, MicroBatch, PenaltySettings
-from salesrl_trl.names import KL_STATE_FILE, kl_of
+from salesrl_trl.names import KL_STATE_FILE
 
 logger = get_logger(__name__)  # its lines begin with the rank
 _PLAIN_LOGGER = logging.getLogger(__name__)
@@ -56,13 +56,11 @@ class Decision:
     target: KLTarget
     before: float  # of the window, as asked for
     after: float  # what the law asks for from the next step on
-    steps: int | None = None  # of the window, if it went on because its KL was too noisy
 
     def __str__(self) -> str:
         place = "in" if self.target.contains(self.kl) else "outside"
-        grown = f", over {self.steps} steps because of its noise" if self.steps else ""
         return (
-            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}]{grown}, "
+            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}], "
             f"beta {self.before:.4g} -> {self.after:.4g}"
         )
 
@@ -166,7 +164,7 @@ class BranchController:
         return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
 
     def _close_window(self, law: KLLaw) -> Decision | None:
-        kl_sum, tokens, steps, self._at.noise = self._at.kl_sum, self._at.tokens, self._at.steps, self._noise_seen()
+        kl_sum, tokens, self._at.noise = self._at.kl_sum, self._at.tokens, self._noise_seen()
         self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
         self._at.seen += self._at.pairs
         self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
@@ -180,8 +178,7 @@ class BranchController:
         if self.asked == before:
             return None
         self._at.cooldown = self._windows.cooldown_steps
-        grown = steps if steps > self._windows.update_steps else None
-        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked, steps=grown)
+        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked)
 
     def state_dict(self) -> State:
         law = None if self._law is None else name_of(self._law)
@@ -233,7 +230,6 @@ class BranchedKL:
     ) -> None:
         self.control = KLControl(targets, law, windows)
         self.settings = settings
-        self._reported: set[str] = set()  # branches whose share was said to shrink
         self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
 
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
@@ -265,13 +261,6 @@ class BranchedKL:
         for decision in decisions:
             _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
         for branch, notice, (kl, penalty, *_) in zip(self.control.branches, before, totals, strict=True):
-            if branch.share < 1 and branch.branch not in self._reported:
-                self._reported.add(branch.branch)
-                _PLAIN_LOGGER.warning(
-                    f"[BranchedKL@{step}] {branch.branch}: the coefficient is at its bound of {branch.beta:g}. "
-                    f"Its rewards count less in the update from here on, by {branch.target.least_share:g} at least; "
-                    f"{kl_of(branch.branch, '_update_share')} has the share"
-                )
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
             if not math.isfinite(kl + penalty):

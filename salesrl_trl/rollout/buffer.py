@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from accelerate import PartialState
-from accelerate.logging import get_logger
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Phase
@@ -22,8 +21,6 @@ from salesrl_trl.rollout.reading_ahead import RolloutSchedule, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest, on_any_rank
-
-logger = get_logger(__name__)
 
 RESERVE = 4  # the part of a batch in flight beside what later steps train on, where groups are replaced and may wait
 SHARE_RATE = 0.2  # by how much a step moves the share of groups that are expected to have equal rewards
@@ -65,13 +62,6 @@ class ByArrival:
         return 0
 
 
-class Turnover(NamedTuple):
-    uniform: int
-    groups: int
-    rewards: float  # their sum
-    scored: int  # completions with a reward
-
-
 class Refilled(ByArrival):
     """By arrival, among groups whose rewards differ. Uniform ones make way for groups of other rows: at most
     `refill_limit` for each group that a step trains on. `reserve`: whether to keep some beside, which may wait."""
@@ -98,13 +88,14 @@ class Refilled(ByArrival):
     def drops(self, group: PromptGroup, following: Sequence[int]) -> bool:
         return group.is_uniform or (bool(following) and group.version + self.max_age < following[0])
 
-    def turnover(self, leaving: Sequence[PromptGroup]) -> Turnover:
-        """Sums over the groups that leave now. The share of uniform ones moves what `beside` expects."""
+    def turnover(self, leaving: Sequence[PromptGroup]) -> tuple[float, ...]:
+        """Of the groups that leave now: the uniform ones and all, the sum of rewards and how many there are. The share
+        of uniform ones moves what `beside` expects."""
         uniform = sum(group.is_uniform for group in leaving)
         rewards = [reward for group in leaving for reward in group.cut(group.rollout.rewards.rewards) if reward]
         values = [reward.value for reward in rewards if reward.value is not None]
         self._uniform_share += SHARE_RATE * (uniform / len(leaving) - self._uniform_share)
-        return Turnover(uniform, len(leaving), sum(values), len(values))
+        return uniform, len(leaving), sum(values), len(values)
 
 
 BufferPolicy = InOrder | ByArrival
@@ -172,7 +163,6 @@ class Buffer:
     _kept: dict[int, KeptRollouts] = field(default_factory=dict)
     _count: int = 0  # groups of a turn
     _refilled: int = 0  # groups in place of others since a step last took its own
-    _was_short: bool = False  # whether a step had to train on groups of equal rewards
     _taken: dict[int, _Turn] = field(default_factory=dict)  # in the step under way
     _behind: list[Rollout] = field(default_factory=list)  # whose turn is over, with groups that are left
 
@@ -343,12 +333,6 @@ class Buffer:
 
     def _best(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """As many groups as a turn has, where too few differ: uniform ones too, and those as few as possible."""
-        if not self._was_short and not self.launcher.reward_loop.stopped:
-            self._was_short = True
-            logger.warning(
-                f"so many groups have equal rewards that a step trains on some: it has generated {self._refilled} "
-                "in place of others. Expected fewer: set `refill_groups` higher, or leave such rows out"
-            )
         best = sorted(groups, key=attrgetter("is_uniform"))[: self._count]
         return [group for group in groups if group in best]
 

@@ -5,13 +5,12 @@ and `next_micro_batches` hands out groups that are scored first. The reward scor
 advantages; `_hybrid_advantages` replaces them where a reference counts.
 """
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from accelerate import PartialState
@@ -368,13 +367,3 @@ class RolloutScoring:
 
     def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
         return self.figures.encode(rewards, self.settings.branches.ids(rollout.inputs))  # (B, columns)
-
-
-def copied(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of TRL's tables of completions. Additions to it leave the original as it is."""
-    copies = {}
-    for name, table in logs.items():
-        copies[name] = copy.copy(table)
-        if isinstance(table, dict):
-            copies[name].update({column: copy.copy(values) for column, values in table.items()})
-    return copies

@@ -149,7 +149,7 @@ def install(name: str) -> None:
             raise LayoutLostError("the model does not hand its keyword arguments on to its attention")
         return inner(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
-    setattr(attention, LAYOUT, inner)
+    vars(attention)[LAYOUT] = inner
     ALL_ATTENTION_FUNCTIONS[name] = attention
 
 
@@ -292,8 +292,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     config = base.config
     if config.get_text_config() is not config:
         yield "the model takes more than text"
-    if config.is_encoder_decoder:
-        yield "the model is an encoder-decoder"
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - KINDS:
         yield f"the model has layers of type {', '.join(sorted(kinds - KINDS))}"
@@ -301,8 +299,6 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield "the model has recurrent layers"
     if getattr(config, "attention_chunk_size", None):
         yield "the model's attention is cut into chunks"
-    if not getattr(config, "is_causal", True):
-        yield "the model's attention is not causal"
     if not getattr(base, "_supports_attention_backend", False):
         yield "the model's attention does not go through transformers' interface"
     name = attention_of(model)

@@ -11,27 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.checks import check
+from salesrl_trl.config import SalesGRPOConfig, rollouts
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.ranges import from_fields
-from salesrl_trl.config.rollouts import (
-    buffer_policy_of,
-    check_episodes,
-    check_rewards,
-    normaliser_of,
-    passes_of,
-    sampling_warnings,
-    why_in_trls_order,
-    why_in_turn,
-    why_not_divisible,
-    why_not_partial,
-)
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.generation.sampler import (
@@ -40,7 +27,6 @@ from salesrl_trl.generation.sampler import (
     Streamed,
     Upstream,
     WholeBatch,
-    why_not_streamed,
 )
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
@@ -57,6 +43,7 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
+from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 
@@ -100,7 +87,7 @@ class Components:
         self.keeper = Keeper(
             args,
             self.kl,
-            lambda rows: self.policy.identity(rows, self.branches),
+            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
             is_skipping=lambda: self.run_control.is_skipping,
             in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
             parts=self.parts,
@@ -115,7 +102,7 @@ class Components:
         # 1. settings and rewards that do not go with what TRL was given are refused
         own = sampler or load_sampler(args.sampler)
         inside_trl = self._why_inside_trl(trl, own is not None)
-        check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
+        rollouts.check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
@@ -128,9 +115,10 @@ class Components:
             can_undo=not trl.is_deepspeed,
         )
         self.reference = Reference(trl.model, trl.ref_model)
-        if not trl.is_deepspeed:
-            self.reference.raise_adapter(trl.model, args, trl.accelerator.device)
-        for warning in (*args.machine_notes, *sampling_warnings(args)):
+        if self.reference.has_adapter and not trl.is_deepspeed:
+            raise_adapters(trl.model, args.bf16 or args.fp16)
+            spare_casts(trl.model, trl.accelerator.device.type)  # that autocast takes back
+        for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
         self._connect_rollouts(trl, own, inside_trl)
@@ -138,13 +126,13 @@ class Components:
         # a function may score a whole batch before it is known which groups are equal
         answers_alone = all(trl.reward_answered) and not inside_trl
         talks = trl.tools is not None or self.reward.is_played
-        self.pipeline.buffer.policy = buffer_policy_of(
-            args, policy, lambda reason: why_in_turn(args, reason, talks, trl.reads_pictures)
+        self.pipeline.buffer.policy = rollouts.buffer_policy_of(
+            args, policy, lambda reason: rollouts.why_in_turn(args, reason, talks, trl.reads_pictures)
             or why_not_kept(self._rows), at_once, None if answers_alone else at_once,
         )  # fmt: skip
-        self.normaliser = normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        in_trls_order = why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        reason = in_trls_order or why_not_divisible(args, at_once)
+        self.normaliser = rollouts.normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        in_trls_order = rollouts.why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
+        reason = in_trls_order or rollouts.why_not_divisible(args, at_once)
         if self.pipeline.buffer.chooses:
             reason = "groups go by themselves, and a step begins when all of its own are scored"
         self.in_groups = args.scored_groups_first and reason is None
@@ -152,7 +140,7 @@ class Components:
             logger.info(f"off: `scored_groups_first`, because {reason}")
         # 4. the passes of an update, and the phases around them
         unwrapped = trl.accelerator.unwrap_model(trl.model)
-        self.passes = passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
+        self.passes = rollouts.passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             engine: Any = trl.engine
@@ -195,14 +183,13 @@ class Components:
         if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
-        reasons = {
+        reason = rollouts.first({
             "`sampler` is an engine of its own, which generates whole batches": has_own_engine,
             "the policy's processor makes pictures of a whole batch": trl.reads_pictures,
             "tensor parallelism generates one batch in several processes": splits,
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        })  # fmt: skip
         if self.reward.is_played:
-            check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
+            rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
         self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
         if reason is not None:
@@ -222,7 +209,7 @@ class Components:
             reward_loop=self.reward_loop,
             timeline=self.timeline,
             decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=self._behaviour_logps,
+            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
             group=trl.group,
             reward_arguments=trl.reward_arguments,
             inside_trl=inside_trl is not None,
@@ -249,14 +236,17 @@ class Components:
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self._args, self.converses or self.reward.is_played
-        whole: str | None = "`sampler` is an engine of its own"
-        if build is None:
-            whole = why_not_streamed(
-                use_vllm=args.use_vllm, has_rollout_func=trl.has_rollout_func, tokenizer=trl.tokenizer
-            )
+        templates = ("response_template", "response_schema")
+        parses = any(getattr(trl.tokenizer, name, None) is not None for name in templates)
+        whole = rollouts.first({  # why completions can't be reported one by one
+            "`sampler` is an engine of its own": build is not None,
+            "transformers generates a whole batch at once": not args.use_vllm,
+            "`rollout_func` generates a whole batch at once": trl.has_rollout_func,
+            "the tokenizer's response template parses the completions of a whole batch at once": parses,
+        })  # fmt: skip
         self._partial = 0.0  # `partial_rollouts`, where it has an effect
         if args.partial_rollouts:
-            reason = why_not_partial(args, whole, talks, trl.reads_pictures)
+            reason = rollouts.why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
                 self._partial = args.partial_rollouts
                 trl.engine.loop.most_unfinished = args.most_unfinished
@@ -286,14 +276,6 @@ class Components:
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
-
-    def _behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
-        check(
-            not sampled.has_pictures,
-            "completions of prompts with pictures are generated ahead of training by an engine that gives no "
-            "log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`.",
-        )
-        return self._trl.logps_of(padded(sampled, self._trl, self._args))
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a

@@ -9,14 +9,13 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
+from salesrl_trl.checkpoint.identity import shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import engine_options
 from salesrl_trl.config.rollouts import sampling_hints
-from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.process import patched
-from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
+from salesrl_trl.update.weights import WeightCheck
 
 
 class Policy:
@@ -59,9 +58,6 @@ class Policy:
         ):
             yield
 
-    def identity(self, rows: object, branches: Branches) -> Identity:
-        return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
-
     def _look(self, model: PreTrainedModel) -> None:
         args, self.model = self._args, model
         self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args))
@@ -82,11 +78,6 @@ class Reference:
         for one_model in (model, ref_model):
             if one_model is not None:  # a compiled one has no truth value
                 leave_out_no_pictures(one_model)
-
-    def raise_adapter(self, model: torch.nn.Module, args: SalesGRPOConfig, device: torch.device) -> None:
-        if self.has_adapter:
-            raise_adapters(model, args.bf16 or args.fp16)
-            spare_casts(model, device.type)
 
     def is_active(self, model: torch.nn.Module) -> bool:
         if self._tuner is None:

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.generation.engine_loop import Rounds
+from salesrl_trl.generation.engine_loop import CompletionTasks, Rounds, TaskBatch
 from salesrl_trl.generation.sampler import (
     Begun,
     Encoded,
@@ -26,7 +26,6 @@ from salesrl_trl.generation.sampler import (
     ToolsOf,
     TurnAccess,
 )
-from salesrl_trl.generation.tasks import CompletionTasks, TaskBatch
 from salesrl_trl.ground.process import patched
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest

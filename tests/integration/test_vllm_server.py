@@ -32,7 +32,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.generation.tasks import CompletionTasks
+from salesrl_trl.generation.engine_loop import CompletionTasks
 from salesrl_trl.judged.verdict import response_format
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.data.sources import build_dataset

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
-from salesrl_trl.generation.engine_loop import Rounds
-from salesrl_trl.generation.tasks import TurnLoop
+from salesrl_trl.generation.engine_loop import Rounds, TurnLoop
 
 
 def three_turns(place, first, ask):
@@ -35,7 +34,7 @@ def threads_end(before):
     end = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
 
 
 def test_each_conversation_gets_the_turns_that_were_made_of_its_own_ids():

@@ -9,7 +9,7 @@ import pytest
 from support.agents import ASKED, CALL, LOOK, Policy, chat_tokenizer
 
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.generation.tasks import GivenUp
+from salesrl_trl.generation.engine_loop import GivenUp
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_the_key_of_an_open_episode_alone_is_answered_and_is_in_no_log(endpoint,
 
     async def asked(key):
         async with openai.AsyncOpenAI(base_url=endpoint.address, api_key=key, max_retries=0) as client:
-            return (await client.models.list()).data[0].id
+            return (await client.chat.completions.create(model="any", messages=ASKED)).model
 
     with caplog.at_level(logging.DEBUG):
         with endpoint.open(policy.calls) as key:

@@ -7,8 +7,7 @@ import pytest
 from support.engines import LLM, prompts
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
-from salesrl_trl.generation.engine_loop import EngineLoop
-from salesrl_trl.generation.tasks import CompletionTasks
+from salesrl_trl.generation.engine_loop import CompletionTasks, EngineLoop
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, WholeBatch, why_not_streamed
+from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, WholeBatch
 
 
 def sampled(prompts, completions=((7, 8), (9,)), tool_mask=None):
@@ -41,19 +41,3 @@ def test_completions_are_padded_as_trl_pads_them():
     assert tensors["completion_ids"].tolist() == [[7, 8], [9, 0]]
     assert tensors["completion_mask"].tolist() == [[1, 1], [1, 0]]
     assert tensors["tool_mask"].tolist() == [[1, 0], [1, 1]]
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({}, None),
-        ({"use_vllm": False}, "transformers generates"),
-        ({"has_rollout_func": True}, "`rollout_func` generates"),
-        ({"tokenizer": SimpleNamespace(response_template={"role": "assistant"})}, "the tokenizer's response template"),
-        ({"tokenizer": SimpleNamespace(response_schema={"type": "object"})}, "the tokenizer's response template"),
-    ],
-)
-def test_what_keeps_rewards_waiting_for_a_whole_batch_is_told(given, reason):
-    usual = {"use_vllm": True, "has_rollout_func": False, "tokenizer": SimpleNamespace()}
-    told = why_not_streamed(**{**usual, **given})
-    assert told is None if reason is None else told.startswith(reason)

@@ -13,8 +13,7 @@ from support.seconds import check_seconds
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
 from salesrl_trl.generation import engine_loop
-from salesrl_trl.generation.engine_loop import ServerLoop
-from salesrl_trl.generation.tasks import NO_TURN, CompletionTasks
+from salesrl_trl.generation.engine_loop import NO_TURN, CompletionTasks, ServerLoop
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import allow_files
 

@@ -161,20 +161,3 @@ def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_pa
     kl.load(tmp_path)
     assert kl.control.betas == [0.1, 0.3]
     assert f"{tmp_path} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
-
-
-def test_it_is_said_once_that_a_branchs_rewards_count_less(caplog):
-    target = KLTarget(beta=0.1, low=0.02, high=0.06, beta_max=0.11, least_share=0.5)
-    kl = branched(targets={**TARGETS, "fairness": target})
-    inputs = {**micro_batch(1.0, [0, 1, 1]), "advantages": torch.ones(3)}
-    with caplog.at_level(logging.WARNING):
-        for number in range(1, 9):
-            loss_of(kl, inputs)
-            kl.end_step(kl.drain_sums().tolist(), number, is_logged=True)
-    said = [record.message for record in caplog.records if "count less" in record.message]
-    assert said == [
-        "[BranchedKL@2] fairness: the coefficient is at its bound of 0.11. Its rewards count less in the update from "
-        "here on, by 0.5 at least; kl/fairness_update_share has the share"
-    ]
-    shares = kl.penalty(inputs).inputs["advantages"].tolist()
-    assert shares == pytest.approx([0.11 / (0.1 * 1.15**4), 1.0, 1.0])

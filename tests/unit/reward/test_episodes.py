@@ -22,7 +22,7 @@ from salesrl_trl import (
     per_episode,
 )
 from salesrl_trl.agents.episodes import PLAYED, Playing, kept
-from salesrl_trl.generation.tasks import GivenUp
+from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
