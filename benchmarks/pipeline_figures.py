@@ -12,10 +12,9 @@ from salesrl_trl.timing import overlap
 
 def hidden_share(batch: RewardBatch) -> float:
     """The share of a batch's time, from its first call to its last answer, in which the trainer did not wait."""
-    if batch.times.first is None or not batch.times.seconds:
+    if batch.began is None or (ended := max(batch.ended)) <= batch.began:
         return math.nan
-    made = (batch.times.first, batch.times.last)
-    return 1.0 - sum(overlap(made, wait) for wait in batch.waits) / batch.times.seconds
+    return 1.0 - sum(overlap((batch.began, ended), wait) for wait in batch.waits) / (ended - batch.began)
 
 
 def figures_of(blocks: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]]) -> dict[str, dict[str, Any]]:

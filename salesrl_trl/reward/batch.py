@@ -1,7 +1,6 @@
 """The rewards of a batch while they come in: started one by one, awaited together or group by group.
 
-Owns the tasks of a batch, the time that each may take, and the result with its report. Methods are called on the event
-loop's thread, unless they say otherwise. `scorer` makes batches, `reward_loop` keeps the open ones.
+Methods are called on the event loop's thread, unless they say otherwise.
 """
 
 import asyncio
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
-
-
 LINE_KINDS = ("completions", "rag", "scoring")  # the first two quote customers
 
 
@@ -69,9 +66,8 @@ class BatchResult:
     def column(self, function: str) -> list[float | None]:
         """The numbers of one of several reward functions, or those of the only one. `None` for a completion of which
         any number is missing: else the others would stand for all of them."""
-        return [
-            None if reward.value is None else reward.by_function.get(function, reward.value) for reward in self.rewards
-        ]
+        scored = [(reward.value, reward.by_function) for reward in self.rewards]
+        return [None if value is None else numbers.get(function, value) for value, numbers in scored]
 
     def table(self, functions: Iterable[str]) -> list[list[float]]:
         """The numbers of these functions, NaN for a missing one: a row for each completion."""
@@ -86,13 +82,14 @@ class BatchResult:
     ) -> None:
         """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
         with them outcome and reason."""
-        for name in dict.fromkeys(name for reward in self.rewards for name in reward.columns):
-            log_extra(name, [reward.columns.get(name) for reward in self.rewards])
+        logged = dict.fromkeys(name for reward in self.rewards for name in reward.columns)
+        columns: dict[str, list[object]] = {name: [each.columns.get(name) for each in self.rewards] for name in logged}
         if components is not None:
-            log_extra("outcome", [reward.outcome.value for reward in self.rewards])
-            log_extra("reason", [reward.reason for reward in self.rewards])
-            for name in components:
-                log_extra(name, [reward.components.get(name) for reward in self.rewards])
+            columns["outcome"] = [reward.outcome.value for reward in self.rewards]
+            columns["reason"] = [reward.reason for reward in self.rewards]
+            columns |= {name: [reward.components.get(name) for reward in self.rewards] for name in components}
+        for name, values in columns.items():
+            log_extra(name, values)
         for reward in self.rewards:
             for name, value in reward.metrics:
                 if not (name.startswith("rewards/") and name.endswith(("/mean", "/std"))):  # names of TRL's own
@@ -129,21 +126,8 @@ class Sample:
         return completion_text(self.completion)
 
 
-@dataclass(slots=True)
-class TimeRange:
-    """From the first start to the last reward so far, on `time.perf_counter`'s scale."""
-
-    first: float | None = None
-    last: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.first is None else max(self.last - self.first, 0.0)
-
-
 class SampleLines:
-    """Logs what happens to single completions: lines of these `LINE_KINDS`. Without `scoring`, completions without a
-    number are logged at the level DEBUG."""
+    """Logs lines of these `LINE_KINDS`. Without `scoring`, completions without a number are logged at level DEBUG."""
 
     def __init__(self, kinds: Collection[str] = ()) -> None:
         self._kinds = frozenset(kinds)
@@ -168,12 +152,12 @@ class SampleLines:
             logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
         if "scoring" not in self._kinds and (reward.value is not None or not logger.isEnabledFor(logging.DEBUG)):
             return
-        value = "" if reward.value is None else f" {reward.value:.2f}"
+        value = "" if reward.value is None else f"{reward.value:.2f}"
         parts = ", ".join(f"{name} {part:.2f}" for name, part in reward.components.items() if part is not None)
         times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in reward.seconds.items())
-        what = f"{reward.outcome.value}{value}{f' {reward.reason}' * bool(reward.reason)}{f' ({parts})' * bool(parts)}"
+        what = filter(None, (row_id, reward.outcome.value, value, reward.reason, parts and f"({parts})"))
         level = logging.INFO if "scoring" in self._kinds else logging.DEBUG
-        logger.log(level, f"[Scoring] {row_id} {what}; {times}")
+        logger.log(level, f"[Scoring] {' '.join(what)}; {times}")
 
 
 def row_id_of(row: Example) -> str | None:
@@ -203,7 +187,7 @@ class RewardBatch:
         """The rewards so far, by place. May be read from any thread."""
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
-        self.times = TimeRange()  # may be read from any thread
+        self.began: float | None = None  # when the first was started, on `time.perf_counter`'s scale. From any thread.
         self.ended = [0.0] * len(self.rows)  # when each was settled, on the same scale
         self.waits: list[tuple[float, float]] = []
         self.by_second = False  # as in `Sample`, of those that are not started yet
@@ -227,9 +211,9 @@ class RewardBatch:
         self, place: int, completion: Completion, token_ids: Sequence[int] = (), row: Example | None = None,
         failed: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to score the completion at `place`. Does nothing where this very one is under way or scored. Where it
-        takes the place of another one, those that are scored together with it begin again. `row` takes the place of
-        the one with which the batch began. One that `failed` before is missing for this reason, whatever its score."""
+        """Begin to score the completion at `place`, unless this very one is under way or scored. Where it takes the
+        place of another one, those that are scored together with it begin again. `row` takes the place of the one with
+        which the batch began. One that `failed` before is missing for this reason, whatever its score."""
         # 1. Keep it with all that its reward may ask for.
         before = self._samples[place]
         if before is not None and _same(before.completion, completion):
@@ -257,8 +241,8 @@ class RewardBatch:
             if why is not None:  # others of its unit may want to see it
                 self._settle(other, missing(Outcome.INFRA, why))
                 continue
-            if self.times.first is None:
-                self.times.first = time.perf_counter()
+            if self.began is None:
+                self.began = time.perf_counter()
             scoring = self._scored(replace(sample, round=self._rounds[first]), self._whole[first])
             self._tasks[other] = self._context.run(asyncio.ensure_future, scoring)
         # 3. The time of the unit runs once all of it is there. The last ones are usually the last to come.
@@ -309,11 +293,11 @@ class RewardBatch:
         self.rewards = [batch.rewards[place] for batch, place in held]
         self.stages = [batch.stages[place] for batch, place in held]
         self._samples = [batch._samples[place] for batch, place in held]
-        longest = max(batch.ended[place] - (batch.times.first or 0.0) for batch, place in held)
+        longest = max(batch.ended[place] - (batch.began or 0.0) for batch, place in held)
         for batch, place in held:
             batch.stages[place] = StageTimes(batch._tracks[place])
         self.waits, last = [*waits], waits[-1][1]
-        self.times = TimeRange(first=min(last - longest, waits[0][0]), last=last)
+        self.began, self.ended = min(last - longest, waits[0][0]), [last] * len(self)
 
     def has_settled(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether all places of one of the groups are settled, or there is none. From any thread."""
@@ -363,17 +347,17 @@ class RewardBatch:
             if judgings
         )
         report = replace(
-            drained, seconds=self.times.seconds, judge_seconds=max(took, default=0.0), spans=spans,
-            started=self.times.first or 0.0, waits=tuple(self.waits),
+            drained, seconds=max(max(self.ended, default=0.0) - (self.began or 0.0), 0.0),
+            judge_seconds=max(took, default=0.0), spans=spans, started=self.began or 0.0, waits=tuple(self.waits),
         )  # fmt: skip
         return BatchResult(rewards=tuple(reward for reward in self.rewards if reward is not None), report=report)
 
     def _settle(self, place: int, reward: Reward) -> None:
         self._tasks.pop(place, None)
-        self.ended[place] = self.times.last = time.perf_counter()
+        self.ended[place] = time.perf_counter()
         self.rewards[place] = reward = replace(reward, seconds=self.stages[place].seconds)
-        if self.times.first is None:  # it was cut off before anything began
-            self.times.first = self.times.last
+        if self.began is None:  # it was cut off before anything began
+            self.began = self.ended[place]
         sample = self._samples[place]
         self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():

@@ -1,71 +1,41 @@
 """The figures of rewards: from each rank's completions to the sums of a log line.
 
 Owns the value of each figure of a completion, the judge's bias, and the tables in which these and a batch's report
-travel between ranks. `names.FIGURES` owns their tags. `rollout.rollout_scoring` gathers, `update.ledger` adds up.
+travel between ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import mul
 
 import torch
 
-from salesrl_trl.names import (
-    BRANCH,
-    CACHES,
-    JUDGE_SECONDS,
-    JUDGED_SINGLY,
-    LENGTH_CORRELATION,
-    OVERLOAD_SHARE,
-    POSITION_GAP,
-    REFERENCE_MISSING,
-    REWARD_SECONDS,
-    RIGHT_DOCUMENT,
-    STAGE_SHARES,
-    USAGE,
-    Stage,
-    component_of,
-    line_names,
-    of_branches,
-    outcome_of,
-    reference_of,
-    reward_of,
-    saved_by,
-    slowest_of,
-    stage_of,
-    traffic_of,
-    usage_of,
-)
+from salesrl_trl import names
+from salesrl_trl.names import BRANCH, Stage
 from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.aggregates import StepAggregates, percentile
-from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward
+from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward, missing
 
-Value = Callable[[Reward], float | None]
-
-VALUE = reward_of(BRANCH)
+VALUE = names.reward_of(BRANCH)
 REFERENCE_REWARD = "reference_reward"
 """Column of the reward of the reference's answer, for the hybrid baseline. No figure."""
 BRANCH_ID = "branch_id"  # column of the index into the branches' names
 
 
-def _component(name: str, reward: Reward) -> float | None:
-    return reward.components.get(name)
-
-
-OVER_COMPLETIONS: Mapping[str, Value] = {
-    VALUE: lambda reward: reward.value,
-    reference_of(BRANCH): partial(_component, REFERENCE),
-    **{outcome_of(outcome): partial(lambda of, reward: float(reward.outcome is of), outcome) for outcome in Outcome},
-    REFERENCE_MISSING: lambda reward: (
-        float(reward.components.get(REFERENCE) is None) if reward.outcome is Outcome.OK else None
-    ),
-    RIGHT_DOCUMENT: partial(_component, "right_document"),
-}
-"""By tag, the value of a figure for one completion. The figure is the mean over the completions for which the value is
-not `None`: of each branch, if its tag has `{branch}`."""
+def values_of(reward: Reward, components: Sequence[str] = ()) -> dict[str, float | None]:
+    """By tag, the value of each figure for one completion. The figure is the mean over the completions for which the
+    value is not `None`: of each branch, if its tag has `{branch}`."""
+    part, is_ok = reward.components.get, reward.outcome is Outcome.OK
+    return {
+        VALUE: reward.value,
+        names.reference_of(BRANCH): part(REFERENCE),
+        **{names.outcome_of(outcome): float(reward.outcome is outcome) for outcome in Outcome},
+        names.REFERENCE_MISSING: float(part(REFERENCE) is None) if is_ok else None,
+        names.RIGHT_DOCUMENT: part("right_document"),
+        **{names.component_of(name, BRANCH): part(name) for name in components},
+    }
 
 
 class JudgeBias:
@@ -92,8 +62,8 @@ class JudgeBias:
         # Equal scores leave a spread of rounding errors. This must not look like a correlation.
         varies = n > 1 and spread > 1e-9 * max(n * xx * n * yy, 1e-12)
         return {
-            LENGTH_CORRELATION: (n * xy - x * y) / math.sqrt(spread) if varies else math.nan,
-            POSITION_GAP: y_first / first - y_second / second if first and second else math.nan,
+            names.LENGTH_CORRELATION: (n * xy - x * y) / math.sqrt(spread) if varies else math.nan,
+            names.POSITION_GAP: y_first / first - y_second / second if first and second else math.nan,
         }
 
 
@@ -107,45 +77,45 @@ def bias_sums(records: Sequence[JudgeRecord]) -> list[float]:
 
 
 class RewardFigures:
-    """The figures of one reward, the same on every rank. `names` are those of the reward."""
+    """The figures of one reward, the same on every rank. `of_reward` are its names."""
 
-    def __init__(self, branches: Sequence[str], names: RewardNames | None = None) -> None:
-        names = names or RewardNames()
+    def __init__(self, branches: Sequence[str], of_reward: RewardNames | None = None) -> None:
+        reward = of_reward or RewardNames()
         self.branches = branches
-        self._parts = {"meter": names.meter is not None, "groups": names.judges_groups}
-        self._stages = (*Stage, *names.stages)
-        components = [component for component in names.components if component != REFERENCE]
-        values: dict[str, Value] = {component_of(name, BRANCH): partial(_component, name) for name in components}
-        self._over_completions = {**OVER_COMPLETIONS, **values}
+        self._parts = {"meter": reward.meter is not None, "groups": reward.judges_groups}
+        self._stages = (*Stage, *reward.stages)
+        self._components = [component for component in reward.components if component != REFERENCE]
+        self._over_completions = [*values_of(missing(Outcome.INFRA, ""), self._components)]
         columns = (BRANCH_ID, REFERENCE_REWARD, *self._over_completions, *self._stages)
         self._columns = {name: place for place, name in enumerate(columns)}
         self._counts = (
-            *(usage_of(provider, kind) for provider in names.providers for kind in USAGE),
-            *(traffic_of(service, kind) for service in names.services for kind in (*TRAFFIC, "slots")),
-            *(saved_by(cache) for cache in CACHES),
-            *(JUDGED_SINGLY,) * names.judges_groups,
+            *(names.usage_of(provider, kind) for provider in reward.providers for kind in names.USAGE),
+            *(names.traffic_of(service, kind) for service in reward.services for kind in (*TRAFFIC, "slots")),
+            *map(names.saved_by, names.CACHES),
+            *(names.JUDGED_SINGLY,) * reward.judges_groups,
         )
         self.words: dict[str, Sequence[str]] = {
             "branch": branches,
             "stage": self._stages,
-            "component": components,
-            "provider": names.providers,
-            "service": names.services,
-            "count": (*TRAFFIC, "slots", OVERLOAD_SHARE),
+            "component": self._components,
+            "provider": reward.providers,
+            "service": reward.services,
+            "count": (*TRAFFIC, "slots", names.OVERLOAD_SHARE),
             "figure": (),  # of quick evaluations, where there are some
         }
         """What the words in braces of `names.FIGURES` stand for."""
         of_the_chain = (
-            REFERENCE_MISSING, RIGHT_DOCUMENT, LENGTH_CORRELATION, POSITION_GAP, JUDGE_SECONDS,
-            *of_branches(reference_of(BRANCH), branches).values(), *map(saved_by, CACHES), *map(slowest_of, Stage),
-            *(stage_of(stage, share) for stage in Stage for share in STAGE_SHARES),
+            names.REFERENCE_MISSING, names.RIGHT_DOCUMENT, names.LENGTH_CORRELATION, names.POSITION_GAP,
+            names.JUDGE_SECONDS, *names.of_branches(names.reference_of(BRANCH), branches).values(),
+            *map(names.saved_by, names.CACHES), *map(names.slowest_of, Stage),
+            *(names.stage_of(stage, share) for stage in Stage for share in names.STAGE_SHARES),
         )  # fmt: skip
-        self.not_logged = frozenset(of_the_chain if names.functions and not names.components else ())
+        self.not_logged = frozenset(of_the_chain if reward.functions and not reward.components else ())
 
     def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
         """Every tag of the ledger's line, but for the KL and the judge's bias. `further`: parts of it."""
         present = (part for part, is_there in self._parts.items() if is_there)
-        return line_names({"rewards", *further, *present}, self.words)
+        return names.line_names({"rewards", *further, *present}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
         """A column of a table of `encode`, shape (N,)."""
@@ -155,7 +125,7 @@ class RewardFigures:
         """The values of completions as a table, to be gathered: shape (B, columns), float64, NaN for a missing one."""
         rows = []
         for reward, branch_id in zip(rewards, branch_ids, strict=True):
-            values = [value(reward) for value in self._over_completions.values()]
+            values = values_of(reward, self._components).values()
             seconds = [reward.seconds.get(stage) for stage in self._stages]
             row = (branch_id, reward.reference_value, *values, *seconds)
             rows.append([math.nan if number is None else number for number in row])
@@ -169,7 +139,7 @@ class RewardFigures:
             is_known = ~values.isnan()
             tags = {tag: is_known}
             if BRANCH in tag:
-                by_branch = enumerate(of_branches(tag, self.branches).values())
+                by_branch = enumerate(names.of_branches(tag, self.branches).values())
                 tags = {name: is_known & (branch_ids == branch_id) for branch_id, name in by_branch}
             for name, counts in tags.items():
                 aggregates.add(name, values[counts].sum().item(), counts.sum().item())
@@ -180,8 +150,8 @@ class RewardFigures:
         seconds = {stage: self.column(table, stage) for stage in self._stages}
         for stage, times in seconds.items():
             measured = times[~times.isnan()].tolist()
-            for name, share in STAGE_SHARES.items():
-                aggregates.add(stage_of(stage, name), percentile(measured, share), int(bool(measured)))
+            for name, share in names.STAGE_SHARES.items():
+                aggregates.add(names.stage_of(stage, name), percentile(measured, share), int(bool(measured)))
         if not len(table):
             return
         spent = {stage: times.nan_to_num() for stage, times in seconds.items()}
@@ -189,15 +159,16 @@ class RewardFigures:
         others = sum(times for stage, times in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
         slowest = int((beside + others).argmax())
         for stage, times in spent.items():
-            aggregates.add(slowest_of(stage), times[slowest].item(), 1)
+            aggregates.add(names.slowest_of(stage), times[slowest].item(), 1)
 
     def encode_report(self, report: BatchReport) -> torch.Tensor:
         """A batch's report as a table, to be gathered: shape (1, 2 + `JudgeBias.SUMS` + counts), float64."""
+        used = ((name, kind, getattr(usage, kind)) for name, usage in report.usage.items() for kind in names.USAGE)
         counts = {
-            **{usage_of(name, kind): getattr(usage, kind) for name, usage in report.usage.items() for kind in USAGE},
-            **{traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
-            **{saved_by(cache): report.cache_hits[cache] for cache in CACHES},
-            JUDGED_SINGLY: report.judged_singly,
+            **{names.usage_of(name, kind): number for name, kind, number in used},
+            **{names.traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
+            **{names.saved_by(cache): report.cache_hits[cache] for cache in names.CACHES},
+            names.JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]
         row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]
@@ -208,18 +179,18 @@ class RewardFigures:
         """The `POSITION_GAP` of gathered reports of one batch."""
         bias = JudgeBias()
         bias.add(table[:, 2 : 2 + JudgeBias.SUMS].sum(dim=0).tolist())
-        return bias.flush()[POSITION_GAP]
+        return bias.flush()[names.POSITION_GAP]
 
     def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
         """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""
         seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)
         slowest = seconds.max(dim=0).values.tolist()
-        for name, value in zip((REWARD_SECONDS, JUDGE_SECONDS), slowest, strict=True):
+        for name, value in zip((names.REWARD_SECONDS, names.JUDGE_SECONDS), slowest, strict=True):
             aggregates.add(name, value, 1)
         bias.add(bias_columns.sum(dim=0).tolist())
         sums = dict(zip(self._counts, counts.sum(dim=0).tolist(), strict=True))
         for name, value in sums.items():
             aggregates.add(name, value, 1)
         for service in self.words["service"]:
-            turned_away, sent = (sums[traffic_of(service, kind)] for kind in ("overloads", "sent"))
-            aggregates.add(traffic_of(service, OVERLOAD_SHARE), turned_away, sent)
+            turned_away, sent = (sums[names.traffic_of(service, kind)] for kind in ("overloads", "sent"))
+            aggregates.add(names.traffic_of(service, names.OVERLOAD_SHARE), turned_away, sent)

@@ -19,16 +19,7 @@ from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Completion, Sample, completion_text
-from salesrl_trl.reward.scorer import (
-    ARGUMENTS,
-    AT_ONCE,
-    DEADLINE_S,
-    TRL_ARGUMENTS,
-    Needs,
-    Per,
-    RewardNames,
-    Scorer,
-)
+from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUMENTS, Needs, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes, place_of
 from salesrl_trl.reward.together import Together
 from salesrl_trl.service.breaker import Breaker
@@ -90,14 +81,9 @@ class RewardFunction(Scorer):
         self._needed = frozenset(name for name, is_needed in named.items() if is_needed)
         code = re.sub(r"\W+", "_", self.__name__.lower()).strip("_") or "reward"
         self._transport = transport or Transport(
-            code,
-            max_concurrency=MOST_CALLS,
-            initial_concurrency=MOST_CALLS,
-            attempt_timeout_s=deadline_s,
-            max_attempts=1,
-            hedge_fraction=0.0,
-            breaker=Breaker(failures_to_open=math.inf),  # each call is made: it may be about its completion alone
-        )
+            code, max_concurrency=MOST_CALLS, initial_concurrency=MOST_CALLS, attempt_timeout_s=deadline_s,
+            max_attempts=1, hedge_fraction=0.0, breaker=Breaker(failures_to_open=math.inf),  # each call is made
+        )  # fmt: skip
         self.budget = self._transport.budget
         self._transport.notes = transport is not None  # else the function is all that there is to note
         self.code = self._transport.service
@@ -116,16 +102,12 @@ class RewardFunction(Scorer):
 
     @property
     def names(self) -> RewardNames:
+        needs = Needs(function=self.__name__, per=self._per, columns=self._needed - {*ARGUMENTS[self._per]})
         return RewardNames(
-            functions={self.own_name: self.own_name},
-            together=self._per,
-            columns=None if self._takes_all else self._named | {"prompt"},
-            at_once=self._at_once,
-            needs=(Needs(function=self.__name__, per=self._per, columns=self._needed - {*ARGUMENTS[self._per]}),),
-            stages=() if self.code in tuple(Stage) else (self.code,),
-            services=(self.code,),
-            places={self.code: self._place},
-        )
+            functions={self.own_name: self.own_name}, together=self._per, at_once=self._at_once, needs=(needs,),
+            columns=None if self._takes_all else self._named | {"prompt"}, services=(self.code,),
+            stages=() if self.code in tuple(Stage) else (self.code,), places={self.code: self._place},
+        )  # fmt: skip
 
     async def drain(self) -> BatchReport:
         if self.budget is not None:
@@ -187,14 +169,11 @@ class RewardFunction(Scorer):
         columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
-                self.faults.log_once(
-                    f"{self.__name__} logs {name!r} with another number of values than completions: left out"
-                )
+                what = "with another number of values than completions: left out"
+                self.faults.log_once(f"{self.__name__} logs {name!r} {what}")
                 continue
-            rewards = [
-                replace(reward, columns={**reward.columns, name: value})
-                for reward, value in zip(rewards, values, strict=True)
-            ]
+            columned = zip(rewards, values, strict=True)
+            rewards = [replace(reward, columns={**reward.columns, name: value}) for reward, value in columned]
         rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
         return rewards
 

@@ -2,7 +2,6 @@
 
 A function that returns `None` does not apply, and is left out, as in TRL. One that fails leaves the completion without
 a number. TRL's sum would count it as 0, so that a completion whose judge timed out were the worst of its group.
-`reward_funcs` and `launch.assembly` make such rewards.
 """
 
 import asyncio
@@ -17,8 +16,7 @@ from salesrl_trl.reward.scorer import AT_ONCE, DEADLINE_S, METER, Per, RewardNam
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.types import JUDGE, NOT_APPLICABLE, Example, Outcome, Reward
 
-Apart: TypeAlias = Callable[[Scorer], Scorer]
-"""Moves a reward into a process of its own: `remote.RemoteReward`."""
+Apart: TypeAlias = Callable[[Scorer], Scorer]  # `remote.RemoteReward`
 
 
 class MixedReward(Scorer):
@@ -69,20 +67,17 @@ class MixedReward(Scorer):
             outcome, reason, value = first.outcome, first.reason, None
         elif invalid:
             outcome, reason = invalid[0].outcome, invalid[0].reason
+        components = {
+            name if name in self._components[function] else f"{function}/{name}": part
+            for function, reward in rewards.items()
+            for name, part in reward.components.items()
+        }
         return Reward(
-            outcome=outcome,
-            value=value,
-            reason=reason,
-            components={
-                name if name in self._components[function] else f"{function}/{name}": part
-                for function, reward in rewards.items()
-                for name, part in reward.components.items()
-            },
-            by_function=numbers,
+            outcome=outcome, value=value, reason=reason, components=components, by_function=numbers,
             columns={name: column for reward in rewards.values() for name, column in reward.columns.items()},
             metrics=tuple(metric for reward in rewards.values() for metric in reward.metrics),
             breach=next((reward.breach for reward in failed if reward.breach), ""),
-        )
+        )  # fmt: skip
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
         answers = await asyncio.gather(*(reward.warm_up() for reward in self._rewards))
@@ -98,12 +93,10 @@ class MixedReward(Scorer):
                 traffic.setdefault(service, Counter()).update(counts)
         return BatchReport(
             usage={name: usage for report in reports for name, usage in report.usage.items()},
-            traffic=traffic,
-            judged_singly=sum(report.judged_singly for report in reports),
+            traffic=traffic, cache_hits=hits, judged_singly=sum(report.judged_singly for report in reports),
             records=[record for report in reports for record in report.records],
             calls=[call for report in reports for call in report.calls],
-            cache_hits=hits,
-        )
+        )  # fmt: skip
 
     async def aclose(self) -> None:
         for reward in self._rewards:
@@ -143,22 +136,11 @@ def combined(
     rewards: Sequence[Scorer], weights: Sequence[float], apart: Apart | None, *, are_all: bool = True
 ) -> Scorer:
     """One reward of several, or the only one; by `apart` in a process of its own, if none of them is."""
-    _check_alone(rewards, apart is not None, are_all)
+    if any(reward.is_played for reward in rewards) and (len(rewards) > 1 or not are_all or apart is not None):
+        raise ConfigError(
+            "a function with `@per_episode` is given beside other rewards, or with `reward_process`. Expected it "
+            "alone, with `reward_process: false`: it plays the whole episode in the trainer's process, and what it "
+            "returns is the reward. Call the other functions inside it."
+        )
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     return reward if apart is None or any(part.is_apart for part in rewards) else apart(reward)
-
-
-def _check_alone(rewards: Sequence[Scorer], in_a_process: bool, are_all: bool) -> None:
-    """Raise `ConfigError` for an episode beside other rewards, or in a process of the rewards' own."""
-    if not any(reward.is_played for reward in rewards):
-        return
-    if len(rewards) > 1 or not are_all:
-        raise ConfigError(
-            "a function with `@per_episode` is given beside other rewards. Expected it alone: it plays the whole "
-            "episode, and what it returns is the reward. Call the other functions inside it."
-        )
-    if in_a_process:
-        raise ConfigError(
-            "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
-            "Expected `reward_process: false`."
-        )

@@ -37,12 +37,9 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled, and for the stack of a child
-ANSWER_S = 5.0
-"""Longest wait for the child's counts, and for its end. It answers at once unless the machine is overloaded."""
+ANSWER_S = 5.0  # longest wait for the child's counts, and for its end
 PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
-SILENT_PINGS = 120
-"""Looks in a row without an answer, after which the child is ended: it may import, or load a model. Seconds would pass
-while the machine sleeps."""
+SILENT_PINGS = 120  # looks in a row without an answer, after which it is ended: it may import, or load a model
 PING = -1  # number of a question without a waiter
 
 
@@ -51,7 +48,7 @@ class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
 
 
 class Channel:
-    """This side's end of the socket: messages between the two processes, pickled."""
+    """This side's end of the socket: pickled messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -138,7 +135,7 @@ class _Child:
                             self.scored[scored].elsewhere = under_way
                 elif not (waiting := self._waiting.pop(number)).done():  # else nobody waits for it any more
                     (waiting.set_exception if isinstance(answer, ServiceError) else waiting.set_result)(answer)
-        except Exception as error:  # what can't be read: without this child there would be no answer ever
+        except Exception as error:  # without this child there would be no answer ever
             logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
             self.process.kill()
         pinging.cancel()
@@ -309,7 +306,6 @@ class Worker:
         await self._reward.aclose()
 
     def _score(self, number: int, sample: Sample, track: str, left_s: float) -> None:
-        """Begin to score, at once: the next message may cancel it."""
         stages = StageTimes(track)
         with deadline(min(self._reward.deadline_s, left_s)):
             task = asyncio.ensure_future(self._reward.score(sample, stages))
@@ -321,7 +317,6 @@ class Worker:
         self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
 
     async def _call(self, kind: str, number: int, what: Sequence[object]) -> None:
-        """`prepare`, `drain` or `warm_up`."""
         try:
             self._answer(number, await getattr(self._reward, kind)(*what))
         except Exception as error:
@@ -336,10 +331,9 @@ class Worker:
     @staticmethod
     def _fault(error: Exception) -> ServiceError:
         """What is sent and logged of an error: its type. Its message may hold a customer's text."""
-        name = type(error).__name__
-        logger.error(f"the reward process could not answer: it raised {name}")
-        code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
-        return ServiceError(f"the reward process raised {name}", code)
+        text = f"the reward process raised {type(error).__name__}"
+        logger.error(text)
+        return ServiceError(text, error.code if isinstance(error, ServiceError) else f"raised_{type(error).__name__}")
 
 
 async def serve(descriptor: int) -> None:

@@ -1,7 +1,6 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
 
-Owns who calls what: TRL runs reward models, the reward loop calls all functions. `trainer` makes it,
-`wiring.components` asks it. Has TRL's soft overlong punishment too, for each completion as soon as it is finished.
+TRL runs reward models, the reward loop calls all functions.
 """
 
 import logging
@@ -57,14 +56,8 @@ class RewardFuncs:
             return cls(alone, list(alone.functions), weights, has_models=False)
         models = [isinstance(function, str | torch.nn.Module) for function in given]
         called = [place for place, is_model in enumerate(models) if not is_model]
-        reward_loop = RewardLoop(
-            combined(
-                [reward_of(given[place]) for place in called],
-                [weights[place] for place in called],
-                apart,
-                are_all=not (has_more or any(models)),
-            )
-        )
+        rewards, of_called = [reward_of(given[place]) for place in called], [weights[place] for place in called]
+        reward_loop = RewardLoop(combined(rewards, of_called, apart, are_all=not (has_more or any(models))))
         functions = dict(enumerate(given)) | dict(zip(called, reward_loop.functions, strict=True))
         return cls(reward_loop, [*functions.values()], weights, any(models))
 
@@ -101,15 +94,12 @@ class RewardFuncs:
 
 def check_stock(reward_funcs: object, *further: object) -> None:
     """Log that a plain `GRPOConfig` leaves TRL's trainer as it is. `further` are arguments that it does not have."""
-    if isinstance(reward_funcs, RewardLoop) or any(argument is not None for argument in further):
-        raise ConfigError(
-            "`instruments`, `quick_eval`, `kl_law`, `sampler` and a `RewardLoop` go with a `SalesGRPOConfig`, and "
-            "`args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
-        )
     functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if any(isinstance(function, Scorer) and function.is_played for function in functions):
+    ours = (isinstance(each, RewardLoop) or (isinstance(each, Scorer) and each.is_played) for each in functions)
+    if any(ours) or any(argument is not None for argument in further):
         raise ConfigError(
-            "a function with `@per_episode` goes with a `SalesGRPOConfig`: TRL's own trainer plays none."
+            "`instruments`, `quick_eval`, `kl_law`, `sampler`, a `RewardLoop` and a function with `@per_episode` go "
+            "with a `SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
         )
     show_lines()
     logger.info("a plain GRPOConfig: this trainer is TRL's own. A SalesGRPOConfig turns on what the package adds")

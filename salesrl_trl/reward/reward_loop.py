@@ -17,15 +17,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
-from salesrl_trl.reward.batch import (
-    BatchResult,
-    Completion,
-    Origin,
-    RewardBatch,
-    wait_for,
-)
+from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others, result_of
+from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others
 from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import Example
 
@@ -37,23 +31,19 @@ DRAIN_S = 6.0  # longest wait for the figures of services
 
 
 class RewardLoop:
-    """Scores batches for a caller that is not on an event loop.
-
-    TRL gets `functions` as its reward functions. A trainer that scores earlier than TRL asks does it in three steps:
+    """Scores batches for a caller that is not on an event loop. TRL gets `functions` as its reward functions.
 
         batch = loop.begin(rows)                  # then loop.start(batch, place, text), as completions come
         result = loop.result(batch, completions)  # waits; starts what has not been started with the same text
         with loop.answering(result):
             rewards = super()._calculate_rewards(...)
 
-    All methods may be called from any thread but the loop's own. `reward` is used on the loops alone from now on, but
-    for its names.
+    All methods may be called from any thread but the loop's own. `reward` is used there alone, but for its names.
     """
 
     def __init__(self, reward: Scorer) -> None:
         self.reward = reward
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
-        """One for each number that TRL weighs and logs by itself. They answer inside `answering` alone."""
         self.answer: BatchResult | None = None
         self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
         self.by_second: frozenset[str] = frozenset()
@@ -80,14 +70,14 @@ class RewardLoop:
         self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = (),
         row: Example | None = None, failed: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to score the completion at `place`: `RewardBatch.start`. Does not wait."""
+        """`RewardBatch.start`. Does not wait."""
         self._batches.post(batch.start, place, completion, token_ids, row, failed)
 
     def start_all(
         self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         rows: Sequence[Example] = (),
     ) -> None:  # fmt: skip
-        """Begin to score all completions that have not been started with the same text. Does not wait."""
+        """`RewardBatch.start_all`. Does not wait."""
         self._batches.post(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
@@ -150,22 +140,14 @@ class RewardLoop:
             self.answer = None
 
     def status(self, generating: str = "") -> str:
-        """The oldest batch with a stage under way, in words for the console: its completions by stage. `generating`:
-        what to say where there is none and completions are still to come, as in an evaluation. A batch of training may
-        wait, settled, for the end of an evaluation."""
-        if self.answer is not None:  # TRL gathers over all ranks inside `answering`
-            return "this rank's are scored, another's may be out"
-        batches = list(self._open.values())
-        more = len(batches) - 1
-        behind = f"; {more} more batch{'es' * (more > 1)} in flight" if more > 0 else ""
-        for batch in batches:
-            if stages := Counter(stage for stages in batch.stages for stage in stages.under_way):
-                listed = ", ".join(f"{number} in {name}" for name, number in stages.items())
-                return f"of {len(batch)} completions {listed}{behind}"
-        awaited = [batch for batch in batches if generating or batch.times.first is not None]
-        if awaited and all(batch.is_settled() for batch in awaited):
-            return f"this rank's are scored, another's may be out{behind}"
-        return f"{generating or 'none is being scored'}{behind}"
+        """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
+        `generating`, as in an evaluation."""
+        for batch in list(self._open.values()):
+            if stages := Counter(stage for each in batch.stages for stage in each.under_way):
+                return (
+                    f"of {len(batch)} completions {', '.join(f'{count} in {name}' for name, count in stages.items())}"
+                )
+        return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timed: TimingContext) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
@@ -174,7 +156,7 @@ class RewardLoop:
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
-        return result_of(begun or self.call(self.reward.warm_up))
+        return (begun or self.call(self.reward.warm_up)).result()
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
@@ -190,7 +172,8 @@ class RewardLoop:
 
 
 class RewardColumn:
-    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`."""
+    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`. Answers inside
+    `RewardLoop.answering` alone."""
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop

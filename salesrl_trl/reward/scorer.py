@@ -11,17 +11,8 @@ from functools import partial
 from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.reward.batch import (
-    NOTHING_SCORED,
-    BatchReport,
-    BatchResult,
-    Completion,
-    Origin,
-    RewardBatch,
-    Sample,
-    SampleLines,
-    wait_for,
-)
+from salesrl_trl.reward import batch as batches
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
 from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.breaker import SharedBudget
 from salesrl_trl.service.event_loop import WatchedLoop
@@ -33,8 +24,6 @@ AT_ONCE = 128
 calls, some would come to their deadline before they had their turn."""
 TRL_ARGUMENTS = ("trainer_state",)
 """What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
-
-
 METER = "judge_meter"  # column of a row that is judged for the drift monitor alone
 
 
@@ -116,22 +105,17 @@ class RewardNames:
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
         """The errors of a `Scorer.warm_up` after which nothing could be scored."""
-        failed: list[ServiceError] = []
-        for names in self.required:
-            results = [warm_up[name] for name in names if name in warm_up]
-            errors = [result for result in results if isinstance(result, ServiceError)]
-            failed += errors if len(errors) == len(results) else []
-        return failed
+        errors = {name: result for name, result in warm_up.items() if isinstance(result, ServiceError)}
+        lost = (names for names in self.required if not {*names} & (warm_up.keys() - errors.keys()))
+        return [errors[name] for names in lost for name in names if name in errors]
 
 
 class Scorer(ABC):
     """A reward: scores one completion at a time.
 
     A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
-
-    `deadline_s`: seconds a completion may take from its start. What is not scored by then is cancelled and missing,
-    reason `"deadline"`. `budget` belongs to the reward's event loop, but for its `path` and `limits`. `records` says
-    whether calls and verdicts are kept for the record of the run; a trainer with `record` sets it.
+    `deadline_s`: seconds a completion may take from its start. `budget` belongs to the reward's event loop, but for
+    its `path` and `limits`. `records`: whether calls and verdicts are kept; a trainer with `record` sets it.
     """
 
     is_replay = False  # whether a record answers, which knows rows by their ids
@@ -140,7 +124,7 @@ class Scorer(ABC):
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
-        self.lines = SampleLines()
+        self.lines = batches.SampleLines()
         self.faults = FaultLog()
         self.budget: SharedBudget | None = None
         self.records = False
@@ -152,7 +136,6 @@ class Scorer(ABC):
 
     @property
     def names(self) -> RewardNames:
-        """What is known of it before its first use."""
         return RewardNames(functions={self.own_name: self.own_name})
 
     async def prepare(self, rows: Iterable[Example]) -> None:  # noqa: B027  for those that have something to prepare
@@ -173,7 +156,7 @@ class Scorer(ABC):
 
     async def drain(self) -> BatchReport:
         """Everything that services did since the last call. Without times."""
-        return NOTHING_SCORED
+        return batches.NOTHING_SCORED
 
     async def aclose(self) -> None:
         """Close what belongs to the running event loop, and settle the account of its budget."""
@@ -205,7 +188,7 @@ class Scorer(ABC):
         """The rewards of completions to these rows, on the running event loop."""
         batch = self.batch(rows, group)
         batch.start_all(completions, token_ids)
-        await wait_for([batch], batch.is_settled)
+        await batches.wait_for([batch], batch.is_settled)
         return batch.result(await self.drain())
 
     async def __call__(

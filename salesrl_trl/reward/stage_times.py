@@ -1,7 +1,4 @@
-"""What is noted of single completions: times of stages, and errors in a reward's code.
-
-An error costs its completion, is logged once by its place, and the run goes on.
-"""
+"""What is noted of single completions: times of stages, and errors in a reward's code."""
 
 import asyncio
 import logging

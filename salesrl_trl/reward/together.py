@@ -1,7 +1,4 @@
-"""One call for neighbours that are scored together: the completions of a prompt, or of a batch.
-
-Owns when the call is made, for whom, and who gets which of its results. `functions` and `judge_reward` use it.
-"""
+"""One call for neighbours that are scored together: when it is made, for whom, and who gets which of its results."""
 
 import asyncio
 import contextlib

@@ -9,29 +9,17 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceUnavailable
 from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
 
-FAILURES_TO_OPEN = 5
-"""Failures in a row that open the breaker. A service that answers every second call is better retried."""
+FAILURES_TO_OPEN = 5  # failures in a row. A service that answers every second call is better retried.
 COOLDOWN_S = 0.25  # first pause. It is short: a connection that a load balancer resets is back at once.
-MAX_COOLDOWN_S = 15.0
-"""Longest pause between two probes: calls go out again at the latest so long after the service is back."""
+MAX_COOLDOWN_S = 15.0  # longest pause: calls go out again at the latest so long after the service is back
 SAME_OUTAGE_S = 60.0  # two failures further apart than this, with no call between them, count as two outages
-DENIED_COOLDOWN_S = 1.0
-"""First pause after refused keys or a used-up quota. Nobody mends those in a quarter of a second."""
+DENIED_COOLDOWN_S = 1.0  # first pause after refused keys or a used-up quota, which nobody mends in a moment
 MAX_DENIED_COOLDOWN_S = 60.0  # longest pause between two probes after them
-
-
-class Permit(Enum):
-    """The action that a caller is allowed now."""
-
-    SEND = auto()
-    PROBE = auto()  # send one request that finds out whether the endpoint is back: `Breaker.probe` is its number
-    WAIT = auto()  # a probe is out, or the pause is not over
 
 
 class Breaker:
@@ -61,12 +49,10 @@ class Breaker:
         self._open_until: float | None = None
         self.is_probing = False
         self.probe = 0  # number of the latest probe: 0 before the first one
-        self.denial: str | None = None
-        """The code of the denials that opened the breaker; `None` if other failures opened it."""
+        self.denial: str | None = None  # the code of the denials that opened it; `None` if other failures did
 
     @property
     def is_open(self) -> bool:
-        """Whether callers have to wait."""
         return self._open_until is not None
 
     @property
@@ -74,15 +60,16 @@ class Breaker:
         """Whether the endpoint denies access and never answered: a wrong key, which no waiting mends."""
         return self.denial is not None and not self._has_answered
 
-    def permit(self, now: float) -> Permit:
-        """The permit of a caller at the moment `now`, in seconds of any steady clock."""
+    def permit(self, now: float) -> int | None:
+        """What a caller may send at the moment `now`, in seconds of any steady clock: nothing (`None`), a request (0),
+        or the probe of this number, which finds out whether the endpoint is back."""
         if self._open_until is None:
-            return Permit.SEND
+            return 0
         if self.is_probing or now < self._open_until:
-            return Permit.WAIT
+            return None
         self.is_probing = True
         self.probe += 1
-        return Permit.PROBE
+        return self.probe
 
     def down_for_s(self, now: float) -> float:
         """Seconds since the first failure without an answer after it; 0 while there is none."""
@@ -101,9 +88,9 @@ class Breaker:
         self.denial = None
 
     def record_failure(self, now: float, *, probe: int = 0, denial: str | None = None, pause_s: float = 0.0) -> None:
-        """A call failed at the moment `now`, for a reason that may concern every call. `probe` is its number if it was
-        a probe: one that was replaced counts as any other call. `denial` is the error's code if access was denied.
-        For `pause_s` the endpoint asked for no calls."""
+        """A call failed, for a reason that may concern every call. `probe` is its number if it was a probe: one that
+        was replaced counts as any other call. `denial` is the error's code if access was denied. For `pause_s` the
+        endpoint asked for no calls."""
         if not self._failures or (not self.is_open and now - self._latest > SAME_OUTAGE_S):
             self._down_since = now
         self._latest = now
@@ -148,12 +135,9 @@ class Gate:
 
     def refuse_if_hopeless(self, patience_s: float) -> None:
         """Raise `ServiceUnavailable` if waiting can't help or is not wanted."""
-        if not self._breaker.is_open:
-            return
         is_paused = self._breaker.pause_left_s(now()) > 0
-        is_hopeless = is_paused and self._breaker.is_hopeless
         is_late = self.is_out_of_patience(patience_s) and (is_paused or self._breaker.is_probing)
-        if is_hopeless or is_late:
+        if is_late or (is_paused and self._breaker.is_hopeless):
             self._traffic["held_back"] += 1
             code = self._breaker.denial or f"{self._service}_breaker_open"
             error = ServiceUnavailable(f"{self._service} was not asked, because its latest calls failed", code)
@@ -161,16 +145,14 @@ class Gate:
             raise error
 
     async def permitted(self, patience_s: float) -> int:
-        """Wait until a request may be sent. Returns the number of the probe if the request is one, else 0. Raises as
-        `refuse_if_hopeless`, or `DeadlineExceeded`."""
+        """Wait for a permit. Raises as `refuse_if_hopeless`, or `DeadlineExceeded`."""
         while True:
             if remaining_s() <= 0:
                 raise DeadlineExceeded.before_answer_of(self._service)
             self.refuse_if_hopeless(patience_s)
             moment = now()
-            permit = self._breaker.permit(moment)
-            if permit is not Permit.WAIT:
-                return self._breaker.probe if permit is Permit.PROBE else 0
+            if (permit := self._breaker.permit(moment)) is not None:
+                return permit
             pause_s = self._breaker.pause_left_s(moment) or float("inf")
             patience_left_s = patience_s - self._breaker.down_for_s(moment)
             with suppress(TimeoutError):
@@ -226,11 +208,8 @@ class Quota(ABC):
     @property
     @abstractmethod
     def is_spent(self) -> bool: ...
-
     @abstractmethod
-    def refuse_if_spent(self) -> None:
-        """Raise `BudgetSpent` where a limit is reached."""
-
+    def refuse_if_spent(self) -> None: ...
     @abstractmethod
     async def admit(self) -> None:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
@@ -254,9 +233,8 @@ class Quota(ABC):
 class Bill:
     """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
 
-    A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others: the
-    provider has worked, and bills it. One that was refused by its status, or could not be sent, costs nothing.
-    Without a quota nothing is billed.
+    A request that was cut off under way, or whose answer states no usage, is billed by the mean of the others. One
+    that was refused by its status, or could not be sent, costs nothing. Without a quota nothing is billed.
     """
 
     quota: Quota | None

@@ -7,7 +7,6 @@ code that waits asks how long it may. Code that does not give its loop back is n
 import asyncio
 import contextlib
 import contextvars
-import itertools
 import logging
 import math
 import sys
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from types import FrameType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -158,21 +156,17 @@ class LoopThread:
 
     def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
         """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
-        return result_of(self.submit(call, *arguments))
+        waiting = self.submit(call, *arguments)
+        try:
+            return waiting.result()
+        except BaseException:
+            waiting.cancel()
+            raise
 
     def close(self) -> None:
         self.post(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
-
-def result_of(waiting: "Future[T]") -> T:
-    """Wait for what was submitted to a loop. Where the wait is interrupted, it is cancelled."""
-    try:
-        return waiting.result()
-    except BaseException:
-        waiting.cancel()
-        raise
 
 
 class WatchedLoop(LoopThread):
@@ -221,13 +215,16 @@ class WatchedLoop(LoopThread):
             self.close()
             closing.result()
         else:
+            closing.cancel()
             logger.error(f"{self.held_by() or 'The event loop of rewards does not close.'} It is left behind.")
 
     def held_by(self) -> str:
         """What does not give the loop back, in words: where it is now. Empty if the loop is idle."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = [] if frame is None else [*traceback.walk_stack(frame)]
-        inwards = itertools.dropwhile(lambda each: _module(each[0]) in _LOOPS, reversed(frames))
+        modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+        foreign = max((place for place, module in enumerate(modules, start=1) if module not in _LOOPS), default=0)
+        inwards = reversed(frames[:foreign])  # from the outermost one of a user's on
         stack = [f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards]
         if not stack:
             return ""
@@ -235,7 +232,3 @@ class WatchedLoop(LoopThread):
             f"{stack[0]} does not give the event loop of rewards back. Expected `await` wherever it waits, or a "
             f"function without `async`, which gets a thread of its own. Stack: {', '.join(stack)}."
         )
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

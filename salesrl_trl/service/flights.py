@@ -1,8 +1,5 @@
-"""Calls in flight on one event loop: their slots, and hedges: late calls that are sent a second time.
-
-Owns the tasks, the timer task that starts hedges, and the pure laws: how many slots there are, and when a call is
-late. `transport` calls it.
-"""
+"""Calls in flight on one event loop: their slots, hedges (late calls that are sent a second time), and the laws: how
+many slots there are, and when a call is late."""
 
 import asyncio
 import contextvars
@@ -25,22 +22,16 @@ Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with it
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02
-MAX_HEDGES = 2
-"""Most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers, and its batch waits."""
+MAX_HEDGES = 2  # most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers.
 PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
-MARGIN = 1.3
-"""Factor on the percentile. With it few calls that are merely slow are sent twice; the budget is for stragglers."""
+MARGIN = 1.3  # factor on the percentile. With it few calls that are merely slow are sent twice.
 WINDOW = 256  # the percentile is taken over this many latest calls
 MIN_SAMPLES = 20  # with fewer calls there is no percentile
 REFRESH_EVERY = 16  # calls between two computations of the percentile
-GROWTH_PER_SUCCESS = 0.5
-"""Slots that each answer adds while growth is fast. Doubling could overshoot a service's limit by its whole size."""
-DECREASE = 0.8
-"""Factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds."""
-ROUNDS_TO_GROW = 3
-"""Rounds of waiting calls before one more slot is tried. With fewer, the call that is turned away would come last."""
-MEMORY = 256
-"""Latest requests, exponentially weighted, over which refusals and load are correlated: a few rounds of 64 calls."""
+GROWTH_PER_SUCCESS = 0.5  # slots that each answer adds while growth is fast
+DECREASE = 0.8  # factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds.
+ROUNDS_TO_GROW = 3  # rounds of waiting calls before one more slot is tried: else a call that is refused comes last
+MEMORY = 256  # latest requests, exponentially weighted, over which refusals and load are correlated
 SIGNIFICANT = 2.5
 """Standard errors above 0 at which a correlation counts. With 2, random refusals lower the limit now and then; with 3,
 a service that takes 8 calls turns 3 % more away before the limit follows."""
@@ -80,7 +71,7 @@ class AdaptiveLimit:
 
     def __init__(self, start: int, cap: int, service: str = "the service") -> None:
         self.cap, self._service = cap, service
-        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before the first, and once it is made good
+        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before it, and once it is made good
         self.share = 0.0  # of the latest requests that were turned away
         self._limit = float(min(start, cap))
         self._fast_until = float(cap)

@@ -21,13 +21,11 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
 from salesrl_trl.errors import (
-    AccessDenied,
     BadServiceResponse,
     ConfigError,
     ErrorInAnswer,
     ForeignReply,
     ServiceOverloaded,
-    ServiceRejected,
     ServiceUnavailable,
 )
 from salesrl_trl.ground.texts import encodable
@@ -59,18 +57,18 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class WiredResponse(aiohttp.ClientResponse):
-    """A response that can close its connection after the connection was given back."""
+    """A response whose connection can be closed after it was given back: it brought the reply to another request, and
+    its next reply would be wrong too."""
 
-    _wire: ResponseHandler | None = None
+    wire: ResponseHandler | None = None
 
     async def start(self, connection: Connection) -> aiohttp.ClientResponse:
-        self._wire = connection.protocol
+        self.wire = connection.protocol
         return await super().start(connection)
 
     def hang_up(self) -> None:
-        """Close the connection: it brought the reply to another request, and its next reply would be wrong too."""
-        if self._wire is not None:
-            self._wire.abort()
+        if self.wire is not None:
+            self.wire.abort()
 
 
 class _Wire(ResponseHandler):
@@ -144,12 +142,10 @@ class _Connector(aiohttp.TCPConnector):
 
 
 MAX_BODY_BYTES = 4 * 1024 * 1024  # largest answer that is read: fifty long passages are a tenth of it
-MAX_ERROR_BODY_BYTES = 64 * 1024
-"""Most bytes that are read of an error's body. `statuses` says what is kept of it."""
+MAX_ERROR_BODY_BYTES = 64 * 1024  # most bytes that are read of an error's body
 _READ_STATUS = frozenset({400, 401, 402, 403, 404, 422, 429, 500, 503, 529})
 """Statuses of errors whose body is read: it may name a field, a quota, or when to come back."""
-REQUEST_ID_HEADER = "X-Request-Id"
-"""Carries the id of the request, and in the reply the same id if the service returns it."""
+REQUEST_ID_HEADER = "X-Request-Id"  # in the reply too, if the service returns it
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a pair, perhaps with its other half
@@ -164,9 +160,8 @@ FAILED_WORDS = frozenset(
 class HttpClient:
     """Sends JSON to one service and returns the body of a 200.
 
-    `service` is the name in errors and reason codes, for example `"rag_8b"`. The key is sent as a bearer token.
-    `headers` are for a service that takes its key elsewhere. Raises `ConfigError` if one can't travel in a header, or
-    the address holds credentials or a query, and shows neither.
+    The key is sent as a bearer token. `headers` are for a service that takes its key elsewhere. Raises `ConfigError`
+    if one can't travel in a header, or the address holds credentials or a query, and shows neither.
     """
 
     def __init__(
@@ -180,18 +175,16 @@ class HttpClient:
         self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
         json_alone = dict.fromkeys(("Content-Type", "Accept"), "application/json")
         self._headers = {**json_alone, "Accept-Encoding": "identity"}
+        for name, value in {"key": api_key or "", **(headers or {})}.items():
+            if fault := key_fault(value):
+                raise ConfigError(
+                    f"the {name} for {service} holds {fault}. Expected printable ASCII characters alone."
+                )
         if api_key:
-            if fault := key_fault(api_key):
-                raise ConfigError(f"the key for {service} holds {fault}. Expected printable ASCII characters alone.")
             self._headers["Authorization"] = f"Bearer {api_key}"
             if self._query:  # Azure's deployments take the key here
                 self._headers["api-key"] = api_key
-        for name, value in (headers or {}).items():
-            if fault := key_fault(value):
-                raise ConfigError(
-                    f"the header {name} for {service} holds {fault}. Expected printable ASCII characters."
-                )
-            self._headers[name] = value
+        self._headers |= headers or {}
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
     async def post(
@@ -321,13 +314,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()) -> None:
-    """Raise for a 200 whose body says that it is an error, whatever else it holds. Where it says of which kind, the
-    error is that of the status; else `ErrorInAnswer`. `sent`: the request's fields. It is one where
-    - `error` or `errors` is not empty;
-    - `success` or `ok` is false;
-    - `status` is one of `FAILED_WORDS` or an HTTP status from 400 on;
-    - `code` is such a status.
-    """
+    """Raise for a 200 whose body says that it is an error: `error` or `errors` is not empty, `success` or `ok` is
+    false, `status` is one of `FAILED_WORDS`, or `status` or `code` an HTTP status from 400 on. The error is that of
+    the status that it states; else `ErrorInAnswer`. `sent`: the request's fields."""
     if not isinstance(answer, Mapping):
         return
     stated = [name for name in ("error", "errors") if answer.get(name)]
@@ -339,13 +328,8 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     if not stated:
         return
     said = read_error(answer, sent)
-    if said.status == 403 or (said.status == 400 and said.refused):
-        error = (AccessDenied if said.status == 403 else ServiceRejected)(
-            f"{service} answered 200 with an error of status {said.status}.", code=f"{service}_http_{said.status}"
-        )
-        error.marks, error.refused = said.marks, said.refused
-        raise error
-    if said.status in (*OVERLOAD_STATUS, *DENIED_STATUS) or (said.status or 0) >= 500 or said.marks & QUOTA_MARKS:
+    is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
+    if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
     raise ErrorInAnswer(
         f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
@@ -356,11 +340,9 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
 
 def key_fault(key: str) -> str | None:
     """Names why a key can't travel in a header, without showing the key; `None` if it can."""
-    for place, character in enumerate(key, start=1):
-        if not "!" <= character <= "~":
-            what = "white space or a control character" if character.isascii() else "a character beyond ASCII"
-            return f"{what} at place {place} of {len(key)}"
-    return None
+    wrong = [(place, each) for place, each in enumerate(key, start=1) if not "!" <= each <= "~"]
+    what = "white space or a control character" if wrong and wrong[0][1].isascii() else "a character beyond ASCII"
+    return f"{what} at place {wrong[0][0]} of {len(key)}" if wrong else None
 
 
 async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

@@ -146,10 +146,9 @@ def _seconds(text: str) -> float | None:
     return seconds if parts else None
 
 
-WITHHELD_MARKS = frozenset(
+WITHHELD_MARKS = frozenset(  # of a text that a filter withheld: it says nothing about other requests
     {"content_filter", "content_policy_violation", "responsibleaipolicyviolation", "data_inspection_failed"}
 )
-"""Those of a text that a filter withheld: it says nothing about other requests."""
 UNKNOWN_MODEL = "model_not_found"  # this mark stands for all ways to say so
 STATUS_OF = {
     "rate_limit_exceeded": 429, "rate_limit_error": 429, "resource_exhausted": 429, "too_many_requests": 429,
@@ -183,7 +182,6 @@ _NO_MODEL = re.compile(
 _DURATION = re.compile(
     r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?)(?![a-z])", re.IGNORECASE
 )
-_AGAIN = re.compile(r"(?:again|retry|wait)\b[^.\d]{0,30}((?:\d+(?:\.\d+)?\s*[a-z]+\s*)+)", re.IGNORECASE)
 _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "description", "raw", "type", "code")
 """Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
@@ -217,7 +215,7 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     numbers = [
         int(mark) for mark in (*marks, *re.findall(r"^[45]\d\d\b", text)) if re.fullmatch("[45][0-9][0-9]", mark)
     ]
-    wait_s = _wait_s(objects, text)
+    wait_s = _wait_s(objects)
     return ErrorBody(status=max(numbers, default=status), marks=marks, refused=refused, named=named, wait_s=wait_s)
 
 
@@ -263,13 +261,12 @@ def _by_name(name: str) -> str:
     return rf"['\"`\[{{(]{name}(?=['\"`\].\[)}}:])|{before}{name}\b|\b{name}(?={behind})"
 
 
-def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
-    """The seconds after which the service wants to be asked again, by a field or by its message."""
+def _wait_s(objects: list[Mapping[str, object]]) -> float | None:
+    """The seconds after which the service wants to be asked again, by a field."""
     for part in objects:
         for name, value in part.items():
             plain = re.sub(r"[^a-z]", "", name.lower())
             is_wait = re.fullmatch("retry(delay|after(ms|s|seconds)?)", plain) and isinstance(value, str | int | float)
             if is_wait and (seconds := _seconds(str(value))) is not None:
                 return seconds / 1000 if plain.endswith("ms") else seconds
-    again = _AGAIN.search(text)
-    return None if again is None else _seconds(again[1])
+    return None

@@ -40,12 +40,9 @@ OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
 MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
 RETRY_LINES_S = 10.0  # one retry of a service is logged in so many seconds. All are counted.
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
-"""Names of the counts:
-- `calls` asked for;
-- requests `sent`, hedges included; of them `retries`, `overloads` (turned away), `timeouts`, other `failures`;
-- calls `held_back`, which were not sent because the breaker was open;
-- `hedges`, extra requests for late calls, and `hedges_won`, those that were faster.
-"""
+"""Names of the counts: `calls` asked for; requests `sent`, hedges included; of them `retries`, `overloads` (turned
+away), `timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
+`hedges_won`, those that were faster."""
 
 
 class Transport:
@@ -80,7 +77,6 @@ class Transport:
     ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
-        self._quota = quota
         self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._outage_patience_s = outage_patience_s
@@ -89,20 +85,14 @@ class Transport:
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
         self._gate = Gate(service, self._breaker, self._traffic)
-        self._flights = self._new_flights()
+        self.count_by(quota)
         self._next_retry_line = 0.0  # on `time.monotonic`'s scale
 
-    def _new_flights(self) -> PerLoop[Flights]:
-        return PerLoop(partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, self._quota))
-
-    def count_by(self, quota: Quota) -> None:
+    def count_by(self, quota: Quota | None) -> None:
         """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
         self._quota = quota
-        self._flights = self._new_flights()
-
-    @property
-    def slots(self) -> int:
-        return self._limit.slots
+        flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
+        self._flights: PerLoop[Flights] = PerLoop(flights)
 
     @property
     def max_concurrency(self) -> int:
@@ -110,7 +100,7 @@ class Transport:
 
     def drain_traffic(self) -> dict[str, int]:
         """The counts since the last time, by the names in `TRAFFIC`, and the `slots` of now."""
-        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self.slots}
+        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self._limit.slots}
         self._traffic.clear()
         return counts
 
@@ -180,12 +170,10 @@ class Transport:
             self._traffic["retries"] += 1
 
     def _log_retry(self, error: ServiceError, failures: int, wait_s: float) -> None:
-        if time.monotonic() < self._next_retry_line:
-            return
-        self._next_retry_line = time.monotonic() + RETRY_LINES_S
-        attempt = f"attempt {failures + 1} of {self._max_attempts}"
-        turned_away = ", because it asks for later calls" if isinstance(error, ServiceOverloaded) else ""
-        logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}{turned_away}")
+        if time.monotonic() >= self._next_retry_line:
+            self._next_retry_line = time.monotonic() + RETRY_LINES_S
+            attempt = f"attempt {failures + 1} of {self._max_attempts}"
+            logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}")
 
     async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
         await self.admit()
@@ -205,13 +193,10 @@ class Transport:
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
                     raise DeadlineExceeded.before_answer_of(self.service) from None
-                raise ServiceTimeout(
-                    f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s",
-                    code=f"{self.service}_timeout",
-                ) from None
+                text = f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s"
+                raise ServiceTimeout(text, code=f"{self.service}_timeout") from None
             except Exception as error:  # of the client that the attempt uses
-                failure = None if isinstance(error, ServiceError) else service_error_of(self.service, error)
-                if failure is None:
+                if isinstance(error, ServiceError) or (failure := service_error_of(self.service, error)) is None:
                     raise
                 raise failure from None
 

@@ -12,7 +12,6 @@ from salesrl_trl.service.breaker import (
     MAX_DENIED_COOLDOWN_S,
     SAME_OUTAGE_S,
     Breaker,
-    Permit,
 )
 
 
@@ -27,10 +26,10 @@ def test_failures_in_a_row_open_it():
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN - 1):
         breaker.record_failure(0.0, probe=0)
-    assert breaker.permit(0.0) is Permit.SEND
+    assert breaker.permit(0.0) == 0
     breaker.record_failure(0.0, probe=0)
     assert breaker.is_open
-    assert breaker.permit(0.0) is Permit.WAIT
+    assert breaker.permit(0.0) is None
 
 
 def test_an_answer_between_failures_starts_the_count_again():
@@ -44,9 +43,9 @@ def test_an_answer_between_failures_starts_the_count_again():
 
 def test_after_the_pause_one_caller_probes_and_the_others_wait():
     breaker = opened()
-    assert breaker.permit(COOLDOWN_S - 0.01) is Permit.WAIT
+    assert breaker.permit(COOLDOWN_S - 0.01) is None
     permits = [breaker.permit(COOLDOWN_S) for _ in range(100)]
-    assert permits == [Permit.PROBE] + [Permit.WAIT] * 99
+    assert permits == [1] + [None] * 99
 
 
 def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
@@ -54,7 +53,7 @@ def test_every_failed_probe_doubles_the_pause_up_to_a_limit():
     for _ in range(10):
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
-        assert breaker.permit(now) is Permit.PROBE
+        assert breaker.permit(now) == breaker.probe > 0
         breaker.record_failure(now, probe=breaker.probe)
     assert pauses[:4] == pytest.approx([COOLDOWN_S, 2 * COOLDOWN_S, 4 * COOLDOWN_S, 8 * COOLDOWN_S])
     assert pauses[-1] == MAX_COOLDOWN_S
@@ -79,9 +78,9 @@ def test_a_pause_is_as_long_as_the_endpoint_asks_for_up_to_a_limit():
 
 def test_an_abandoned_probe_leaves_the_next_caller_to_probe():
     breaker = opened()
-    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+    assert breaker.permit(COOLDOWN_S) == breaker.probe > 0
     breaker.record_abandoned(breaker.probe)
-    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+    assert breaker.permit(COOLDOWN_S) == breaker.probe > 0
 
 
 def denied(breaker, now=0.0, times=FAILURES_TO_OPEN, code="judge_quota"):
@@ -124,24 +123,24 @@ def test_after_denials_the_pauses_double_up_to_a_minute():
     for _ in range(8):
         pauses.append(breaker.pause_left_s(now))
         now += pauses[-1]
-        assert breaker.permit(now) is Permit.PROBE
+        assert breaker.permit(now) == breaker.probe > 0
         breaker.record_failure(now, probe=breaker.probe, denial="judge_quota")
     assert pauses == [DENIED_COOLDOWN_S, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_DENIED_COOLDOWN_S, MAX_DENIED_COOLDOWN_S]
-    assert breaker.permit(now + MAX_DENIED_COOLDOWN_S) is Permit.PROBE
+    assert breaker.permit(now + MAX_DENIED_COOLDOWN_S) == breaker.probe > 0
     breaker.record_answer()
-    assert (breaker.permit(now), breaker.denial) == (Permit.SEND, None)
+    assert (breaker.permit(now), breaker.denial) == (0, None)
 
 
 def test_a_probe_that_was_overtaken_counts_like_any_other_call():
     breaker = opened()
-    assert breaker.permit(COOLDOWN_S) is Permit.PROBE
+    assert breaker.permit(COOLDOWN_S) == breaker.probe > 0
     stale = breaker.probe
     breaker.record_answer()  # by a call that was sent before
     breaker.record_failure(1.0, probe=stale)
     assert not breaker.is_open  # one failure is not five
     for _ in range(FAILURES_TO_OPEN):
         breaker.record_failure(1.0)
-    assert breaker.permit(2.0) is Permit.PROBE
+    assert breaker.permit(2.0) == breaker.probe > 0
     breaker.record_failure(2.0, probe=stale)
     breaker.record_abandoned(stale)
-    assert breaker.permit(99.0) is Permit.WAIT  # the second probe is still out
+    assert breaker.permit(99.0) is None  # the second probe is still out

@@ -97,21 +97,20 @@ def test_a_filter_and_an_unknown_model_are_marked():
 
 STATED = {
     "a number": ({"error": {"code": 429, "retry_after": 2}}, ServiceOverloaded, 2.0),
-    "a number as text": ({"error": {"code": "429", "message": "Please try again in 6m0s."}}, ServiceOverloaded, 360.0),
-    "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, 0.577),
+    "a number as text": ({"error": {"code": "429", "retryDelay": "6m0s"}}, ServiceOverloaded, 360.0),
+    "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, None),
     "Gemini": (
         {"error": {"status": "RESOURCE_EXHAUSTED", "details": [{"retryDelay": "1.5s"}]}},
         ServiceOverloaded,
         1.5,
     ),
     "OpenRouter": ({"error": {"code": 429, "metadata": {"headers": {"Retry-After": "2"}}}}, ServiceOverloaded, 2.0),
-    "Azure": ({"error": {"code": "429", "message": "Please retry after 26 seconds."}}, ServiceOverloaded, 26.0),
     "Anthropic": ({"type": "error", "error": {"type": "overloaded_error"}}, ServiceOverloaded, None),
     "a bare text": ({"error": "429 Too Many Requests"}, ServiceOverloaded, None),
     "nobody's delay": ({"error": {"code": 429, "retry_after": "soon"}}, ServiceOverloaded, None),
     "a key": ({"error": {"code": 401}}, AccessDenied, None),
     "credit": ({"error": {"code": 402}}, AccessDenied, None),
-    "rights": ({"error": {"status": "PERMISSION_DENIED"}}, AccessDenied, None),
+    "rights": ({"error": {"status": "PERMISSION_DENIED"}}, ServiceRejected, None),
     "a quota": ({"error": {"type": "insufficient_quota"}}, AccessDenied, None),
     "Moonshot's quota": ({"error": {"type": "exceeded_current_quota_error"}}, AccessDenied, None),
     "DashScope's": ({"error": {"code": "Arrearage"}}, AccessDenied, None),
@@ -131,7 +130,7 @@ def test_an_error_inside_of_a_200_is_that_of_its_status(body, kind, wait_s):
     assert getattr(caught.value, "retry_after_s", None) == wait_s
 
 
-@pytest.mark.parametrize("body", [{"retry_after": "1" * 8000 + "x"}, {"message": f"try again in {'1' * 8000}x"}])
+@pytest.mark.parametrize("body", [{"retry_after": "1" * 8000 + "x"}])
 def test_a_delay_without_end_holds_nothing_up(body):
     began = time.process_time()
     assert read_error(body).wait_s is None

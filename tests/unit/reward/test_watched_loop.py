@@ -42,7 +42,6 @@ def scored(loop, *texts):
 
 
 def test_a_function_that_never_yields_costs_what_waits_for_its_loop_and_is_named_once(loop, caplog):
-    assert loop.status() == "none is being scored"
     assert scored(loop, "waits in C", "other") == ["blocked"] * 2  # the other one waited for the same loop
     assert scored(loop, "other") == ["blocked"]
     [line] = [record.message for record in caplog.records]
@@ -60,6 +59,7 @@ def test_closing_leaves_a_loop_behind_that_stays_held_up(loop, caplog):
         time.sleep(0.01)
     loop.close()
     assert time.monotonic() - began < 10.0
+    assert "destroyed" not in caplog.text
     assert any(line.startswith("holds at ") and line.endswith("It is left behind.") for line in caplog.messages)
 
 
@@ -91,7 +91,7 @@ def test_devices_dtype_and_context_of_the_main_thread_hold_wherever_a_function_r
 
     def of_trl(prompts, completions):
         seen.append(devices())
-        return (1.0 for _ in completions)
+        return [1.0 for _ in completions]
 
     loop = RewardLoop(MixedReward([sync, on_the_loop, RewardFunction(of_trl)], [1.0] * 3))
     token = customer.set("of the main thread")

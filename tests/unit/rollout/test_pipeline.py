@@ -47,6 +47,9 @@ class Rewards:
         values = [None if row["row"] in pending else place % 2 for place, row in enumerate(rows)]
         self.rewards = [None if value is None else SimpleNamespace(value=value) for value in values]
 
+    def take(self, parts, waits):
+        assert self.rows == [batch.rows[place] for batch, places in parts for place in places]
+
 
 class Loop:
     stopped, is_interrupted = None, False
@@ -70,9 +73,6 @@ class Loop:
             raise Interrupted
         for batch in batches:
             batch.waits.append((0.0, 1.0))
-
-    def take(self, parts, group, waits):
-        return self.begin([batch.rows[place] for batch, places in parts for place in places])
 
     def prepare(self, rows):
         self.references.append([example["row"] for example in rows])
