@@ -33,8 +33,7 @@ Function = Callable[..., Any]
 
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-BREACHES = ("signature", "no_list", "wrong_length", "no_number")
-"""Ends of codes of a function whose own code is wrong, whatever it scores."""
+BREACHES = ("signature", "no_list", "wrong_length", "no_number")  # of a function that is wrong whatever it scores
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -86,8 +85,7 @@ class RewardFunction(Scorer):
         )  # fmt: skip
         self.budget = self._transport.budget
         self._transport.notes = transport is not None  # else the function is all that there is to note
-        self.code = self._transport.service
-        """Name in figures and reason codes."""
+        self.code = self._transport.service  # name in figures and reason codes
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
         self._together: Together[Sample, Reward] = Together(per, self._rewards)
 

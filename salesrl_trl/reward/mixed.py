@@ -111,9 +111,8 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
-    judging = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
-    pairs = zip(every, judging, strict=True)
-    taken = Counter(name for names, verdicts in pairs for name in {*names.components, *verdicts})
+    judged = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
+    taken = Counter(name for names, own in zip(every, judged, strict=True) for name in {*names.components, *own})
     if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
         raise ConfigError(
             f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."

@@ -1,7 +1,5 @@
 """A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
 
-    python -m salesrl_trl.reward.remote FD LOG_LEVEL
-
 The trainer's process keeps the batch, its deadlines and its report; the very same reward does everything else in a
 child, which has one event loop. A child that says nothing for `SILENT_PINGS` is ended, whatever holds it up.
 """
@@ -51,8 +49,7 @@ class Channel:
     """This side's end of the socket: pickled messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = reader, writer
 
     def send(self, *message: object) -> None:
         """Does not wait."""
@@ -71,11 +68,10 @@ class Channel:
 
 
 class _Child:
-    """One process, and the questions that wait for its answers. Belongs to one event loop."""
+    """One process, and the questions that wait for its answers."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
-        self.process = process
-        self.channel = channel
+        self.process, self.channel = process, channel
         self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by question
         self.has_ended = False
         self._is_closing = False
@@ -115,7 +111,6 @@ class _Child:
         return number, answer
 
     async def aclose(self) -> None:
-        """Let it close its connections, and end it."""
         self._is_closing = True
         self.channel.close()
         await asyncio.wait([self._living], timeout=ANSWER_S)
@@ -124,7 +119,6 @@ class _Child:
             await self._living
 
     async def _live(self) -> None:
-        """Hand on its answers until it has ended."""
         pinging = asyncio.ensure_future(self._ping())
         try:
             async for number, answer in self.channel.messages():
@@ -150,7 +144,6 @@ class _Child:
             waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
 
     async def _ping(self) -> None:
-        """Ask what it is at, and end it once it is silent for too long."""
         while self._pings < SILENT_PINGS:
             self._pings += 1
             self.channel.send("ping", PING)
@@ -283,8 +276,7 @@ class Worker:
     """The child's side: a reward, and the questions that it answers."""
 
     def __init__(self, reward: Scorer, channel: Channel) -> None:
-        self._reward = reward
-        self._channel = channel
+        self._reward, self._channel = reward, channel
         self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
     async def run(self, messages: AsyncIterator[Any]) -> None:
@@ -303,7 +295,10 @@ class Worker:
                     calling = asyncio.ensure_future(self._call(kind, number, what))
                     others.add(calling)
                     calling.add_done_callback(others.discard)
-        await self._reward.aclose()
+        try:
+            await self._reward.aclose()
+        except Exception as error:
+            self._fault(error)
 
     def _score(self, number: int, sample: Sample, track: str, left_s: float) -> None:
         stages = StageTimes(track)

@@ -145,11 +145,7 @@ class LoopThread:
 
     def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function on the loop. Does not wait."""
-
-        async def called() -> T:
-            return await call(*arguments)
-
-        submitted = asyncio.run_coroutine_threadsafe(called(), self.loop)
+        submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted

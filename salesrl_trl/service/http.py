@@ -188,13 +188,9 @@ class HttpClient:
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
     async def post(
-        self,
-        path: str,
-        body: Mapping[str, object],
-        read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
-        *,
-        request_id: str | None = None,
-    ) -> T:
+        self, path: str, body: Mapping[str, object], read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
+        *, request_id: str | None = None,
+    ) -> T:  # fmt: skip
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
@@ -243,17 +239,12 @@ class HttpClient:
                 raise status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
-            raise ServiceUnavailable(
-                f"{self.service} could not be reached, or hung up before its answer was whole "
-                f"({type(error).__name__}).",
-                code=f"{self.service}_unavailable",
-            ) from None
+            kind = type(error).__name__
+            text = f"{self.service} could not be reached, or hung up before its answer was whole ({kind})."
+            raise ServiceUnavailable(text, code=f"{self.service}_unavailable") from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise ForeignReply(
-                f"{self.service} answered with no readable HTTP ({type(error).__name__}). Expected one reply to each "
-                "request: look at the address, and at what stands between.",
-                code=f"{self.service}_bad_response",
-            ) from None
+            text = f"{self.service} answered with no readable HTTP ({type(error).__name__}): look at its address."
+            raise ForeignReply(text, code=f"{self.service}_bad_response") from None
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call opens new ones."""
@@ -266,10 +257,8 @@ class HttpClient:
         if response.headers.get("Content-Encoding", "identity") == "identity":
             body, fault = await _read_at_most(response, MAX_BODY_BYTES), f"a body of more than {MAX_BODY_BYTES} bytes"
         if body is None:
-            raise BadServiceResponse(
-                f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes.",
-                code=f"{self.service}_bad_response",
-            )
+            text = f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes."
+            raise BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 
 
@@ -283,11 +272,8 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
     `make_request_id`. Gateways put their own ids there."""
     for echo in echoes:
         if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
-            raise ForeignReply(
-                f"{service} returned the id of another request. Expected the request's own: replies are mixed up, in "
-                "the service or between it and here.",
-                code=f"{service}_foreign_reply",
-            )
+            text = f"{service} returned the id of another request: replies are mixed up, in it or on the way."
+            raise ForeignReply(text, code=f"{service}_foreign_reply")
 
 
 def read_json(content: bytes) -> object:
@@ -331,11 +317,8 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
     if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
-    raise ErrorInAnswer(
-        f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
-        "failure: see the service's own log.",
-        code=f"{service}_error_in_answer",
-    )
+    text = f"{service} answered 200 with a `{stated[0]}` that says it failed: see its own log."
+    raise ErrorInAnswer(text, code=f"{service}_error_in_answer")
 
 
 def key_fault(key: str) -> str | None:

@@ -77,8 +77,7 @@ class Transport:
     ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
-        self._attempt_timeout_s = attempt_timeout_s
-        self._max_attempts = max_attempts
+        self._attempt_timeout_s, self._max_attempts = attempt_timeout_s, max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
         self._breaker = breaker or Breaker()

@@ -382,13 +382,3 @@ def noted_prompts(trainer):
 
     trainer._compute_loss = compute
     return noted
-
-
-@pytest.mark.timeout(120)
-def test_a_run_that_is_told_to_stop_inside_a_generation_batch_stops_there(trainer_of, services):
-    """A generation batch has four updates. The stop does not wait for the next batch."""
-    trainer = trainer_of(rollout_lookahead=0, per_device_train_batch_size=2, steps_per_generation=4, max_steps=12)
-    trainer.add_callback(AtStep(at_5=lambda: trainer.request_stop("SIGTERM")))
-    with pytest.raises(RunStopped, match="after 5 steps"):
-        trainer.train()
-    assert (Path(trainer.args.output_dir) / "checkpoint-5/generation_batch_0.pt").is_file()

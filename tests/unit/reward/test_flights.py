@@ -76,17 +76,6 @@ def test_late_is_a_margin_above_the_95th_percentile_once_enough_is_known(seconds
     assert policy.late_after_s == (late_after_s and pytest.approx(late_after_s))
 
 
-def test_extra_calls_stay_a_share_of_all():
-    policy = HedgePolicy(0.05)
-    hedges = 0
-    for _ in range(1000):
-        policy.sent += 1
-        if policy.affordable:
-            policy.hedges += 1
-            hedges += 1
-    assert hedges == 50
-
-
 def answer(limit, times, waiting=1000):
     for _ in range(times):
         limit.record_answer(waiting=waiting)
@@ -97,12 +86,6 @@ def refuse_above(most, limit, times=8):
     for _ in range(times):
         *_, above = [limit.record_sent(load) for load in range(1, most + 2)]
         limit.record_overload(above)
-
-
-def test_a_round_of_answers_grows_the_slow_start_by_half():
-    limit = AdaptiveLimit(8, 100)
-    answer(limit, 8)
-    assert limit.slots == 12  # 8 + 8 x 1/2
 
 
 def test_refusals_that_come_with_load_lower_the_limit_and_growth_is_slow_from_then_on():

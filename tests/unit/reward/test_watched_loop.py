@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import sys
 import threading
 import time
 
@@ -107,29 +106,3 @@ def test_devices_dtype_and_context_of_the_main_thread_hold_wherever_a_function_r
         loop.close()
     assert values == [3.0]
     assert seen == [("meta", "torch.float64", "of the main thread", 1)] * 4
-
-
-def test_a_batch_costs_as_many_looks_as_it_has_completions():
-    """Four times as many: four times the calls of functions. They were sixteen times as many."""
-
-    def calls(count):
-        made = 0
-
-        def count_calls(frame, event, argument):
-            nonlocal made
-            made += event in ("call", "c_call")
-
-        async def run():
-            return await RewardFunction(lambda prompts, completions: [1.0] * len(completions)).score_all(
-                [ROW] * count, ["a"] * count
-            )
-
-        sys.setprofile(count_calls)
-        try:
-            result = asyncio.run(run())
-        finally:
-            sys.setprofile(None)
-        assert result.values == [1.0] * count
-        return made
-
-    assert calls(1600) < 4.5 * calls(400)
