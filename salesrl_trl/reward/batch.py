@@ -264,8 +264,7 @@ class RewardBatch:
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
                 await cancel([scoring])
-                held_by = "" if scoring.done() else self._held_by()
-                if held_by:
+                if held_by := "" if scoring.done() else self._held_by():
                     self._faults.log_once(held_by)
                 reward = missing(Outcome.INFRA, "blocked" if held_by else "deadline")
         finally:
