@@ -6,7 +6,6 @@ import re
 import threading
 from contextlib import closing
 
-import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -414,21 +413,6 @@ def test_half_a_surrogate_pair_of_a_function_or_a_streamed_row_ends_no_run(tiny,
     assert len(found) == 24
     assert all(each.verdicts[whole].reason == str({whole: [whole]}) for each in found)
     assert {each.verdicts["logs"].reason for each in found} == {whole}
-
-
-def test_a_logged_column_hides_no_column_of_the_table_of_completions(tiny, tmp_path):
-    taken = ["step", "prompt", "completion", "advantage", "outcome", "reason", "logs"]
-
-    def logs(completions, log_extra, **others):
-        for name in [*taken, "free"]:
-            log_extra(name, ["MINE"] * len(completions))
-        return [place / 4 for place in range(len(completions))]
-
-    run(tiny, SalesGRPOTrainer, SalesGRPOConfig, logs, tmp_path, log_completions=True)
-    table = pandas.read_parquet(min((tmp_path / "completions").iterdir()))
-    mine = {name for name in table if set(table[name].map(str)) == {"MINE"}}
-    assert mine == {"free", *(f"{name}_logged" for name in taken)}
-    assert mine.isdisjoint(taken) and {*taken} < {*table}
 
 
 def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
