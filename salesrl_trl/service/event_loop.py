@@ -173,8 +173,7 @@ class WatchedLoop(LoopThread):
         self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function there, in the caller's context. A call that is cancelled waits until the
-        function has ended."""
+        """The result of a coroutine function there. A call that is cancelled waits until the function has ended."""
         task: asyncio.Task[Any] | None = None
         is_given_up = False  # before it began, because the loop was held up
 
@@ -221,10 +220,6 @@ class WatchedLoop(LoopThread):
         modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
         foreign = max((place for place, module in enumerate(modules, start=1) if module not in _LOOPS), default=0)
         inwards = reversed(frames[:foreign])  # from the outermost one of a user's on
-        stack = [f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards]
-        if not stack:
-            return ""
-        return (
-            f"{stack[0]} does not give the event loop of rewards back. Expected `await` wherever it waits, or a "
-            f"function without `async`, which gets a thread of its own. Stack: {', '.join(stack)}."
-        )
+        stack = ", ".join(f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards)
+        advice = "Expected `await` wherever it waits, or a function without `async`, which gets a thread of its own."
+        return stack and f"{stack} does not give the event loop of rewards back. {advice}"

@@ -212,7 +212,7 @@ class HttpClient:
                 raise
 
     async def get(self, path: str) -> bytes:
-        """Send a GET request. Returns the body's bytes, and raises as `post`."""
+        """The body of the answer. Raises as `post`."""
         return (await self._send("GET", path, None, make_request_id()))[0]
 
     async def _send(
@@ -253,27 +253,25 @@ class HttpClient:
             await session.close()
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        body, fault = None, "a compressed body, which was not asked for"
-        if response.headers.get("Content-Encoding", "identity") == "identity":
-            body, fault = await _read_at_most(response, MAX_BODY_BYTES), f"a body of more than {MAX_BODY_BYTES} bytes"
+        is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
+        body = await _read_at_most(response, MAX_BODY_BYTES) if is_plain else None
         if body is None:
+            fault = f"a body of more than {MAX_BODY_BYTES} bytes" if is_plain else "a compressed body"
             text = f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes."
             raise BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 
 
 def make_request_id() -> str:
-    """An id for one request: `"salesrl-0123456789abcdef"`."""
     return f"salesrl-{secrets.token_hex(8)}"
 
 
 def check_echo(service: str, request_id: str, *echoes: object) -> None:
     """Raise `ForeignReply` if one of `echoes`, where a service repeats the request's id, is another id of
     `make_request_id`. Gateways put their own ids there."""
-    for echo in echoes:
-        if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
-            text = f"{service} returned the id of another request: replies are mixed up, in it or on the way."
-            raise ForeignReply(text, code=f"{service}_foreign_reply")
+    if any(isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo) for echo in echoes):
+        text = f"{service} returned the id of another request: replies are mixed up, in it or on the way."
+        raise ForeignReply(text, code=f"{service}_foreign_reply")
 
 
 def read_json(content: bytes) -> object:
@@ -288,9 +286,8 @@ def read_json(content: bytes) -> object:
 
 def form_of(content: bytes) -> str:
     """Names what a body is that is no JSON, and quotes nothing of it."""
-    if content.lstrip().startswith(b"<"):
-        return "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
-    return "not JSON in UTF-8, each key once"
+    page = "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
+    return page if content.lstrip().startswith(b"<") else "not JSON in UTF-8, each key once"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -88,7 +88,7 @@ class Transport:
         self._next_retry_line = 0.0  # on `time.monotonic`'s scale
 
     def count_by(self, quota: Quota | None) -> None:
-        """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
+        """Hold every request against the run's budget, from the first one on."""
         self._quota = quota
         flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
         self._flights: PerLoop[Flights] = PerLoop(flights)
@@ -128,7 +128,6 @@ class Transport:
 
     @property
     def budget(self) -> SharedBudget | None:
-        """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
 
     @property
@@ -137,11 +136,11 @@ class Transport:
 
     async def admit(self) -> None:
         """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
-        if self._quota is not None:
-            try:
+        try:
+            if self._quota is not None:
                 await self._quota.admit()
-            except TimeoutError:
-                raise DeadlineExceeded.before_answer_of(self.service) from None
+        except TimeoutError:
+            raise DeadlineExceeded.before_answer_of(self.service) from None
 
     def bill(self) -> Bill:
         return Bill(self._quota)

@@ -240,7 +240,6 @@ def test_a_reward_process_that_is_killed_every_third_step_costs_no_batch(trainer
         services.let_go.set()
 
     def begin_to_hang():  # two steps before the one that waits: all that is in flight then hangs
-        reward = trainer.components.reward
         while in_hand():  # since the last kill
             time.sleep(0.02)
         services.let_go.clear()

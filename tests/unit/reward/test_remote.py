@@ -358,7 +358,7 @@ def test_completions_that_are_scored_together_are_missing_when_their_child_ends(
 def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     services, remote_process, caplog, often_looked_at
 ):
-    often_looked_at(ping_s=0.1, most_silent=20)
+    often_looked_at(ping_s=0.1, most_silent=60)
     reward = remote_process(timeout_s=LONG_S, deadline_s=LONG_S)
     assert reward.values(ACTION) == [0.75]
     stopped = reward.process
@@ -369,7 +369,7 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert reward.process.pid != stopped.pid
     assert is_gone(stopped.pid)
     assert own_words(caplog) == [
-        "the reward process has not answered for 2 s, and is ended; it shows where it is",
+        "the reward process has not answered for 6 s, and is ended; it shows where it is",
         "the reward process ended with code -9, and 2 completions in its hands",
         "the reward process does not answer what it has counted",  # the question about its counts
     ]
