@@ -143,10 +143,9 @@ class RewardLoop:
         """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
         `generating`, as in an evaluation."""
         for batch in list(self._open.values()):
-            if stages := Counter(stage for each in batch.stages for stage in each.under_way):
-                return (
-                    f"of {len(batch)} completions {', '.join(f'{count} in {name}' for name, count in stages.items())}"
-                )
+            stages = Counter(stage for each in batch.stages for stage in each.under_way)
+            if listed := ", ".join(f"{count} in {name}" for name, count in stages.items()):
+                return f"of {len(batch)} completions {listed}"
         return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timed: TimingContext) -> None:

@@ -94,7 +94,6 @@ class FaultLog:
         return missing(Outcome.INFRA, f"raised_{type(error).__name__}")
 
     def log(self, what: str, error: BaseException) -> None:
-        """Log an error in a reward's code, once for each place."""
         name, place = type(error).__name__, place_of(error)
         self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing")
 
