@@ -75,11 +75,9 @@ class BatchResult:
         return [[math.nan if number is None else number for number in row] for row in zip(*columns, strict=True)]
 
     def log(
-        self,
-        log_extra: Callable[[str, list[object]], None],
-        log_metric: Callable[[str, float], None],
+        self, log_extra: Callable[[str, list[object]], None], log_metric: Callable[[str, float], None],
         components: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
         with them outcome and reason."""
         logged = dict.fromkeys(name for reward in self.rewards for name in reward.columns)
@@ -100,7 +98,7 @@ class BatchResult:
 class Origin:
     """Where the completions of a batch come from, for a reward that looks them up in a record."""
 
-    rows: Sequence[Example]  # the rows as the dataset has them, without what an environment or the sampler adds
+    rows: Sequence[Example]  # as the dataset has them, without what an environment or the sampler adds
     mode: str  # TRL's name of the batch's purpose: `"train"` or `"eval"`
     step: int  # optimizer steps that the weights had taken which sampled the batch
 
@@ -266,8 +264,7 @@ class RewardBatch:
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
                 await cancel([scoring])
-                held_by = "" if scoring.done() else self._held_by()
-                if held_by:
+                if held_by := "" if scoring.done() else self._held_by():
                     self._faults.log_once(held_by)
                 reward = missing(Outcome.INFRA, "blocked" if held_by else "deadline")
         finally:

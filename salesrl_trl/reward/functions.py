@@ -33,8 +33,7 @@ Function = Callable[..., Any]
 
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-BREACHES = ("signature", "no_list", "wrong_length", "no_number")
-"""Ends of codes of a function whose own code is wrong, whatever it scores."""
+BREACHES = ("signature", "no_list", "wrong_length", "no_number")  # of a function that is wrong whatever it scores
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -86,8 +85,7 @@ class RewardFunction(Scorer):
         )  # fmt: skip
         self.budget = self._transport.budget
         self._transport.notes = transport is not None  # else the function is all that there is to note
-        self.code = self._transport.service
-        """Name in figures and reason codes."""
+        self.code = self._transport.service  # name in figures and reason codes
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
         self._together: Together[Sample, Reward] = Together(per, self._rewards)
 
@@ -169,8 +167,9 @@ class RewardFunction(Scorer):
         columns, metrics = encodable((columns, metrics), f"what the reward function {self.__name__} logged")
         for name, values in columns.items():
             if len(values) != len(samples):
-                what = "with another number of values than completions: left out"
-                self.faults.log_once(f"{self.__name__} logs {name!r} {what}")
+                self.faults.log_once(
+                    f"{self.__name__} logs {name!r} {len(values)} times for {len(samples)} completions"
+                )
                 continue
             columned = zip(rewards, values, strict=True)
             rewards = [replace(reward, columns={**reward.columns, name: value}) for reward, value in columned]
@@ -196,8 +195,8 @@ class RewardFunction(Scorer):
             if (failure := service_error_of(self.code, error)) is not None:
                 raise failure from error
             raised = type(error).__name__
-            text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
-            failed = FunctionError(text, code)
+            text = f"{self.__name__} raised {raised} at {place_of(error)}"
+            failed = FunctionError(text, f"{self.code}_raised_{raised}")
             failed.worth_retrying = True
             raise failed from error
 
@@ -209,15 +208,14 @@ class RewardFunction(Scorer):
             for name in first
             if name not in ("prompt", "completion", *TRL_ARGUMENTS)
         }
+        texts, ids = [sample.completion for sample in samples], [list(sample.token_ids) for sample in samples]
+        values |= (
+            {"prompts": [sample.row["prompt"] for sample in samples]} if is_batch else {"prompt": first["prompt"]}
+        )
         if self._per is Per.COMPLETION:
-            values |= {"completion": samples[0].completion, "completion_ids": list(samples[0].token_ids)}
+            values |= {"completion": texts[0], "completion_ids": ids[0]}
         else:
-            values["completions"] = [sample.completion for sample in samples]
-            values["completion_ids"] = [list(sample.token_ids) for sample in samples]
-        if is_batch:
-            values["prompts"] = [sample.row["prompt"] for sample in samples]
-        else:
-            values["prompt"] = first["prompt"]
+            values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
@@ -248,12 +246,10 @@ class RewardFunction(Scorer):
             parts = {name: part for name, part in numbers.items() if part is not None and abs(part) <= LARGEST_REWARD}
             return reward if reward.value is None else self._reward(replace(reward, components=parts))
         number, expected = _number(value), "for a completion. Expected a number, None or a Reward"
-        if number is None:
-            refused = self._refused("no_number", f"a {type(value).__name__} {expected}")
-        elif not abs(number) <= LARGEST_REWARD:  # NaN too
-            refused = self._refused("not_finite", f"{number} {expected}")
-        else:
+        if number is not None and abs(number) <= LARGEST_REWARD:  # NaN is not
             return Reward.scored(number)
+        code, what = ("no_number", f"a {type(value).__name__}") if number is None else ("not_finite", f"{number}")
+        refused = self._refused(code, f"{what} {expected}")
         return self._unscored(refused.code, str(refused))
 
     def _unscored(self, code: str, words: str) -> Reward:
@@ -320,10 +316,8 @@ def reward_of(function: object) -> Scorer:
     if isinstance(function, Scorer):
         return function
     if not callable(function):
-        raise ConfigError(
-            f"a reward function is of type {type(function).__name__}. Expected a function, a reward model or its id, "
-            "or a `SalesReward`."
-        )
+        kind = type(function).__name__
+        raise ConfigError(f"a reward function is of type {kind}. Expected a function, a reward model or its id.")
     is_verls = inspect.signature(function).parameters.keys() >= VERLS_OWN
     return RewardFunction(function, Per.COMPLETION if is_verls else Per.BATCH)
 

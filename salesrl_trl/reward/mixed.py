@@ -111,9 +111,8 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
-    judging = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
-    pairs = zip(every, judging, strict=True)
-    taken = Counter(name for names, verdicts in pairs for name in {*names.components, *verdicts})
+    judged = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
+    taken = Counter(name for names, own in zip(every, judged, strict=True) for name in {*names.components, *own})
     if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
         raise ConfigError(
             f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."
@@ -136,22 +135,11 @@ def combined(
     rewards: Sequence[Scorer], weights: Sequence[float], apart: Apart | None, *, are_all: bool = True
 ) -> Scorer:
     """One reward of several, or the only one; by `apart` in a process of its own, if none of them is."""
-    _check_alone(rewards, apart is not None, are_all)
+    if any(reward.is_played for reward in rewards) and (len(rewards) > 1 or not are_all or apart is not None):
+        raise ConfigError(
+            "a function with `@per_episode` is given beside other rewards, or with `reward_process`. Expected it "
+            "alone, with `reward_process: false`: it plays the whole episode in the trainer's process, and what it "
+            "returns is the reward. Call the other functions inside it."
+        )
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     return reward if apart is None or any(part.is_apart for part in rewards) else apart(reward)
-
-
-def _check_alone(rewards: Sequence[Scorer], in_a_process: bool, are_all: bool) -> None:
-    """Raise `ConfigError` for an episode beside other rewards, or in a process of the rewards' own."""
-    if not any(reward.is_played for reward in rewards):
-        return
-    if len(rewards) > 1 or not are_all:
-        raise ConfigError(
-            "a function with `@per_episode` is given beside other rewards. Expected it alone: it plays the whole "
-            "episode, and what it returns is the reward. Call the other functions inside it."
-        )
-    if in_a_process:
-        raise ConfigError(
-            "`reward_process` is true with a function with `@per_episode`, which runs in the trainer's process. "
-            "Expected `reward_process: false`."
-        )

@@ -1,7 +1,5 @@
 """A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
 
-    python -m salesrl_trl.reward.remote FD LOG_LEVEL
-
 The trainer's process keeps the batch, its deadlines and its report; the very same reward does everything else in a
 child, which has one event loop. A child that says nothing for `SILENT_PINGS` is ended, whatever holds it up.
 """
@@ -37,12 +35,9 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
 LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled, and for the stack of a child
-ANSWER_S = 5.0
-"""Longest wait for the child's counts, and for its end. It answers at once unless the machine is overloaded."""
+ANSWER_S = 5.0  # longest wait for the child's counts, and for its end
 PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
-SILENT_PINGS = 120
-"""Looks in a row without an answer, after which the child is ended: it may import, or load a model. Seconds would pass
-while the machine sleeps."""
+SILENT_PINGS = 120  # looks in a row without an answer, after which it is ended: it may import, or load a model
 PING = -1  # number of a question without a waiter
 
 
@@ -51,11 +46,10 @@ class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
 
 
 class Channel:
-    """This side's end of the socket: messages between the two processes, pickled."""
+    """This side's end of the socket: pickled messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._reader, self._writer = reader, writer
 
     def send(self, *message: object) -> None:
         """Does not wait."""
@@ -74,11 +68,10 @@ class Channel:
 
 
 class _Child:
-    """One process, and the questions that wait for its answers. Belongs to one event loop."""
+    """One process, and the questions that wait for its answers."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
-        self.process = process
-        self.channel = channel
+        self.process, self.channel = process, channel
         self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by question
         self.has_ended = False
         self._is_closing = False
@@ -118,7 +111,6 @@ class _Child:
         return number, answer
 
     async def aclose(self) -> None:
-        """Let it close its connections, and end it."""
         self._is_closing = True
         self.channel.close()
         await asyncio.wait([self._living], timeout=ANSWER_S)
@@ -127,7 +119,6 @@ class _Child:
             await self._living
 
     async def _live(self) -> None:
-        """Hand on its answers until it has ended."""
         pinging = asyncio.ensure_future(self._ping())
         try:
             async for number, answer in self.channel.messages():
@@ -138,7 +129,7 @@ class _Child:
                             self.scored[scored].elsewhere = under_way
                 elif not (waiting := self._waiting.pop(number)).done():  # else nobody waits for it any more
                     (waiting.set_exception if isinstance(answer, ServiceError) else waiting.set_result)(answer)
-        except Exception as error:  # what can't be read: without this child there would be no answer ever
+        except Exception as error:  # without this child there would be no answer ever
             logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
             self.process.kill()
         pinging.cancel()
@@ -153,7 +144,6 @@ class _Child:
             waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
 
     async def _ping(self) -> None:
-        """Ask what it is at, and end it once it is silent for too long."""
         while self._pings < SILENT_PINGS:
             self._pings += 1
             self.channel.send("ping", PING)
@@ -286,8 +276,7 @@ class Worker:
     """The child's side: a reward, and the questions that it answers."""
 
     def __init__(self, reward: Scorer, channel: Channel) -> None:
-        self._reward = reward
-        self._channel = channel
+        self._reward, self._channel = reward, channel
         self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
     async def run(self, messages: AsyncIterator[Any]) -> None:
@@ -306,10 +295,12 @@ class Worker:
                     calling = asyncio.ensure_future(self._call(kind, number, what))
                     others.add(calling)
                     calling.add_done_callback(others.discard)
-        await self._reward.aclose()
+        try:
+            await self._reward.aclose()
+        except Exception as error:
+            self._fault(error)
 
     def _score(self, number: int, sample: Sample, track: str, left_s: float) -> None:
-        """Begin to score, at once: the next message may cancel it."""
         stages = StageTimes(track)
         with deadline(min(self._reward.deadline_s, left_s)):
             task = asyncio.ensure_future(self._reward.score(sample, stages))
@@ -321,7 +312,6 @@ class Worker:
         self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
 
     async def _call(self, kind: str, number: int, what: Sequence[object]) -> None:
-        """`prepare`, `drain` or `warm_up`."""
         try:
             self._answer(number, await getattr(self._reward, kind)(*what))
         except Exception as error:
@@ -336,10 +326,9 @@ class Worker:
     @staticmethod
     def _fault(error: Exception) -> ServiceError:
         """What is sent and logged of an error: its type. Its message may hold a customer's text."""
-        name = type(error).__name__
-        logger.error(f"the reward process could not answer: it raised {name}")
-        code = error.code if isinstance(error, ServiceError) else f"raised_{name}"
-        return ServiceError(f"the reward process raised {name}", code)
+        text = f"the reward process raised {type(error).__name__}"
+        logger.error(text)
+        return ServiceError(text, error.code if isinstance(error, ServiceError) else f"raised_{type(error).__name__}")
 
 
 async def serve(descriptor: int) -> None:

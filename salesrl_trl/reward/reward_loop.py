@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others, result_of
+from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others
 from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import Example
 
@@ -70,14 +70,14 @@ class RewardLoop:
         self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = (),
         row: Example | None = None, failed: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to score the completion at `place`: `RewardBatch.start`. Does not wait."""
+        """`RewardBatch.start`. Does not wait."""
         self._batches.post(batch.start, place, completion, token_ids, row, failed)
 
     def start_all(
         self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         rows: Sequence[Example] = (),
     ) -> None:  # fmt: skip
-        """Begin to score all completions that have not been started with the same text. Does not wait."""
+        """`RewardBatch.start_all`. Does not wait."""
         self._batches.post(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
@@ -143,10 +143,9 @@ class RewardLoop:
         """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
         `generating`, as in an evaluation."""
         for batch in list(self._open.values()):
-            if stages := Counter(stage for each in batch.stages for stage in each.under_way):
-                return (
-                    f"of {len(batch)} completions {', '.join(f'{count} in {name}' for name, count in stages.items())}"
-                )
+            stages = Counter(stage for each in batch.stages for stage in each.under_way)
+            if listed := ", ".join(f"{count} in {name}" for name, count in stages.items()):
+                return f"of {len(batch)} completions {listed}"
         return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timed: TimingContext) -> None:
@@ -156,7 +155,7 @@ class RewardLoop:
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
         begun, self._warming_up = self._warming_up, None
-        return result_of(begun or self.call(self.reward.warm_up))
+        return (begun or self.call(self.reward.warm_up)).result()
 
     def close(self) -> None:
         """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""

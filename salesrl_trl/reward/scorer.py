@@ -19,11 +19,8 @@ from salesrl_trl.service.event_loop import WatchedLoop
 from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
-AT_ONCE = 128
-"""Calls at once of a reward that states no limit. A function that computes shares the cores with generation: of more
-calls, some would come to their deadline before they had their turn."""
-TRL_ARGUMENTS = ("trainer_state",)
-"""What a reward function may ask for beside the columns of a row. `wiring.trl_access` has the values."""
+AT_ONCE = 128  # calls at once of a reward that states no limit: what computes shares the cores with generation
+TRL_ARGUMENTS = ("trainer_state",)  # what a reward function may ask for beside the columns of a row
 METER = "judge_meter"  # column of a row that is judged for the drift monitor alone
 
 
@@ -131,8 +128,8 @@ class Scorer(ABC):
 
     @abstractmethod
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The reward of one completion, without a value where a service or the judge failed: TRL keeps such a
-        completion out of its group's baseline. `stages` times calls: `await stages.timed(call, "judge")`."""
+        """The reward of one completion, without a value where a service or the judge failed. `stages` times calls:
+        `await stages.timed(call, "judge")`."""
 
     @property
     def names(self) -> RewardNames:

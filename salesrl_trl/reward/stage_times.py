@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import sysconfig
 import time
 import traceback
@@ -71,12 +70,11 @@ class StageTimes:
 def place_of(error: BaseException) -> str:
     """Where an error was raised: `rewards.py:31`, with the whole path. The last in no library, if there is one."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    foreign = [place for place in places if not _OF_A_LIBRARY.search(place[0])]
+    foreign = [place for place in places if not place[0].startswith(_LIBRARIES) and "-packages" not in place[0]]
     return "{}:{}".format(*(foreign or places)[-1]) if places else "an unknown place"
 
 
-_LIBRARIES = "|".join(re.escape(path) for path in (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1])))
-_OF_A_LIBRARY = re.compile(rf"[/\\](site|dist)-packages[/\\]|^<frozen|^({_LIBRARIES})[/\\]")
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<frozen")
 
 
 class FaultLog:
@@ -96,7 +94,6 @@ class FaultLog:
         return missing(Outcome.INFRA, f"raised_{type(error).__name__}")
 
     def log(self, what: str, error: BaseException) -> None:
-        """Log an error in a reward's code, once for each place."""
         name, place = type(error).__name__, place_of(error)
         self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing")
 

@@ -23,8 +23,7 @@ class Together(Generic[A, R]):
     ready, in the order of their places, and returns a result for each."""
 
     def __init__(self, per: Per, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
-        self._per = per
-        self._call = call
+        self._per, self._call = per, call
         self._units: dict[tuple[int, int, int], _Neighbours[A, R]] = {}  # by batch, first place and round
 
     @contextlib.contextmanager
@@ -86,8 +85,7 @@ class _Neighbours(Generic[A, R]):
     these then have calls of their own."""
 
     def __init__(self, size: int, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
-        self._size = size
-        self._call = call
+        self._size, self._call = size, call
         self._entered = self._known = 0  # how many began, and how many are ready or left out
         self._ready: list[tuple[Member[A, R], A]] = []  # without a call
         self._context: contextvars.Context | None = None  # of the last to begin: it has the most time

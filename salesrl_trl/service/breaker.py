@@ -177,9 +177,8 @@ class Gate:
             self._wake()
 
     def _wake(self) -> None:
-        changed = self._changed.get()
-        changed.set()
-        changed.clear()
+        self._changed.get().set()
+        self._changed.get().clear()
 
 
 class SharedBudget(ABC):

@@ -7,7 +7,6 @@ code that waits asks how long it may. Code that does not give its loop back is n
 import asyncio
 import contextlib
 import contextvars
-import itertools
 import logging
 import math
 import sys
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from types import FrameType
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -147,32 +145,24 @@ class LoopThread:
 
     def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function on the loop. Does not wait."""
-
-        async def called() -> T:
-            return await call(*arguments)
-
-        submitted = asyncio.run_coroutine_threadsafe(called(), self.loop)
+        submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted
 
     def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
         """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
-        return result_of(self.submit(call, *arguments))
+        waiting = self.submit(call, *arguments)
+        try:
+            return waiting.result()
+        except BaseException:
+            waiting.cancel()
+            raise
 
     def close(self) -> None:
         self.post(self.loop.stop)
         self._thread.join()
         self.loop.close()
-
-
-def result_of(waiting: "Future[T]") -> T:
-    """Wait for what was submitted to a loop. Where the wait is interrupted, it is cancelled."""
-    try:
-        return waiting.result()
-    except BaseException:
-        waiting.cancel()
-        raise
 
 
 class WatchedLoop(LoopThread):
@@ -183,8 +173,7 @@ class WatchedLoop(LoopThread):
         self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function there, in the caller's context. A call that is cancelled waits until the
-        function has ended."""
+        """The result of a coroutine function there. A call that is cancelled waits until the function has ended."""
         task: asyncio.Task[Any] | None = None
         is_given_up = False  # before it began, because the loop was held up
 
@@ -221,21 +210,16 @@ class WatchedLoop(LoopThread):
             self.close()
             closing.result()
         else:
+            closing.cancel()
             logger.error(f"{self.held_by() or 'The event loop of rewards does not close.'} It is left behind.")
 
     def held_by(self) -> str:
         """What does not give the loop back, in words: where it is now. Empty if the loop is idle."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = [] if frame is None else [*traceback.walk_stack(frame)]
-        inwards = itertools.dropwhile(lambda each: _module(each[0]) in _LOOPS, reversed(frames))
-        stack = [f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards]
-        if not stack:
-            return ""
-        return (
-            f"{stack[0]} does not give the event loop of rewards back. Expected `await` wherever it waits, or a "
-            f"function without `async`, which gets a thread of its own. Stack: {', '.join(stack)}."
-        )
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
+        foreign = max((place for place, module in enumerate(modules, start=1) if module not in _LOOPS), default=0)
+        inwards = reversed(frames[:foreign])  # from the outermost one of a user's on
+        stack = ", ".join(f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards)
+        advice = "Expected `await` wherever it waits, or a function without `async`, which gets a thread of its own."
+        return stack and f"{stack} does not give the event loop of rewards back. {advice}"

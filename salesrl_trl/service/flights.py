@@ -27,7 +27,6 @@ PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
 MARGIN = 1.3  # factor on the percentile. With it few calls that are merely slow are sent twice.
 WINDOW = 256  # the percentile is taken over this many latest calls
 MIN_SAMPLES = 20  # with fewer calls there is no percentile
-REFRESH_EVERY = 16  # calls between two computations of the percentile
 GROWTH_PER_SUCCESS = 0.5  # slots that each answer adds while growth is fast
 DECREASE = 0.8  # factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds.
 ROUNDS_TO_GROW = 3  # rounds of waiting calls before one more slot is tried: else a call that is refused comes last
@@ -139,39 +138,28 @@ class HedgePolicy:
     """
 
     def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
+        self.fraction = fraction
         self._latencies: deque[float] = deque(maxlen=WINDOW)
-        self._since_refresh = 0
         self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
     @property
-    def enabled(self) -> bool:
-        return self._fraction > 0
-
-    @property
     def affordable(self) -> bool:
         """Whether one more extra call stays within the budget."""
-        return self.hedges + 1 <= self._fraction * self.sent
+        return self.hedges + 1 <= self.fraction * self.sent
 
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
         self._latencies.append(seconds)
-        self._since_refresh += 1
-        if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
-            self._since_refresh = 0
+        if len(self._latencies) >= MIN_SAMPLES:
             ranked = sorted(self._latencies)
             self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
 
 
 @dataclass(eq=False)
 class Flights:
-    """Slots and hedges. Calls and hedges together stay within the limit.
-
-    A call may have several requests. A failure of one while another goes on is recorded here, in `limit` and
-    `traffic`, because `transport` does not see it. There are no hedges while the `breaker` is open, and none is sent
-    that would have to wait for the `quota`.
-    """
+    """Slots and hedges, which together stay within the limit. A failure of one of a call's requests while another goes
+    on is recorded here. There are no hedges while the `breaker` is open, and none waits for the `quota`."""
 
     limit: AdaptiveLimit
     hedging: HedgePolicy
@@ -266,7 +254,7 @@ class Flights:
         self.hedging.sent += 1
         flight = _Flight(attempt, sent, self._failed_beside)
         self._flying[flight] = None
-        if self.hedging.enabled and (self._hedge_timer is None or self._hedge_timer.done()):
+        if self.hedging.fraction and (self._hedge_timer is None or self._hedge_timer.done()):
             self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
         try:
             result = await flight.result
@@ -347,11 +335,10 @@ class _Flight(Generic[T]):
         task.add_done_callback(partial(self._on_done, sent))
 
     def cancel(self) -> None:
-        is_answered = self.result.done() and not self.result.cancelled() and self.result.exception() is None
+        is_over = self.result.done() and not self.result.cancelled()
+        is_answered = is_over and self.result.exception() is None  # retrieved: the caller may have been cancelled
         for task in self._tasks:
             task.cancel(BEATEN if is_answered else None)
-        if self.result.done() and not self.result.cancelled():
-            self.result.exception()  # marked as retrieved: the caller may have been cancelled at the same moment
 
     def _on_done(self, sent: Sent, task: asyncio.Task[T]) -> None:
         """The first success is the result. A failure is the result only when no other request goes on."""

@@ -21,17 +21,14 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 
 from salesrl_trl.errors import (
-    AccessDenied,
     BadServiceResponse,
     ConfigError,
     ErrorInAnswer,
     ForeignReply,
     ServiceOverloaded,
-    ServiceRejected,
     ServiceUnavailable,
 )
 from salesrl_trl.ground.texts import encodable
-from salesrl_trl.service import statuses
 from salesrl_trl.service.event_loop import PerLoop
 from salesrl_trl.service.statuses import address_fault, read_error, retry_after_s, status_error
 from salesrl_trl.telemetry.completion_record import CallNote
@@ -182,13 +179,9 @@ class HttpClient:
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
 
     async def post(
-        self,
-        path: str,
-        body: Mapping[str, object],
-        read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
-        *,
-        request_id: str | None = None,
-    ) -> T:
+        self, path: str, body: Mapping[str, object], read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
+        *, request_id: str | None = None,
+    ) -> T:  # fmt: skip
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
@@ -210,7 +203,7 @@ class HttpClient:
                 raise
 
     async def get(self, path: str) -> bytes:
-        """Send a GET request. Returns the body's bytes, and raises as `post`."""
+        """The body of the answer. Raises as `post`."""
         return (await self._send("GET", path, None, make_request_id()))[0]
 
     async def _send(
@@ -236,17 +229,12 @@ class HttpClient:
                 raise status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may hold a header or a part of the body
-            raise ServiceUnavailable(
-                f"{self.service} could not be reached, or hung up before its answer was whole "
-                f"({type(error).__name__}).",
-                code=f"{self.service}_unavailable",
-            ) from None
+            kind = type(error).__name__
+            text = f"{self.service} could not be reached, or hung up before its answer was whole ({kind})."
+            raise ServiceUnavailable(text, code=f"{self.service}_unavailable") from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise ForeignReply(
-                f"{self.service} answered with no readable HTTP ({type(error).__name__}). Expected one reply to each "
-                "request: look at the address, and at what stands between.",
-                code=f"{self.service}_bad_response",
-            ) from None
+            text = f"{self.service} answered with no readable HTTP ({type(error).__name__}): look at its address."
+            raise ForeignReply(text, code=f"{self.service}_bad_response") from None
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call opens new ones."""
@@ -255,32 +243,25 @@ class HttpClient:
             await session.close()
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        body, fault = None, "a compressed body, which was not asked for"
-        if response.headers.get("Content-Encoding", "identity") == "identity":
-            body, fault = await _read_at_most(response, MAX_BODY_BYTES), f"a body of more than {MAX_BODY_BYTES} bytes"
+        is_plain = response.headers.get("Content-Encoding", "identity") == "identity"
+        body = await _read_at_most(response, MAX_BODY_BYTES) if is_plain else None
         if body is None:
-            raise BadServiceResponse(
-                f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes.",
-                code=f"{self.service}_bad_response",
-            )
+            fault = f"a body of more than {MAX_BODY_BYTES} bytes" if is_plain else "a compressed body"
+            text = f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes."
+            raise BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 
 
 def make_request_id() -> str:
-    """An id for one request: `"salesrl-0123456789abcdef"`."""
     return f"salesrl-{secrets.token_hex(8)}"
 
 
 def check_echo(service: str, request_id: str, *echoes: object) -> None:
     """Raise `ForeignReply` if one of `echoes`, where a service repeats the request's id, is another id of
     `make_request_id`. Gateways put their own ids there."""
-    for echo in echoes:
-        if isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo):
-            raise ForeignReply(
-                f"{service} returned the id of another request. Expected the request's own: replies are mixed up, in "
-                "the service or between it and here.",
-                code=f"{service}_foreign_reply",
-            )
+    if any(isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo) for echo in echoes):
+        text = f"{service} returned the id of another request: replies are mixed up, in it or on the way."
+        raise ForeignReply(text, code=f"{service}_foreign_reply")
 
 
 def read_json(content: bytes) -> object:
@@ -295,9 +276,8 @@ def read_json(content: bytes) -> object:
 
 def form_of(content: bytes) -> str:
     """Names what a body is that is no JSON, and quotes nothing of it."""
-    if content.lstrip().startswith(b"<"):
-        return "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
-    return "not JSON in UTF-8, each key once"
+    page = "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
+    return page if content.lstrip().startswith(b"<") else "not JSON in UTF-8, each key once"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -307,13 +287,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()) -> None:
-    """Raise for a 200 whose body says that it is an error, whatever else it holds. Where it says of which kind, the
-    error is that of the status; else `ErrorInAnswer`. `sent`: the request's fields. It is one where
-    - `error` or `errors` is not empty;
-    - `success` or `ok` is false;
-    - `status` is one of `FAILED_WORDS` or an HTTP status from 400 on;
-    - `code` is such a status.
-    """
+    """Raise for a 200 whose body says that it is an error: `error` or `errors` is not empty, `success` or `ok` is
+    false, `status` is one of `FAILED_WORDS`, or `status` or `code` an HTTP status from 400 on. The error is that of
+    the status that it states; else `ErrorInAnswer`. `sent`: the request's fields."""
     if not isinstance(answer, Mapping):
         return
     stated = [name for name in ("error", "errors") if answer.get(name)]
@@ -325,20 +301,11 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     if not stated:
         return
     said = read_error(answer, sent)
-    if said.status == 403 or (said.status == 400 and said.refused):
-        error = (AccessDenied if said.status == 403 else ServiceRejected)(
-            f"{service} answered 200 with an error of status {said.status}.", code=f"{service}_http_{said.status}"
-        )
-        error.marks, error.refused = said.marks, said.refused
-        raise error
-    is_known = said.status in (*statuses.OVERLOAD_STATUS, *statuses.DENIED_STATUS) or said.marks & statuses.QUOTA_MARKS
-    if is_known or (said.status or 0) >= 500:
+    is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
+    if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
-    raise ErrorInAnswer(
-        f"{service} answered 200 with a `{stated[0]}` that says it failed. Expected a status from 500 on for a "
-        "failure: see the service's own log.",
-        code=f"{service}_error_in_answer",
-    )
+    text = f"{service} answered 200 with a `{stated[0]}` that says it failed: see its own log."
+    raise ErrorInAnswer(text, code=f"{service}_error_in_answer")
 
 
 def key_fault(key: str) -> str | None:

@@ -88,11 +88,8 @@ def status_error(
     elif status in RETRYABLE_STATUS or status >= 500:
         error = ServiceUnavailable(f"{service} answered {status}", code)
     elif 300 <= status < 400:
-        error = ServiceRejected(
-            f"{service} redirects ({status}), which is not followed: customers' text goes to the configured "
-            "address only. Configure the address it redirects to.",
-            code,
-        )
+        text = f"{service} redirects ({status}), which is not followed: texts go to the configured address."
+        error = ServiceRejected(text, code)
     else:
         named = f" It finds fault with the request's {', '.join(sorted(said.named))}." if said.named else ""
         text = f"{service} answered {status}: no retry will mend it.{named} Check the address and the request."
@@ -107,10 +104,7 @@ def address_fault(url: str) -> str | None:
     """Names what an address must not hold, without showing it; `None` if there is nothing of that kind."""
     if re.search(r"[@?#]", _API_VERSION.sub("", url)) is None:
         return None
-    return (
-        "credentials or a query (an @, ? or #). Expected an address without them, which a path is appended to, and "
-        "which logs and errors name. Keys go into an environment variable"
-    )
+    return "credentials or a query (an @, ? or #). Expected none: logs name it. Keys go into an environment variable"
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
@@ -134,16 +128,10 @@ def _moment(text: str) -> float | None:
 
 
 def _seconds(text: str) -> float | None:
-    """`"1.5s"`, `"1m2.5s"`, `"250ms"`, `"20 seconds"` or `"20"` in seconds."""
-    text = text.strip()
-    if len(text) > 64:  # a row of digits takes the square of its length
+    """`"1.5s"`, `"1m2.5s"`, `"250ms"` or `"20"` in seconds."""
+    if not re.fullmatch(r"(\d+(\.\d+)?(ms|[smh]))+|\d+(\.\d+)?", text := text.strip()):
         return None
-    if re.fullmatch(r"\d+(?:\.\d+)?", text):
-        return float(text)
-    parts = [(float(number), unit.lower()) for number, unit in _DURATION.findall(text)]
-    milli = ("ms", "milli")
-    seconds = sum(number * (0.001 if unit.startswith(milli) else _UNITS[unit[0]]) for number, unit in parts)
-    return seconds if parts else None
+    return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)(ms|[smh]|$)", text))
 
 
 WITHHELD_MARKS = frozenset(  # of a text that a filter withheld: it says nothing about other requests
@@ -179,13 +167,10 @@ _NO_MODEL = re.compile(
     r"|(?:invalid|unknown) model",
     re.IGNORECASE | re.DOTALL,
 )
-_DURATION = re.compile(
-    r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|sec|seconds?|m|min|minutes?|h|hours?)(?![a-z])", re.IGNORECASE
-)
 _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "description", "raw", "type", "code")
 """Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
-_UNITS = {"m": 60.0, "s": 1.0, "h": 3600.0}
+_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody:

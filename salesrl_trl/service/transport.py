@@ -77,8 +77,7 @@ class Transport:
     ) -> None:  # fmt: skip
         self.service = service
         self.notes = True  # whether the record of a completion gets each attempt
-        self._attempt_timeout_s = attempt_timeout_s
-        self._max_attempts = max_attempts
+        self._attempt_timeout_s, self._max_attempts = attempt_timeout_s, max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
         self._breaker = breaker or Breaker()
@@ -89,7 +88,7 @@ class Transport:
         self._next_retry_line = 0.0  # on `time.monotonic`'s scale
 
     def count_by(self, quota: Quota | None) -> None:
-        """Hold every request against the run's budget, from the first one on. Not for a transport with a quota."""
+        """Hold every request against the run's budget, from the first one on."""
         self._quota = quota
         flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
         self._flights: PerLoop[Flights] = PerLoop(flights)
@@ -100,7 +99,7 @@ class Transport:
 
     def drain_traffic(self) -> dict[str, int]:
         """The counts since the last time, by the names in `TRAFFIC`, and the `slots` of now."""
-        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self.slots}
+        counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self._limit.slots}
         self._traffic.clear()
         return counts
 
@@ -138,11 +137,11 @@ class Transport:
 
     async def admit(self) -> None:
         """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
-        if self._quota is not None:
-            try:
+        try:
+            if self._quota is not None:
                 await self._quota.admit()
-            except TimeoutError:
-                raise DeadlineExceeded.before_answer_of(self.service) from None
+        except TimeoutError:
+            raise DeadlineExceeded.before_answer_of(self.service) from None
 
     def bill(self) -> Bill:
         return Bill(self._quota)

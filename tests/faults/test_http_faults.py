@@ -1,15 +1,10 @@
 """Answers that are slow, huge, elsewhere or no answers at all: over real HTTP, unless only the transport waits."""
 
 import asyncio
-import json
-import os
-import shutil
 import socket
-import ssl
 import subprocess
 
 import pytest
-from pytest_httpserver import HTTPServer
 from support import virtual_time
 from support.forked import COLD_PYTHON
 from support.seconds import check_seconds
@@ -204,71 +199,3 @@ def test_a_port_that_speaks_no_http_is_typed(ask, noise):
             server.close()
 
     assert asyncio.run(run()) in ("rag_8b_unavailable", "rag_8b_bad_response")
-
-
-def test_text_beyond_ascii_and_control_characters_arrive(fault, ask, httpserver):
-    httpserver.expect_request("/v1/rag/8b").respond_with_handler(
-        lambda request: json.dumps({"got": request.json["x"]})
-    )
-
-    async def run():
-        http = HttpClient("rag_8b", httpserver.url_for("").rstrip("/"))
-        try:
-            return json.loads(await http.post("/v1/rag/8b", {"x": "价格 \u0000 \U0001f600 \u202e"}))["got"]
-        finally:
-            await http.aclose()
-
-    assert asyncio.run(run()) == "价格 \u0000 \U0001f600 \u202e"
-
-
-def test_a_client_used_in_a_second_event_loop_opens_connections_of_its_own(fault, transport):
-    server = fault("latency", seconds={"8b": 0.0})
-    limits, http = transport(), HttpClient("rag_8b", server.url)
-
-    async def call():
-        try:
-            return await limits.call(lambda: http.post("/v1/rag/8b", {}))
-        finally:
-            await http.aclose()
-
-    assert asyncio.run(call()) == asyncio.run(call())
-
-
-def test_a_private_authority_is_trusted_where_the_environment_names_it(tmp_path):
-    """In a process of its own: OpenSSL reads the variable."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with HTTPServer(host="127.0.0.1", ssl_context=context, threaded=True) as server:
-        server.expect_request("/healthz").respond_with_data("")
-        server.expect_request("/v1/rag/8b").respond_with_data("{}")
-        for named, expected in ((True, "trusted b'{}'"), (False, "ServiceUnavailable")):
-            done = subprocess.run(
-                [COLD_PYTHON, "-c", TLS_PROBE, server.url_for("").rstrip("/")],
-                env={**os.environ, "SSL_CERT_FILE": str(certificate) if named else "/dev/null"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=60,
-            )
-            assert expected in done.stdout + done.stderr
-
-
-TLS_PROBE = """
-import asyncio, sys
-from salesrl_trl.launch.checks.addresses import check_rag
-from salesrl_trl.service.http import HttpClient
-
-async def main():
-    http = HttpClient("rag_8b", sys.argv[1])
-    print("trusted", await http.post("/v1/rag/8b", {}))
-    await http.aclose()
-
-check_rag(sys.argv[1], None)
-asyncio.run(main())
-"""

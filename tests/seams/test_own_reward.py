@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import sys
 import urllib.error
 from functools import partial
@@ -23,12 +22,12 @@ from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.judged.spending import Spending
 from salesrl_trl.reward.batch import Sample, wait_for
-from salesrl_trl.reward.functions import RewardFunction, per_batch, per_completion, per_group, reward_of
+from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import Outcome, Reward
+from salesrl_trl.types import Outcome
 
 FAULTS = {
     "raises": "shortness_raised_ValueError",
@@ -134,21 +133,6 @@ def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
     assert "customer" not in caplog.text
 
 
-def test_a_fault_is_logged_where_a_call_is_lost_for_good_by_a_line_that_is_in_no_library(caplog):
-    async def judge(completion):
-        calls.append(completion)
-        return json.loads("{" if completion == "lost" or len(calls) == 1 else "1")  # raises in Python's own library
-
-    calls = []
-    limits = {"max_concurrency": 1, "attempt_timeout_s": 5.0, "max_attempts": 3}
-    function = per_completion(transport=Transport("judge", **limits))(judge)
-    for completion, value in (("scored", 1.0), ("lost", None)):
-        assert "raised JSONDecodeError" not in caplog.text
-        assert run(function.score_all(rows(1), [completion])).values == [value]
-    line = judge.__code__.co_firstlineno + 2
-    assert f"raised JSONDecodeError at {__file__}:{line};" in caplog.text
-
-
 def test_without_a_transport_each_completion_is_asked_whatever_became_of_those_before():
     @per_completion
     async def flaky(completion):
@@ -175,16 +159,6 @@ def test_a_function_of_trls_signature_gets_what_trl_gives_it(result_of):
     logged, metrics = [], []
     result.log(lambda *given: logged.append(given), lambda *given: metrics.append(given))
     assert (logged, metrics) == ([("asked", ["p", "p"])], [("mean_length", 2.0)])
-
-
-def test_a_column_that_is_logged_for_some_completions_is_left_out_and_told(caplog):
-    def logs(completions, log_extra):
-        log_extra("seen", ["one"])
-        return [1.0] * len(completions)
-
-    result = asyncio.run(RewardFunction(logs).score_all(rows(2), ["a", "b"]))
-    assert [(each.value, each.columns) for each in result.rewards] == [(1.0, {})] * 2
-    assert "logs 'seen' with another number of values than completions: left out" in caplog.text
 
 
 async def asked(completions):
@@ -311,20 +285,6 @@ def test_a_transport_of_ones_own_retries_and_limits_a_function():
     play(scene())
 
 
-def test_a_blocking_function_that_hangs_is_given_up_and_holds_up_nobody():
-    import threading
-
-    never = threading.Event()
-
-    @per_batch(deadline_s=0.2)
-    def hangs(completions):
-        never.wait(60)
-
-    result = asyncio.run(hangs.score_all(rows(2), ["a", "b"]))
-    assert [each.reason for each in result.rewards] == ["deadline"] * 2
-    never.set()
-
-
 def test_one_that_fails_leaves_no_number_and_one_that_does_not_apply_is_left_out(result_of):
     mixed = MixedReward([shortness, ranks], [2.0, 1.0])
     result = result_of(mixed, ["four", "raises", "none", "six"], rows(4), group=4)
@@ -440,45 +400,6 @@ def test_a_value_means_the_same_alone_in_a_list_and_as_a_score(value, number, re
     for reward in (*of_verl, of_list):
         assert reward.value == number
         assert reward.reason.endswith(reason) and bool(reward.reason) is bool(reason)
-
-
-@pytest.mark.parametrize(
-    ("returned", "parts"),
-    [
-        ({"score": 0.5, "acc": np.float32(0.25)}, {"acc": 0.25}),
-        ({"score": torch.tensor(0.5), "acc": 1}, {"acc": 1.0}),
-        ({"score": 0.5, "value": 1.0, "reason": 2.0}, {"value": 1.0, "reason": 2.0}),
-        ({"score": 0.5, "acc": float("nan"), "words": "Bob"}, {}),
-    ],
-)
-def test_what_verl_reads_of_a_function_s_mapping_is_its_score(returned, parts):
-    def compute(data_source, solution_str, ground_truth, extra_info=None):
-        return returned if solution_str == "7" else 0.0
-
-    turns = [{"role": "assistant", "content": "I look it up."}, {"role": "assistant", "content": "7"}]
-    scoring = reward_of(compute).score_all(rows(1, reward_model=[{"ground_truth": "7"}]), [turns])
-    (reward,) = asyncio.run(scoring).rewards
-    assert (reward.value, reward.components) == (0.5, parts)
-
-
-def test_words_about_an_invalid_answer_are_no_code_of_a_figure():
-    @per_completion
-    def strict(completion):
-        return Reward(outcome=Outcome.INVALID_ACTION, value=-1.0, reason=completion)
-
-    result = asyncio.run(strict.score_all(rows(3), ["Bob called", "no_action", ""]))
-    assert [each.reason for each in result.rewards] == ["strict_invalid", "no_action", "strict_invalid"]
-    assert (result.values, result.rewards[0].columns) == ([-1.0] * 3, {"strict/reason": "Bob called"})
-
-
-def test_a_part_takes_no_metric_of_trls():
-    @per_completion
-    def parted(completion):
-        return Reward.scored(0.5, mean=0.25, std=0.25, style=0.75)
-
-    result, metrics = asyncio.run(parted.score_all(rows(1), ["a"])), []
-    result.log(lambda *_: None, lambda *given: metrics.append(given))
-    assert metrics == [("rewards/parted/style", 0.75)]
 
 
 def test_a_function_s_budget_is_settled_at_its_end(tmp_path):

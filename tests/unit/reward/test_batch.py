@@ -214,28 +214,6 @@ def test_what_a_late_completion_says_in_the_end_concerns_nobody(caplog, ends, er
 # Waiting
 
 
-def test_waiting_ends_with_the_first_whole_group():
-    async def scene():
-        reward, batch = await begun(*"abcd")
-        await wait_for([batch], partial(batch.has_settled, []))  # nothing to wait for
-        waiting = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [range(2), range(2, 4)])))
-        for text in "ac":
-            reward.answer(text, 0.5)
-            await turns()
-            assert not waiting.done()
-        reward.answer("d", 0.5)
-        await waiting
-        assert values(batch) == [0.5, None, 0.5, 0.5]
-        await wait_for([batch], partial(batch.has_settled, [range(2), range(2, 4)]))  # one of them is in
-        rest = asyncio.create_task(wait_for([batch], partial(batch.has_settled, [range(2)])))
-        await turns()
-        assert not rest.done()
-        reward.answer("b", 0.5)
-        await rest
-
-    play(scene())
-
-
 def test_a_waiter_that_is_cancelled_cancels_the_batch_which_can_be_started_again():
     async def scene():
         reward, batch = await begun(*"abc")

@@ -32,15 +32,6 @@ def test_failures_in_a_row_open_it():
     assert breaker.permit(0.0) is None
 
 
-def test_an_answer_between_failures_starts_the_count_again():
-    breaker = Breaker()
-    for _ in range(3):
-        for _ in range(FAILURES_TO_OPEN - 1):
-            breaker.record_failure(0.0, probe=0)
-        breaker.record_answer()
-    assert not breaker.is_open
-
-
 def test_after_the_pause_one_caller_probes_and_the_others_wait():
     breaker = opened()
     assert breaker.permit(COOLDOWN_S - 0.01) is None
@@ -108,14 +99,6 @@ def test_denials_in_a_row_open_it_and_where_it_never_answered_there_is_no_use_in
         assert not denied(breaker, times=FAILURES_TO_OPEN - 1).is_open
         assert denied(breaker, times=1).is_open
         assert (breaker.denial, breaker.is_hopeless) == ("judge_quota", not answered)
-
-
-def test_a_row_of_which_half_were_no_denials_is_an_outage_like_any_other():
-    breaker = denied(Breaker(), times=2)
-    for _ in range(3):
-        breaker.record_failure(0.0)
-    assert (breaker.is_open, breaker.denial) == (True, None)
-    assert breaker.pause_left_s(0.0) == COOLDOWN_S
 
 
 def test_after_denials_the_pauses_double_up_to_a_minute():

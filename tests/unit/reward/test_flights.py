@@ -64,7 +64,7 @@ def test_an_answer_counts_also_where_a_failure_comes_at_the_same_moment(order, g
     [
         ([1.0] * (MIN_SAMPLES - 1), None),
         ([1.0] * MIN_SAMPLES, MARGIN),
-        (range(100), 94 * MARGIN),  # the last refresh was after 20 + 5 x 16 = 100 answers; rank 0.95 x 99 = 94.05
+        (range(100), 94 * MARGIN),  # rank 0.95 x 99 = 94.05
         ([20.0 if number % 50 == 49 else 1.0 for number in range(320)], MARGIN),  # 2 % of stragglers do not move it
     ],
     ids=["too few", "enough", "spread", "stragglers"],
@@ -74,17 +74,6 @@ def test_late_is_a_margin_above_the_95th_percentile_once_enough_is_known(seconds
     for took in seconds:
         policy.record_answer(float(took))
     assert policy.late_after_s == (late_after_s and pytest.approx(late_after_s))
-
-
-def test_extra_calls_stay_a_share_of_all():
-    policy = HedgePolicy(0.05)
-    hedges = 0
-    for _ in range(1000):
-        policy.sent += 1
-        if policy.affordable:
-            policy.hedges += 1
-            hedges += 1
-    assert hedges == 50
 
 
 def answer(limit, times, waiting=1000):
@@ -97,12 +86,6 @@ def refuse_above(most, limit, times=8):
     for _ in range(times):
         *_, above = [limit.record_sent(load) for load in range(1, most + 2)]
         limit.record_overload(above)
-
-
-def test_a_round_of_answers_grows_the_slow_start_by_half():
-    limit = AdaptiveLimit(8, 100)
-    answer(limit, 8)
-    assert limit.slots == 12  # 8 + 8 x 1/2
 
 
 def test_refusals_that_come_with_load_lower_the_limit_and_growth_is_slow_from_then_on():

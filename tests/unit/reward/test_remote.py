@@ -26,7 +26,7 @@ from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_re
 from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.judged.budget import Budget, Limit, read_account
 from salesrl_trl.reward import remote as remote_module
-from salesrl_trl.reward.remote import ANSWER_S, LAST_WORD_S, RemoteReward
+from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 
@@ -268,32 +268,6 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     here.close()
 
 
-@pytest.mark.parametrize(
-    ("broken", "unusable", "place"),
-    [
-        (None, [], None),
-        ("8b", ["rag_8b_http_500"], "(rag_8b: at {url})"),
-        ("32b", [], "(rag_32b: at {url})"),
-        ("judge", ["judge_http_500"], "(judge: model judge-1 at {url}/v1)"),
-    ],
-)
-def test_after_the_warm_up_it_is_known_what_can_not_be_done_without_and_where(
-    services, remote, broken, unusable, place
-):
-    reward = remote()
-    if broken is not None:
-        services.set(broken, {}, status=500)
-    answers = reward.loop.warm_up()
-    assert set(answers) == {"rag_8b", "rag_32b", "judge"}
-    assert [error.code for error in reward.reward.names.unusable(answers)] == unusable
-    if broken is None:
-        assert all(0 < seconds < PATIENCE_S for seconds in answers.values())
-        assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
-    else:
-        assert str(answers["judge" if broken == "judge" else f"rag_{broken}"]).endswith(place.format(url=services.url))
-    assert reward.result([]).report.traffic["rag_8b"]["calls"] == 0  # it is not part of a report
-
-
 # While it goes on
 
 
@@ -330,30 +304,6 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote, often_look
     report = reward.finished(batch, *texts).report
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
-
-
-def test_another_text_at_a_place_takes_the_first_one_out_of_the_childs_hands(services, remote):
-    reward = remote(**LONG)
-    services.hangs.add("judge")
-    batch = reward.begun(action(query="as it was streamed"))
-    until(lambda: services.calls["judge"])
-    result = reward.finished(batch, "hello")
-    assert result.values == [-0.25]
-    until(lambda: reward.in_hand() == [])
-    assert [span.name for span in result.report.spans] == ["parse"]
-
-
-def test_what_is_given_up_before_the_child_has_come_to_it_is_not_asked_for(services, remote_process):
-    reward = remote_process(**LONG)
-    reward.values("hello")
-    reward.process.send_signal(signal.SIGSTOP)  # as one that is busy, or is being started
-    reward.begun(ACTION)
-    until(lambda: reward.child.scored)
-    reward.loop.give_up()
-    until(lambda: not reward.child.scored)
-    reward.process.send_signal(signal.SIGCONT)
-    until(lambda: reward.in_hand() == [])
-    assert services.calls["8b"] == 0
 
 
 # The child's life
@@ -405,26 +355,10 @@ def test_completions_that_are_scored_together_are_missing_when_their_child_ends(
     assert reasons(reward.finished(batch, "a", "b")) == ["reward_process_ended", "deadline"]
 
 
-def test_a_child_that_does_not_answer_is_waited_for_no_longer_than_the_deadline(services, remote_process):
-    """Not for what it has counted either. Nor does anything complain when it ends in the end: see the fixture."""
-    reward = remote_process(deadline_s=LONG_S)
-    reward.loop.warm_up()
-    reward.reward.deadline_s = 0.5
-    reward.process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    assert reasons(reward.result([ACTION])) == ["deadline"]
-    assert time.monotonic() - began < 0.5 + LAST_WORD_S + ANSWER_S + 2.0
-    reward.process.send_signal(signal.SIGCONT)
-    reward.reward.deadline_s = PATIENCE_S
-    result = reward.result([ACTION])
-    assert result.values == [0.75]
-    assert result.report.traffic["judge"]["calls"] == 1  # it is heard again, and reports what it has counted
-
-
 def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     services, remote_process, caplog, often_looked_at
 ):
-    often_looked_at(ping_s=0.1, most_silent=20)
+    often_looked_at(ping_s=0.1, most_silent=60)
     reward = remote_process(timeout_s=LONG_S, deadline_s=LONG_S)
     assert reward.values(ACTION) == [0.75]
     stopped = reward.process
@@ -434,10 +368,10 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert counts.result(0) == asyncio.run(reward.reward._local.drain())
     assert reward.process.pid != stopped.pid
     assert is_gone(stopped.pid)
-    assert own_words(caplog) == [
-        "the reward process has not answered for 2 s, and is ended; it shows where it is",
-        "the reward process ended with code -9, and 2 completions in its hands",
+    assert sorted(own_words(caplog)) == [
         "the reward process does not answer what it has counted",  # the question about its counts
+        "the reward process ended with code -9, and 2 completions in its hands",
+        "the reward process has not answered for 6 s, and is ended; it shows where it is",
     ]
 
 
@@ -462,16 +396,6 @@ def test_closing_ends_the_child_without_a_complaint(services, remote_process, ca
     assert child.poll() == (-signal.SIGKILL if then == "stopped" else 0)
     said = ["does not close, and is ended; it shows where it is", "ended with code -9, and 0 completions in its hands"]
     assert own_words(caplog) == ([] if then != "stopped" else [f"the reward process {line}" for line in said])
-
-
-def test_closing_or_a_report_starts_no_child(remote):
-    reward = remote()
-    for _ in range(2):
-        assert set(reward.of_child(reward.reward.drain).traffic) == {"rag_8b", "rag_32b", "judge"}
-        assert reward.child is None
-        reward.of_child(reward.reward.aclose)  # before and after its use
-        reward.values("hello")
-        reward.of_child(reward.reward.aclose)
 
 
 def test_a_child_that_could_not_be_started_is_tried_again(remote_process, monkeypatch):

@@ -39,23 +39,10 @@ def test_a_branchs_mean_is_over_its_scored_completions_only():
     assert flushed["reward/hallucination"] == 0.5
 
 
-def test_outcomes_are_shares_of_all_completions():
-    flushed = means_of(([ok(1.0), INVALID, INFRA, JUDGE], [0, 0, 0, 1])).flush()
-    assert [flushed[f"outcome/{outcome.value}"] for outcome in Outcome] == [0.25, 0.25, 0.25, 0.25]
-
-
 def test_a_missing_reference_is_counted_among_the_judged_only():
     flushed = means_of(([ok(1.0, 0.5), ok(1.0), INFRA, INVALID], [0, 0, 0, 0])).flush()
     assert flushed["failures/reference_missing"] == 0.5
     assert flushed["reference/fairness"] == 0.5
-
-
-def test_right_documents_are_a_share_of_the_answers_to_rows_with_known_ones():
-    found = [
-        Reward(outcome=Outcome.OK, value=0.5, components={"right_document": each}) for each in (1.0, 0.0, 0.0, None)
-    ]
-    flushed = means_of(([*found, INVALID, INFRA], [0] * 6)).flush()
-    assert flushed["retrieval/right_document"] == pytest.approx(1 / 3)
 
 
 def test_the_keys_are_the_same_when_a_branch_or_everything_is_missing_and_an_empty_branch_is_nan():

@@ -60,7 +60,6 @@ def test_trl_is_answered_with_the_result_at_hand(loop):
     [function] = loop.functions
     with loop.answering(result):
         assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
-        assert loop.status() == "this rank's are scored, another's may be out"
     with pytest.raises(AssertionError, match="inside `answering` alone"):
         function(prompts=[None], completions=[BAD], row=[0])
     assert get_callable_name(function) == "sales"
@@ -85,36 +84,18 @@ def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatc
 
 def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, services):
     services.set("8b", "", delay_s=0.5)
-    assert loop.status() == "none is being scored"
+    none = "no reward is under way on this rank"
+    assert (loop.status(), loop.status("vLLM generates")) == (none, "vLLM generates")
     older, newer = begin(loop, 0, 0), begin(loop, 0)
-    assert loop.status() == "none is being scored; 1 more batch in flight"
     loop.start(newer, 0, action("another"))
-    until(lambda: loop.status() == "of 1 completions 1 in rag_8b; 1 more batch in flight")
+    until(lambda: loop.status("vLLM generates") == "of 1 completions 1 in rag_8b")
     loop.start_all(older, [ACTION, BAD])
-    until(lambda: loop.status() == "of 2 completions 1 in rag_8b; 1 more batch in flight")
+    until(lambda: loop.status() == "of 2 completions 1 in rag_8b")
     loop.wait([older], older.is_settled)
-    assert loop.status() == "this rank's are scored, another's may be out; 1 more batch in flight"
     loop.give_up()
     assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now
-    assert loop.status() == "none is being scored"
+    assert loop.status() == none
     assert not any(stages.under_way for stages in (*older.stages, *newer.stages))
-
-
-def test_an_evaluation_names_what_is_slow_whatever_of_training_waits_settled(loop, services):
-    services.set("8b", "", delay_s=0.5)
-    generates = "vLLM generates; 1 more batch in flight"
-    assert loop.status("vLLM generates") == "vLLM generates"
-    of_training, of_evaluation = begin(loop, 0), begin(loop, 0, 0)
-    loop.start_all(of_training, [BAD])
-    loop.wait([of_training], of_training.is_settled)
-    assert loop.status("vLLM generates") == generates  # no completion of the evaluation is there
-    loop.start(of_evaluation, 0, ACTION)
-    until(lambda: loop.status("vLLM generates") == "of 2 completions 1 in rag_8b; 1 more batch in flight")
-    until(lambda: loop.status("vLLM generates") == generates)  # the first is scored, the second is to come
-    loop.start(of_evaluation, 1, BAD)
-    loop.wait([of_evaluation], of_evaluation.is_settled)
-    assert loop.status("vLLM generates").startswith("this rank's are scored, another's may be out")
-    loop.give_up()
 
 
 def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, services):

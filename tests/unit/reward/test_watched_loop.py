@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import sys
 import threading
 import time
 
@@ -42,7 +41,6 @@ def scored(loop, *texts):
 
 
 def test_a_function_that_never_yields_costs_what_waits_for_its_loop_and_is_named_once(loop, caplog):
-    assert loop.status() == "none is being scored"
     assert scored(loop, "waits in C", "other") == ["blocked"] * 2  # the other one waited for the same loop
     assert scored(loop, "other") == ["blocked"]
     [line] = [record.message for record in caplog.records]
@@ -60,6 +58,7 @@ def test_closing_leaves_a_loop_behind_that_stays_held_up(loop, caplog):
         time.sleep(0.01)
     loop.close()
     assert time.monotonic() - began < 10.0
+    assert "destroyed" not in caplog.text
     assert any(line.startswith("holds at ") and line.endswith("It is left behind.") for line in caplog.messages)
 
 
@@ -91,7 +90,7 @@ def test_devices_dtype_and_context_of_the_main_thread_hold_wherever_a_function_r
 
     def of_trl(prompts, completions):
         seen.append(devices())
-        return (1.0 for _ in completions)
+        return [1.0 for _ in completions]
 
     loop = RewardLoop(MixedReward([sync, on_the_loop, RewardFunction(of_trl)], [1.0] * 3))
     token = customer.set("of the main thread")
@@ -107,29 +106,3 @@ def test_devices_dtype_and_context_of_the_main_thread_hold_wherever_a_function_r
         loop.close()
     assert values == [3.0]
     assert seen == [("meta", "torch.float64", "of the main thread", 1)] * 4
-
-
-def test_a_batch_costs_as_many_looks_as_it_has_completions():
-    """Four times as many: four times the calls of functions. They were sixteen times as many."""
-
-    def calls(count):
-        made = 0
-
-        def count_calls(frame, event, argument):
-            nonlocal made
-            made += event in ("call", "c_call")
-
-        async def run():
-            return await RewardFunction(lambda prompts, completions: [1.0] * len(completions)).score_all(
-                [ROW] * count, ["a"] * count
-            )
-
-        sys.setprofile(count_calls)
-        try:
-            result = asyncio.run(run())
-        finally:
-            sys.setprofile(None)
-        assert result.values == [1.0] * count
-        return made
-
-    assert calls(1600) < 4.5 * calls(400)

@@ -41,7 +41,7 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     beat = heartbeat(lambda: None, reward_wait=lambda: "of 64 completions 52 in judge")
     line = beat.line("reward_wait", 12.3)
     assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
-    assert "the limit that calls are in line for" in line
+    assert "its limit of calls" in line
 
 
 def test_every_phase_of_training_has_an_advice():
