@@ -60,7 +60,7 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
         f"a larger limit and --resume_from_checkpoint {tmp_path / 'checkpoint-4'}."
     )
     assert requests() == MOST
-    assert "| spent 33 calls, at the end " in caplog.text
+    assert "| spent 33 calls" in caplog.text
     with pytest.raises(ConfigError, match=r"the budget is spent: 34 calls .* Raise them"):
         check_budget_left(RewardConfig(max_calls=MOST), tmp_path)
     check_budget_left(RewardConfig(max_calls=MOST + 1), tmp_path)
@@ -70,8 +70,7 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
     assert error is None
     steps = [each["step"] for each in trainer.state.log_history if "reward" in each]
     assert steps == [*range(1, STEPS + 1)]  # the step that was not scored came again
-    share = requests() / FOR_ALL_STEPS
-    assert f"| spent {requests()} calls, at the end {share:.0%} of the limit |" in caplog.text
+    assert f"| spent {requests()} calls |" in caplog.text
     at_end = pytest.raises(RunStopped, match=r"reached: `max_calls` 72\. All steps are done and saved, but not ")
     with at_end, trainer.components.stopping.ending():
         trainer.evaluate()
