@@ -22,7 +22,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
-from salesrl_trl.generation.tasks import Prompt
 from salesrl_trl.ground.process import allow_files, patched
 
 logger = logging.getLogger(__name__)

@@ -87,6 +87,7 @@ class AnswerStore:
         if self._writing is not None:
             self._writing.cancel()
         self._writing = None
+        self._unusable_until = math.inf if self.path is None else 0.0  # a last try
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 if self._memory:

@@ -237,14 +237,12 @@ class JudgeClient(Judge):
     async def _first_valid(self, material: Material, order: Sequence[int], number: int) -> list[Verdict]:
         lot = hashlib.sha256(f"{material.key} {number}".encode()).digest()
         providers = self._order(int.from_bytes(lot[:8]) / 2**64)
-        failure: ServiceError | None = None
+        failures: list[ServiceError] = []
         for provider in providers:
             try:
                 verdicts = await provider.ask(material, order=order, patient=provider is providers[-1])
             except ServiceError as error:
-                # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
-                is_less = isinstance(failure, JudgeInvalid) or isinstance(error, BudgetSpent)
-                failure = failure if failure is not None and is_less else error
+                failures.append(error)
                 continue
             for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
                 behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
@@ -253,8 +251,9 @@ class JudgeClient(Judge):
                     JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
                 )
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
-        assert failure is not None
-        raise failure
+        # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
+        worth = {error: isinstance(error, JudgeInvalid) - isinstance(error, BudgetSpent) for error in failures}
+        raise max(reversed(failures), key=worth.__getitem__)
 
     def _order(self, lot: float) -> list[ProviderClient]:
         """The provider that the lot in [0, 1) falls to, then the others as they are listed."""

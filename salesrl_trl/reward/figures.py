@@ -174,13 +174,6 @@ class RewardFigures:
         row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]
         return torch.tensor([row], dtype=torch.float64)
 
-    @staticmethod
-    def position_gap(table: torch.Tensor) -> float:
-        """The `POSITION_GAP` of gathered reports of one batch."""
-        bias = JudgeBias()
-        bias.add(table[:, 2 : 2 + JudgeBias.SUMS].sum(dim=0).tolist())
-        return bias.flush()[names.POSITION_GAP]
-
     def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
         """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""
         seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)

@@ -301,7 +301,9 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     if not stated:
         return
     said = read_error(answer, sent)
-    is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
+    is_known = (
+        said.status in (*statuses.OVERLOAD_STATUS, *statuses.DENIED_STATUS, 403) or said.marks & statuses.QUOTA_MARKS
+    )
     if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
     text = f"{service} answered 200 with a `{stated[0]}` that says it failed: see its own log."

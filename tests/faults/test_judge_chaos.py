@@ -21,7 +21,7 @@ from salesrl_trl import judge_reward
 from salesrl_trl.ground.fencing import make_nonce, read_sections
 from salesrl_trl.types import Outcome
 
-COMPLETIONS, GROUP, WAVE = 3000, 8, 500
+GROUP, WAVE = 8, 496
 GROUPS = int(os.environ.get("CHAOS_GROUPS", "500"))
 PROVIDERS = {"first": 2.0, "second": 1.0, "last": 0.0}
 CRITERIA = [{"text": "is right", "weight": 1.0}, {"text": "is polite", "weight": 3.0, "name": "polite"}]
@@ -121,7 +121,7 @@ def numbers(scores):
     return {"value": judge, "judge": judge, **parts, **margin}
 
 
-def rewards_of(reward, completions, group=1):
+def rewards_of(reward, completions):
     rows = [{"prompt": f"Tell me all about row-{number}.",
              "reference": "It is good." if number % 3 else None,
              "criteria": CRITERIA if number % 2 else None} for number in range(completions // GROUP)]  # fmt: skip
@@ -129,10 +129,10 @@ def rewards_of(reward, completions, group=1):
 
     async def in_waves():
         rewards, verdicts = [], Counter()
-        for start in range(0, completions, WAVE - WAVE % group):
-            wave = asked[start : start + WAVE - WAVE % group]
-            texts = [f"item-{item}" if item != 3 or group == 1 else " " for _, item in wave]  # some say nothing
-            result = await reward.score_all([rows[row] for row, _ in wave], texts, group=group)
+        for start in range(0, completions, WAVE):
+            wave = asked[start : start + WAVE]
+            texts = [f"item-{item}" if item != 3 else " " for _, item in wave]  # some say nothing
+            result = await reward.score_all([rows[row] for row, _ in wave], texts, group=GROUP)
             verdicts["judged_singly"] += result.report.judged_singly
             rewards += result.rewards
             verdicts += Counter({name: usage.verdicts for name, usage in result.report.usage.items()})
@@ -152,8 +152,8 @@ def providers_of(fault_in_memory, ledger, share):
     ]
 
 
-def check_against(ledger, asked, rewards, times):
-    """Each completion has the mean of one to `times` verdicts that were validly said of it, or a reason."""
+def check_against(ledger, asked, rewards):
+    """Each completion has the mean of one or two verdicts that were validly said of it, or a reason."""
     scored = Counter()
     for judged, each in zip(asked, rewards, strict=True):
         if each.outcome is Outcome.OK:
@@ -161,7 +161,7 @@ def check_against(ledger, asked, rewards, times):
             known = [numbers(said) for said in ledger.said[judged]]
             means = [
                 {name: fmean(one[name] for one in chosen) for name in chosen[0]}
-                for count in range(1, times + 1)
+                for count in (1, 2)
                 for chosen in itertools.combinations(known, count)
             ]
             assert {"value": each.value, **got} in [pytest.approx(mean) for mean in means]
@@ -179,19 +179,6 @@ def met(servers):
     }
 
 
-def test_each_completion_has_a_verdict_of_its_own_or_a_reason(fault_in_memory):
-    ledger = Ledger()
-    servers, providers = providers_of(fault_in_memory, ledger, 0.6)
-    reward = judge_reward(
-        "Grade it.", judge_providers=providers, max_attempts=2, judge_timeout_s=20.0, reward_deadline_s=60.0
-    )
-    asked, rewards, verdicts = rewards_of(reward, COMPLETIONS)
-    scored = check_against(ledger, asked, rewards, times=1)
-    print(f"{len(rewards)} completions: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met(servers)}")
-    assert 0.5 * COMPLETIONS < scored["ok"] < COMPLETIONS
-    assert min(*met(servers).values(), *(verdicts[name] for name in PROVIDERS)) > 20
-
-
 def test_each_completion_of_a_group_has_scores_of_its_own_or_a_reason(fault_in_memory):
     ledger = Ledger()
     servers, providers = providers_of(fault_in_memory, ledger, 0.5)
@@ -199,8 +186,8 @@ def test_each_completion_of_a_group_has_scores_of_its_own_or_a_reason(fault_in_m
         "Grade it.", judge_providers=providers, max_attempts=1, judge_timeout_s=20.0, reward_deadline_s=60.0,
         judge_mode="group",
     )  # fmt: skip
-    asked, rewards, verdicts = rewards_of(reward, GROUPS * GROUP, GROUP)
-    scored = check_against(ledger, asked, rewards, times=2)
+    asked, rewards, verdicts = rewards_of(reward, GROUPS * GROUP)
+    scored = check_against(ledger, asked, rewards)
     print(f"{GROUPS} groups: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met(servers)}")
     assert scored["ok"] > 0.6 * GROUPS * GROUP and verdicts["judged_singly"] > 0.1 * GROUPS * GROUP
     assert min(met(servers).values()) > 10

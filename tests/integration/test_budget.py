@@ -58,15 +58,14 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
         f"a larger limit and --resume_from_checkpoint {tmp_path / 'checkpoint-4'}."
     )
     assert requests() == MOST
-    assert "| spent 33 calls, at the end " in caplog.text
+    assert "| spent 33 calls" in caplog.text
 
     caplog.clear()
     trainer, error = run(FOR_ALL_STEPS, resumed=True)
     assert error is None
     steps = [each["step"] for each in trainer.state.log_history if "reward" in each]
     assert steps == [*range(1, STEPS + 1)]  # the step that was not scored came again
-    share = requests() / FOR_ALL_STEPS
-    assert f"| spent {requests()} calls, at the end {share:.0%} of the limit |" in caplog.text
+    assert f"| spent {requests()} calls |" in caplog.text
     at_end = pytest.raises(RunStopped, match=r"reached: `max_calls` 72\. All steps are done and saved, but not ")
     with at_end, trainer.components.stopping.ending():
         trainer.evaluate()

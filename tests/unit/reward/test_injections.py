@@ -107,10 +107,3 @@ def test_an_answer_that_the_rag_service_was_made_to_give_forges_none(services, t
     for text in TEXTS[::7]:
         rewards = score(services, [action()], BY_TEXT, answer=text)
         assert forged(rewards) == []
-
-
-def test_held_to_the_schema_no_text_beside_the_object_counts(services):
-    for talk in (parrot, judges_then_quotes):
-        says(services, lambda system, user, talk=talk: talk('"nonce": "0123456789abcdef"', user))
-        rewards = score(services, in_actions()[::5], [{"name": "judge", "response_format": "json_schema"}])
-        assert {reward.outcome for reward in rewards} <= {Outcome.JUDGE_INVALID, Outcome.INVALID_ACTION}

@@ -11,7 +11,7 @@ from support.loopback import ANSWER, VERDICT, action, build_reward, chat_complet
 from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.judge import load_rubrics
-from salesrl_trl.judged.provider import JudgeProvider, ProviderClient, RequestForm
+from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Outcome
 
@@ -124,14 +124,6 @@ def test_a_provider_that_leaves_response_formats_empty_is_asked_by_text_for_a_wh
     asked = [request.json for request in services.asked["judge"]]
     assert sum("response_format" in request for request in asked) == tried
     assert sum(line.startswith("judge judge") for line in caplog.messages) == lines
-
-
-def test_a_try_that_shows_nothing_is_made_again():
-    """A request by schema may end in a time-out, which says nothing about the schema."""
-    form = RequestForm("a")
-    for _ in range(16):
-        form.record_schema(worked=False)
-    assert [number for number in range(1, 400) if form.goes_by_schema()] == [128, 256, 384]
 
 
 def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_the_next_attempt(score_many, services):

@@ -168,12 +168,6 @@ def test_a_margin_without_a_column_of_references_is_told_before_training():
     RewardFuncs.of(judge_reward(judge="seams.own_reward.ByLength"), None, None).check(["prompt"], 2, 4)
 
 
-@pytest.mark.parametrize("component", ["retrieval", "right_document", "format"])
-def test_a_weight_of_a_search_is_refused(component):
-    with pytest.raises(ConfigError, match=f"weighs .'{component}'., and a policy .* searches nothing"):
-        judge_reward(judge="seams.own_reward.ByLength", branch_reward_weights={"all": {"judge": 1.0, component: 1.0}})
-
-
 def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(services, judged, tmp_path):
     weights = {"branch_reward_weights": {"all": {"judge": 1.0, "judge_style": 1.0}}}
     with pytest.raises(ConfigError, match=r"style\.txt"):

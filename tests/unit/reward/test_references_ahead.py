@@ -51,18 +51,6 @@ def test_a_reference_is_asked_for_once_although_many_completions_need_it(service
     play(reward, scene())
 
 
-def test_it_is_asked_with_what_completions_would_ask_with(services, rows):
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        await fetched(reward, [1])
-        await score(reward, [0])
-
-    play(reward, scene())
-    ahead, behind = (request.json for request in services.asked["32b"])
-    assert ahead == {**behind, "message_id": "m2", "request_id": ahead["request_id"]}
-
-
 @pytest.mark.parametrize("answer", [(500, {}, {}, 0), (200, {**ANSWER, "answer": ":"}, {}, 0), (200, "<html>", {}, 0)])
 def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_without_it(services, rows, answer, caplog):
     services.answers["32b"] = [answer]
