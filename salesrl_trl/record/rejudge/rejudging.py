@@ -164,7 +164,6 @@ class ScoreChange:
     mean_after: float  # mean reward of those that were scored both times
     rank_correlation: float  # spearman's, of these rewards, in [-1, 1]; NaN where all are equal
     advantage_correlation: float
-    mean_shift: float
     sign_flips: float
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
 
@@ -223,7 +222,6 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
     both = [[value for value in row if value is not None] for row in rows]
     scored_twice = [row for row in both if len(row) == 4]
     before, after, made_before, made_after = [list(c) for c in zip(*scored_twice, strict=True)] or [[], [], [], []]
-    pairs = [*zip(made_before, made_after, strict=True)]
     return ScoreChange(
         branch=branch,
         completions=len(rows),
@@ -233,8 +231,7 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
         mean_after=_mean(after),
         rank_correlation=rank_correlation(before, after),
         advantage_correlation=rank_correlation(made_before, made_after),
-        mean_shift=_mean([abs(second - first) for first, second in pairs]),
-        sign_flips=_mean([float(first * second < 0) for first, second in pairs]),
+        sign_flips=_mean([float(first * second < 0) for first, second in zip(made_before, made_after, strict=True)]),
     )
 
 

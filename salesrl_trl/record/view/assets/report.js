@@ -21,14 +21,14 @@ function Kl({ branch, kl, band, beta }) {
 }
 
 // Parts of a whole: lines over the steps, and a row for each.
-const Parts = ({ title, lines, rows, head, size }) =>
+const Parts = ({ title, lines, rows, heads, size }) =>
   h(
     Fragment,
     null,
     h(Lines, { title, series: lines, domain: [0, Math.max(...lines.flatMap(({ points }) => points.map(([, value]) => value)))] }),
     h(Table, {
       caption: title,
-      columns: [[head, ""], [t("number"), "n"], [t("share"), "n"]],
+      columns: [...heads, t("share")].map((head, at) => [head, at ? "n" : ""]),
       rows: rows.map(([name, value, share]) => [name, size(value), percent(share)]),
     }),
   );
@@ -63,8 +63,8 @@ function Figures({ figures }) {
   const sections = [
     [t("reward"), rewards.length, h(Lines, { title: t("mean_reward"), series: rewards })],
     ["KL", figures.kl.length, figures.kl.map((each) => h(Kl, each))],
-    [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), head: t("phase"), size: seconds, ...figures.phases })],
-    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), head: t("reason"), size: whole, ...figures.failures })],
+    [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), heads: [t("phase"), t("seconds_a_step")], size: seconds, ...figures.phases })],
+    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), heads: [t("reason"), t("number")], size: whole, ...figures.failures })],
     [t("held_out"), figures.held_out.rows.length, h(HeldOut, figures.held_out)],
     [t("spending"), figures.spent.length, h(Spending, figures)],
   ];
