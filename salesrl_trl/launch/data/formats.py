@@ -224,7 +224,8 @@ class TopiOCQA(DatasetFormat):
         if not answer or answer == UNANSWERABLE:
             return NO_ANSWER
         others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
-        if not isinstance(others, list) or not all(isinstance(part, Mapping) for part in (*others, passage)):
+        are_objects = isinstance(others, list) and all(isinstance(other, Mapping) for other in others)
+        if not are_objects or not isinstance(passage, Mapping):
             raise DataError("the fields `Additional_answers` and `Gold_passage` are no list of objects and no object")
         texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
         texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
