@@ -30,7 +30,15 @@ from salesrl_trl.errors import (
 )
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.service.event_loop import PerLoop
-from salesrl_trl.service.statuses import address_fault, read_error, retry_after_s, status_error
+from salesrl_trl.service.statuses import (
+    DENIED_STATUS,
+    OVERLOAD_STATUS,
+    QUOTA_MARKS,
+    address_fault,
+    read_error,
+    retry_after_s,
+    status_error,
+)
 from salesrl_trl.telemetry.completion_record import CallNote
 
 KEEPALIVE_S = 60.0  # how long an idle connection is kept: longer than an optimizer step
@@ -301,9 +309,7 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     if not stated:
         return
     said = read_error(answer, sent)
-    is_known = (
-        said.status in (*statuses.OVERLOAD_STATUS, *statuses.DENIED_STATUS, 403) or said.marks & statuses.QUOTA_MARKS
-    )
+    is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
     if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
     text = f"{service} answered 200 with a `{stated[0]}` that says it failed: see its own log."

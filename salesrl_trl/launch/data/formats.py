@@ -224,8 +224,10 @@ class TopiOCQA(DatasetFormat):
         if not answer or answer == UNANSWERABLE:
             return NO_ANSWER
         others, passage = record.get("Additional_answers") or [], record.get("Gold_passage") or {}
-        if not isinstance(others, list) or not all(isinstance(part, Mapping) for part in (*others, passage)):
-            raise DataError("the fields `Additional_answers` and `Gold_passage` are no list of objects and no object")
+        if not isinstance(others, list) or not all(isinstance(other, Mapping) for other in others):
+            raise DataError(f"the field `Additional_answers` is {shape(others)}. Expected a list of objects")
+        if not isinstance(passage, Mapping):
+            raise DataError(f"the field `Gold_passage` is {shape(passage)}. Expected an object with a `text`")
         texts = [answer, *(text_of(other, "Answer", may_be_blank=True) for other in others)]
         texts += [text_of(record, "Rationale", may_be_blank=True)] if record.get("Rationale") is not None else []
         texts += [text_of(passage, "text")] if passage else []

@@ -6,7 +6,6 @@ message. White space around both is dropped. The packaged ones are in the folder
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -156,15 +155,11 @@ def token_counter(
     tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Count:
     """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does: messages with the tokenizer's chat
-    template, texts without. Equal prompts are tokenized once. The function raises `ConfigError` for prompts that the
-    chat template refuses."""
+    template, texts without. The function raises `ConfigError` for prompts that the chat template refuses."""
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
-        keys = [json.dumps(prompt) for prompt in prompts]
-        different = dict(zip(keys, prompts, strict=True))
         lengths = []
-        distinct = list(different.values())
-        for batch in (distinct[at : at + BATCH_PROMPTS] for at in range(0, len(distinct), BATCH_PROMPTS)):
+        for batch in ([*prompts[at : at + BATCH_PROMPTS]] for at in range(0, len(prompts), BATCH_PROMPTS)):
             if isinstance(batch[0], str):
                 lengths += [len(ids) for ids in tokenizer(batch, verbose=False)["input_ids"]]
                 continue
@@ -184,8 +179,7 @@ def token_counter(
                     "without a system message, for example."
                 ) from None
             lengths += [len(ids) for ids in tokens["input_ids"]]
-        by_key = dict(zip(different, lengths, strict=True))
-        return [by_key[key] for key in keys]
+        return lengths
 
     return count
 

@@ -149,7 +149,7 @@ class QuickEvaluator:
 
     def __post_init__(self) -> None:
         self._figures = checked_figures(self.settings.figures, self.branches)
-        self.figure_names = tuple(figure.name for figure in (*OWN_FIGURES, *self._figures))
+        self.figure_names = (*OWN_FIGURES, *(figure.name for figure in self._figures))
         path, by = self.output_dir / names.QUICK_EVAL_FILE, self.settings.best
         self._history = QuickEvalHistory(path, by, self.least_scored)
         self._best = BestPolicy(self.output_dir, by, self.ranks)

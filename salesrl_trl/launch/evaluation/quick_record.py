@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,8 @@ Record = Mapping[str, Any]  # one evaluation as a JSON object
 SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    name: str
-    form: str
-    of: Callable[[Sequence[Answered]], float | None]
-
-    def __call__(self, answers: Sequence[Answered]) -> float | None:
-        return self.of(answers)
+OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
+"""The package's own figures in the order of the record, and their formats in the line."""
 
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
@@ -39,13 +33,14 @@ def kl_per_token(answers: Iterable[Answered]) -> float | None:
     return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
 
 
-OWN_FIGURES: tuple[Figure, ...] = (
-    _Own(SCORE, ".2f", mean_reward),
-    _Own("truncated", ".0%", lambda answers: mean([answer.truncated for answer in answers])),
-    _Own("length", ".0f", lambda answers: mean([answer.tokens for answer in answers])),
-    _Own("kl", ".3f", kl_per_token),
-)
-"""In the order of the record."""
+def _own_figures(answers: Sequence[Answered]) -> dict[str, float | None]:
+    kl = kl_per_token(answers)
+    return {
+        SCORE: mean_reward(answers),
+        "truncated": mean([answer.truncated for answer in answers]),
+        "length": mean([answer.tokens for answer in answers]),
+        "kl": kl if kl is not None and math.isfinite(kl) else None,
+    }
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
@@ -93,9 +88,9 @@ class QuickEvaluation:
         letters = initials(list(self.branches))
         has_kl = any(values[BETA] is not None for values in self.branches.values())
         left_out = {SCORE} if has_kl else {SCORE, "kl", BETA}
-        shown = [(own.name, own.form) for own in OWN_FIGURES] + [(BETA, ".3g")]
+        shown = {**OWN_FIGURES, BETA: ".3g"}
         given = {own.name: own.form for own in figures}
-        for figure, form in [*(each for each in shown if each[0] not in left_out), *given.items()]:
+        for figure, form in [*(each for each in shown.items() if each[0] not in left_out), *given.items()]:
             words.append(figure.upper() if figure == "kl" else figure)
             words += [
                 f"{letters[name]}={number(values[figure], form)}"
@@ -126,7 +121,7 @@ def evaluation_of(
         by_branch[branch] = {
             "rows": len(own),
             "scored": sum(answer.reward.value is not None for answer in own),
-            **{figure.name: measure(figure, own) for figure in OWN_FIGURES},
+            **_own_figures(own),
             BETA: betas.get(branch),
             **{figure.name: measure(figure, own) for figure in figures},
         }

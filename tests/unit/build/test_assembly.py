@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-import time
 from dataclasses import replace
 
 import pytest
 from support.loopback import ACTION, ANSWER, action, row, score_batch
-from support.seconds import check_seconds
 
 from salesrl_trl.agents.tools import drain_traffic
 from salesrl_trl.config import SalesGRPOConfig
@@ -88,18 +86,6 @@ def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, servi
         assert (reward.budget.path, reward.budget.limits[0].most) == (tmp_path / SPENT_FILE, 3)
     assert (services.calls["8b"], read_account(tmp_path / SPENT_FILE).taken) == (3, {"max_calls": 3})
     assert reward.budget is None  # a function of a module: no other run has this budget
-
-
-def test_a_run_beside_a_locked_cache_of_references_scores_everything_at_once(config, services, tmp_path, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.judged.cache.LAST_WRITE_TIMEOUT_S", 0.1)
-    completions = [action(query=f"q{number}") for number in range(32)]
-    score(config(), tmp_path / "first", completions[:1])
-    with contextlib.closing(sqlite3.connect(tmp_path / "first" / "references.sqlite", isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        began = time.perf_counter()
-        result = score(config(), tmp_path / "first", completions)
-    assert [reward.outcome for reward in result.rewards] == [Outcome.OK] * 32
-    check_seconds(time.perf_counter() - began, most=3.0)  # 32 waits of 20 tries each took a minute
 
 
 @pytest.mark.parametrize(("given", "of_two_launches"), [({}, 1), ({"cache_answers": False}, 4)])

@@ -174,7 +174,7 @@ SECRET = "13800000000"
         ),
         (QReCC(), qrecc(context=[SECRET]), "the field `Context` is list of length 1. Expected a list of texts"),
         (TopiOCQA(), TOPIOCQA | {"Turn_no": "two"}, "the field `Turn_no` is str of length 3. Expected a whole number"),
-        (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the fields `Additional_answers` and `Gold_passage` are no"),
+        (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the field `Gold_passage` is str of length 11"),
         (TopiOCQA(), TOPIOCQA | {"Gold_passage": {"text": ""}}, "the field `text` is str of length 0"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_last_turn_that_is_too_long_by_itself_can_not_be_truncated():
         fit([row(3), row(9, 9), row(3, 11)], "truncate_oldest_turns")
 
 
-def test_the_chat_template_counts_and_equal_prompts_are_tokenized_once():
+def test_the_chat_template_counts():
     asked = []
 
     class Tokenizer:
@@ -80,7 +80,7 @@ def test_the_chat_template_counts_and_equal_prompts_are_tokenized_once():
     one, other = ([{"role": "user", "content": text}] for text in ("ab", "abc"))
     assert token_counter(Tokenizer(), {"enable_thinking": False})([one, other, one]) == [5, 6, 5]
     ((prompts, options),) = asked
-    assert prompts == [one, other]
+    assert prompts == [one, other, one]
     assert options["add_generation_prompt"] and options["tokenize"] and options["enable_thinking"] is False
 
 
