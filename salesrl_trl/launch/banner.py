@@ -25,7 +25,7 @@ from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.templates import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
-from salesrl_trl.launch.memory_shape import parameter_count
+from salesrl_trl.launch.memory_estimate import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.names import LOG_FILE

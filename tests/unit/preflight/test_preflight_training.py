@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import ModelConfig
 
 from benchmarks.memory import figures_of
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.data.lengths import token_counter
 from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment
-from salesrl_trl.launch.memory_shape import UnknownShape
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.rehearsal import rehearse
 from salesrl_trl.launch.preflight.runner import BEFORE_A_RUN, examine
@@ -68,14 +68,12 @@ def test_steps_of_a_run_with_several_functions_and_tools_take_one_made_up_reward
 @pytest.mark.parametrize("known", [True, False])
 def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, monkeypatch, known):
     def weighed(*_):
-        if not known:
-            raise UnknownShape("no number for num_attention_heads")
         moments = (Moment(name="forward", parts={"weights": 3.0}), Moment(name=SCORING, parts={"weights": 9.0}))
         return Estimate(card_gib=80.0, moments=moments, sequences=None)
 
     monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda _: Card("a", 80.0))
     shape = "salesrl_trl.launch.preflight.memory.policy_shape"
-    monkeypatch.setattr(shape, weighed if not known else lambda _: figures_of("tiny", None))
+    monkeypatch.setattr(shape, lambda _: figures_of("tiny", ModelConfig()) if known else None)
     monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)
     memory, _, step = examine(planned(), stages=(MEMORY_STAGE, MODEL_STAGE, STEP_STAGE))
     assert memory.verdict is (PASSED if known else SKIPPED)
