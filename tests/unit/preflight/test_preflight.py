@@ -1,12 +1,9 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
-import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -14,15 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from check_gpu_memory import main as check_memory
-from packaging.requirements import Requirement
 from support.published import qrecc, write
-from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
@@ -93,8 +87,8 @@ def packages(monkeypatch, **installed):
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"trl": "1.15.3"}, r"trl is 1.15.3. Expected trl<1.17,>=1.16.0. Install it: pip install"),
-        ({"numpy": None}, "numpy is not installed. Expected numpy"),
+        ({"trl": "1.15.3"}, "trl is 1.15.3, and trl<1.17,>=1.16.0 is needed. Install it: pip install"),
+        ({"numpy": None}, "numpy is not installed, and numpy"),
         ({"vllm": None}, "`use_vllm` is true, and vLLM is not installed. Run scripts/install.sh, or set"),
     ],
 )
@@ -103,19 +97,9 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
-def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
-    monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
-    assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
-
-
-def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
+def test_a_variable_that_vllm_does_not_read_is_told(told, monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
-    monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    one, other = told(stages=CHEAP[:1]).splitlines()
-    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
-    assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
-    assert "a-key" not in other
+    assert "VLLM_ATTENTION_BACKEND is set, which vLLM does not read" in told(stages=CHEAP[:1])
     assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
 
 
@@ -126,94 +110,20 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
         "shutil.disk_usage",
         lambda path: real(path)._replace(free=free["shm" if path == environment.SHARED_MEMORY else "disk"] * 2**30),
     )
-    assert "has 0.50 GiB of free disk. Expected 1 GiB at least. Free some, or name" in told(stages=CHEAP[:1])
+    assert "has 0.50 GiB of free disk, and a run needs 1 at least. Free some, or name" in told(stages=CHEAP[:1])
     free.update(disk=50, shm=0.05)
     assert told(stages=CHEAP[:1]) == ""  # nothing uses it
     workers = ["--dataloader_num_workers", "2"]
-    assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
+    assert "/dev/shm has 0.05 GiB free, and several processes or `dataloader_num_workers` use it" in told(*workers)
     free["shm"] = 0.5
-    assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
-        (["--load_in_4bit", "true"], "`load_in_4bit` wants bitsandbytes, which is not installed. Install it (pip"),
-        (["--optim", "lion_32bit"], "`optim: lion_32bit` wants bitsandbytes, which is not installed."),
-        (["--optim", "paged_ademamix_8bit"], "`optim: paged_ademamix_8bit` wants bitsandbytes"),
-        (["--optim", "adamw_torch_4bit"], "`optim: adamw_torch_4bit` wants torchao, which is not installed."),
-        (["--use_liger_kernel", "true"], "`use_liger_kernel` wants liger_kernel, which is not installed. Install it"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
-    absent, real = ("bitsandbytes", "torchao", "liger_kernel"), importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
-    assert message in told(*arguments, stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean 'max_num_bat"),
-        ('{"attention_backend": "FLASHINFR"}', "backend 'FLASHINFR', which .* 'FLASHINFER'. Expected .*FLASH_ATTN"),
-        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
-        ('{"attention_backend": "flash_attn", "seed": 1}', None),
-        ('{"attention_backend": "auto"}', None),
-    ],
-)
-def test_names_that_vllm_does_not_have_are_told(told, given, message):
-    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
-    assert re.search(message, found) if message else found == ""
-
-
-def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.envs import environment_variables as variables
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    assert {field.name for field in dataclasses.fields(EngineArgs)} <= environment.engine_arguments()
-    assert environment.attention_backends() == [*AttentionBackendEnum.__members__]
-    assert all(f'"{name}"' in environment.vllm_source("envs.py") for name in variables if name.startswith("VLLM_"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # then nothing is compared
-    assert not environment.engine_arguments() and not environment.attention_backends()
-
-
-def test_a_port_that_a_vllm_server_gets_its_weights_through_is_free(told):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = ["--vllm_mode", "server", "--vllm_group_port", port]
-        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(
-            *server, stages=CHEAP[:1]
-        )
-        assert told("--vllm_group_port", port, stages=CHEAP[:1]) == ""  # without a server
-    assert told(*server, stages=CHEAP[:1]) == ""
-
-
-def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    compiled = ["--vllm_engine_kwargs", '{"enforce_eager": false}']
-    assert "There is no C++ compiler on PATH. Expected one" in told(*compiled)
-    assert "There is no C++ compiler on PATH" in told("--torch_compile", "true", "--use_vllm", "false")
-    monkeypatch.setattr(environment, "_devices", lambda *_: None)
-    assert "There is no C compiler on PATH. Expected one: Triton" in told(stages=CHEAP[:1], change=on_a_gpu)
-    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
-    (tmp_path / "my-cxx").touch(0o755)
-    monkeypatch.setenv("CXX", f"{tmp_path}/my-cxx -O2")
-    assert told(*compiled, stages=CHEAP[:1]) == ""
+    assert "Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
 
 def test_a_gpu_on_which_torch_cannot_compute_is_told(told, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
     monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image is available")))
     found = told("--use_vllm", "false", stages=CHEAP[:1], change=on_a_gpu)
-    assert "can't compute on this GPU of compute capability 8.0: no kernel image" in found
+    assert "can't compute on this GPU: no kernel image" in found
 
 
 def test_weights_are_there_and_whole(told, policy):
@@ -237,35 +147,27 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
-        assert "The driver 470.1 shows 1 GPUs that torch" in told(stages=CHEAP[:1])
+        assert "can't use the 1 GPUs of the driver 470.1" in told(stages=CHEAP[:1])
 
 
 def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
     lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    build = FileBaton(str(lock))
-    assert build.try_acquire()
+    lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def with_deepspeed():
         return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
 
-    old = time.time() - 86430  # half a minute beyond a day: what is said twice has the same minutes
-    os.utime(lock, (old, old))
-    assert with_deepspeed() == ""  # a process is building
-    os.close(build.fd)
-    os.utime(lock)
-    assert with_deepspeed() == ""  # another machine may be building
+    assert with_deepspeed() == ""  # a process may be building
+    old = time.time() - 7200
     os.utime(lock, (old, old))
     assert f"Remove it: rm {lock}" in with_deepspeed()
-    monkeypatch.setattr(environment, "_open_files", lambda: lock.unlink(missing_ok=True) or set())  # the build ends
-    assert with_deepspeed() == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--report_to comet_ml", "`report_to` names comet_ml, which is not installed"),
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
@@ -373,10 +275,6 @@ def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_befor
     assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))
 
 
-def deepspeed_in_16_bits(training):
-    training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
-
-
 def test_checkpoints_have_room(told, policy, monkeypatch):
     monkeypatch.setattr("salesrl_trl.launch.memory_estimate.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
@@ -392,8 +290,6 @@ def test_checkpoints_have_room(told, policy, monkeypatch):
     # 2 bytes a weight, and two moments of a byte with a scale of 4 bytes for 256 numbers
     rounded = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit", "--optim_args", "bf16_stochastic_round=True"]
     assert "about 4.0 GiB" in asked_with(*rounded)
-    # DeepSpeed's: 2 bytes a weight, and 4 each for its copy and two moments
-    assert "about 14.0 GiB" in asked_with(change=deepspeed_in_16_bits)
 
 
 def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
