@@ -19,9 +19,9 @@ from salesrl_trl.generation import compiled
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
 from salesrl_trl.launch.assembly import budget_of
-from salesrl_trl.launch.checks.addresses import MEANINGLESS
 from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
+from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.templates import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource

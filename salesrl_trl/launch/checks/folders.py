@@ -32,8 +32,8 @@ def check_output_dir(path: Path | str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
-            "for one, with free space and the right to write. Name another."
+            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Name another, with free space "
+            "and the right to write."
         ) from None
 
 
@@ -59,8 +59,8 @@ def claim_output_dir(path: Path | str) -> TextIO:
         if not is_orphan or time.monotonic() > until:
             lock.close()
             raise ConfigError(
-                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Expected a folder of its own for "
-                "each. Name another, or wait until that run has ended."
+                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Name another, or wait "
+                "until that run has ended."
             )
         logger.info(f"waiting for the run that still writes to {path}, and whose launcher is gone: {owner}")
         time.sleep(2)

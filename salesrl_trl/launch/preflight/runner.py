@@ -164,7 +164,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
     config, training = plan.config, plan.config.training
     policy = config.model.model_name_or_path or "(the packaged small policy)"
-    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
+    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
     train, held_out = plan.train, plan.held_out
     with findings.refused:

@@ -114,24 +114,6 @@ def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_fa
     assert (name or "eager") == chosen.split(";")[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "in_16_bits", "message"),
-    [
-        (
-            "flash_attn_2",
-            True,
-            r"Expected one of: auto, eager, .*sdpa; or a kernel .* Did you mean 'flash_attention",
-        ),
-        ("flash_attention_3", True, "flash_attention_3, but flash_attention_3 is not installed"),
-        ("flash_attention_2", False, "this run in float32. Expected"),
-    ],
-)
-def test_a_named_attention_that_can_not_be_used_is_refused_before_a_model_is_loaded(card, asked, in_16_bits, message):
-    card((9, 0), "flash_attention_2")
-    with pytest.raises(ConfigError, match=message):
-        model_checks.choose_attention(asked, GPU, in_16_bits=in_16_bits, model=Qwen2Config())
-
-
 @pytest.mark.parametrize("asked", ["flash_attention_2", "sdpa", "eager", "me/my-kernel", None])
 def test_a_named_attention_is_kept_and_none_is_left_to_transformers(card, asked):
     card((9, 0), "flash_attention_2", "flash_attention_3")
