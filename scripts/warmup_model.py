@@ -28,8 +28,8 @@ from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
 from salesrl_trl.launch.building import read_ahead, weight_files
 from salesrl_trl.launch.console import exit_with, set_up_logging
-from salesrl_trl.launch.preflight.rehearsal import rehearse
 from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.preflight.training import rehearse
 from salesrl_trl.launch.settings import parse
 
 logger = logging.getLogger("salesrl_trl.warmup")  # whose lines are shown

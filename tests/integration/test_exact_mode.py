@@ -477,7 +477,7 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     assert "it samples from other weights" in unpushed["findings"][0]["text"]
     assert [engine["verdict"], step["verdict"]] == ["passed", "passed"]
     assert engine["figures"]["logp_difference_nats"] < 0.01
-    assert min(engine["figures"][name] for name in ("start_s", "weight_push_s", "generation_s", "tokens")) > 0
+    assert min(engine["figures"][name] for name in ("start_s", "push_and_generation_s", "tokens")) > 0
     assert step["figures"]["completion_tokens"] == 48  # to its full length, whatever ends a completion
     assert step["figures"]["weight_push_s"] > 0
     assert any(any(advantages) for advantages in stock["advantages"])

@@ -140,21 +140,15 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
     from peft import get_peft_model
 
     settings = get_peft_config(ModelConfig(**{**vars(lora), "use_peft": True}))
-    linear = linear_layers(model)
+    layers = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     try:
         with torch.device("meta"):
             return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(
             f"`lora_target_modules` is {lora.lora_target_modules}, which gives no adapter ({error}). Set some of the "
-            f"model's linear layers: {linear}; or `all-linear`."
+            f"model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
         ) from error
-
-
-def linear_layers(model: torch.nn.Module) -> str:
-    """The last names of a model's linear layers: `"down_proj, gate_proj, k_proj"`."""
-    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def choose_attention(

@@ -15,9 +15,15 @@ from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.data.lengths import token_counter
 from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.rehearsal import rehearse
 from salesrl_trl.launch.preflight.runner import BEFORE_A_RUN, examine
-from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE, judge_update, report_memory
+from salesrl_trl.launch.preflight.training import (
+    ENGINE_STAGE,
+    MODEL_STAGE,
+    STEP_STAGE,
+    judge_update,
+    rehearse,
+    report_memory,
+)
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.launch.software import Card
 from salesrl_trl.names import GPU_PEAK
@@ -46,7 +52,6 @@ def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path
     settings = dict(vars(plan.config.training))
     model, engine, step = examine(plan, stages=(MODEL_STAGE, ENGINE_STAGE, STEP_STAGE))
     assert [each.verdict for each in (model, engine, step)] == [PASSED, SKIPPED, PASSED]
-    assert model.figures["trained_m"] == model.figures["parameters_m"] > 0
     assert step.figures["prompt_tokens"] == max(token_counter(plan.tokenizer)(plan.train.prompts))
     assert step.figures["completion_tokens"] == 8
     assert step.figures["grad_norm"] > 0
@@ -83,7 +88,7 @@ def test_the_estimate_beside_the_peak_is_of_the_steps_that_are_made(planned, mon
 
 def test_the_engine_is_asked_with_the_shortest_prompt_where_rows_come_again(planned, monkeypatch):
     monkeypatch.setattr(
-        "salesrl_trl.launch.preflight.rehearsal.build_trainer", lambda *_: SimpleNamespace(finish=print)
+        "salesrl_trl.launch.preflight.training.build_trainer", lambda *_: SimpleNamespace(finish=print)
     )
     plan = planned("--max_train_rows", "3", "--num_generations", "2")  # 4 prompts from 3 rows: the longest comes again
     with plan.opened:
@@ -103,19 +108,10 @@ def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
 
 def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
     plan = planned("--use_peft", "true", "--lora_target_modules", "nowhere")
-    for stage in (MEMORY_STAGE, MODEL_STAGE):  # a run passes the first
-        (report,) = examine(plan, stages=(stage, STEP_STAGE))
-        assert report.verdict is FAILED
-        assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
+    (report,) = examine(plan, stages=(MEMORY_STAGE, STEP_STAGE))
+    assert report.verdict is FAILED
+    assert "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj" in report.findings[0].text
     assert plan.policy is None
-
-
-def test_a_name_that_no_layer_has_is_noted_and_the_adapters_weights_are_counted(planned):
-    plan = planned("--use_peft", "true", "--lora_target_modules", "q_proj", "k_porj", "--lora_r", "4")
-    (report,) = examine(plan, stages=(MODEL_STAGE,))
-    assert report.verdict is NOTED
-    assert "names k_porj, which" in report.findings[0].text
-    assert report.figures["trained_m"] == pytest.approx(4 * (32 + 32) / 1e6)
 
 
 def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
