@@ -75,20 +75,11 @@ def free_gib(folder: Path | str) -> float:
     return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
 
 
-def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
-    """Lines for the banner: files of an earlier run in the output folder that this run uses or overwrites."""
-    folder, notes = Path(output_dir).expanduser(), []
-    files = sorted(folder.glob("answers.rank*.sqlite"))
-    if files and not resumes:
-        written = datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).isoformat(" ", "minutes")
-        notes.append(
-            f"8B answers and verdicts of an earlier start, last written {written}, are used again for equal requests. "
-            f"Delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"
-        )
-    if not resumes and holds_run(folder, None):
-        is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
-        other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
-        notes.append(
-            f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"
-        )
-    return notes
+def earlier_start(output_dir: Path | str) -> str | None:
+    """A line for the banner: files of an earlier run in the output folder, and where they go."""
+    folder = Path(output_dir).expanduser()
+    if not holds_run(folder, None):
+        return None
+    is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
+    other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
+    return f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"

@@ -152,33 +152,21 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
 
 
 def choose_attention(
-    asked: str | None, device: torch.device, *, in_16_bits: bool, model: PretrainedConfig
+    asked: str | None, device: torch.device, in_16_bits: bool, model: PretrainedConfig
 ) -> tuple[str | None, str | None]:
     """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`,
     of which `auto` alone is chosen here. `in_16_bits` is said of the forward pass."""
     if asked != "auto":
         return asked, None
-    kind, reason = model_class(model)._model_mapping.get(type(model), None), ""
-    for name in FLASH:
-        reason = _why_no_flash(name, device, in_16_bits, getattr(kind, "_supports_flash_attn", False))
-        if not reason:
-            return name, f"attention: {name}"
+    kind = model_class(model)._model_mapping.get(type(model), None)
     chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None  # transformers then takes eager
-    return chosen, f"attention: {chosen or 'eager'}; {reason}"
-
-
-def _why_no_flash(name: str, device: torch.device, in_16_bits: bool, has_model: bool) -> str:
-    """The reason why this FlashAttention can't be used; empty if it can."""
-    if device.type != "cuda":
-        return "FlashAttention needs a GPU, and this run is on the CPU"
-    if not in_16_bits:
-        return "FlashAttention computes in 16 bits, and this run in float32"
-    (is_installed, oldest, newest), capability = FLASH[name], torch.cuda.get_device_capability(device)
-    if not oldest <= capability <= newest:
-        return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
-    if not is_installed():
-        return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
-    return "" if has_model else "this model has no FlashAttention"
+    if device.type != "cuda" or not in_16_bits or not getattr(kind, "_supports_flash_attn", False):
+        return chosen, f"attention: {chosen or 'eager'}; FlashAttention needs a GPU, 16 bits and a model that has it"
+    capability = torch.cuda.get_device_capability(device)
+    for name, (is_installed, oldest, newest) in FLASH.items():
+        if oldest <= capability <= newest and is_installed():
+            return name, f"attention: {name}"
+    return chosen, f"attention: {chosen or 'eager'}; scripts/install_flash_attn.sh installs FlashAttention"
 
 
 def check_tokenizer(

@@ -112,20 +112,15 @@ def test_scaled_positions_are_left_to_vllm(scaling, positions):
     assert positions_of(Qwen2Config(max_position_embeddings=512, **given)) == positions
 
 
-def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
-    assert earlier_start(tmp_path, resumes=False) == []
-    (tmp_path / "answers.rank0.sqlite").touch()
-    (answers,) = earlier_start(tmp_path, resumes=False)
-    assert answers.startswith("8B answers and verdicts of an earlier start")
+def test_what_an_earlier_start_left_is_told(tmp_path):
+    assert earlier_start(tmp_path) is None
     (tmp_path / "checkpoint-2").mkdir()
-    (note,) = earlier_start(tmp_path, resumes=False)[1:]
-    assert note == (
+    assert earlier_start(tmp_path) == (
         f"files of an earlier run in {tmp_path} move to {tmp_path}/run-N when this one begins; "
         "`--resume_from_checkpoint auto` resumes it instead"
     )
-    assert earlier_start(tmp_path, resumes=True) == []
     (tmp_path / "finished.json").touch()
-    assert earlier_start(tmp_path, resumes=False)[1].endswith("when this one begins")
+    assert earlier_start(tmp_path).endswith("when this one begins")
 
 
 def _lengths(**given):
