@@ -96,7 +96,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         logger.info(f"[WarmUp] page cache: {size / 2**30:.2f} GiB of weights, {time.perf_counter() - began:.1f} s")
     try:
         with plan.opened:
-            rehearse(plan, steps=1).trainer.train()
+            rehearse(plan, steps=1).train()
     except Exception as error:
         exit_with(error, EXIT_FAILED)
     logger.info(

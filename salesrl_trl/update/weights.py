@@ -54,7 +54,7 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training. It does not see a
     push that does nothing where vLLM read the same weights from disk: TRL's `sampling/sampling_logp_difference/mean`
-    then grows, and the preflight's stage `engine` sees it at once. `limit`: largest mean absolute difference in nats.
+    then grows, and the preflight's stage `step` sees it at once. `limit`: largest mean absolute difference in nats.
     `hints`: possible reasons of one."""
 
     def __init__(self, limit: float, hints: str = "") -> None:

@@ -17,13 +17,13 @@ from salesrl_trl.launch.checks.environment import check_environment
 from salesrl_trl.launch.checks.folders import earlier_start
 from salesrl_trl.launch.checks.model import check_tokenizer, check_weights, choose_attention
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.checks.reward import check_stand_ins, own_functions
+from salesrl_trl.launch.checks.reward import check_stand_ins
 from salesrl_trl.launch.data.sources import check_source
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import check_memory
 from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, report_of
-from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.types import DEFAULT_FORMAT
 
@@ -115,11 +115,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
                 "scripts/make_vision_policy.py`, which teaches it in two minutes."
             )
         _ = plan.model_config
-    refused.each(
-        lambda: own_functions(config.reward),
-        lambda: plan.reward,
-        lambda: check_weights(Path(config.policy_path).expanduser()),
-    )
+    refused.each(lambda: plan.reward, lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         if training.resume_from_checkpoint is None:
             findings.notes([earlier_start(training.output_dir)])
@@ -199,4 +195,4 @@ BEFORE_A_RUN = (
     JUDGE_STAGE,
 )
 """The stages of a run, in order of cost. None of them loads a model's weights."""
-STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)  # the stages of a preflight
+STAGES = (*BEFORE_A_RUN, STEP_STAGE)  # the stages of a preflight

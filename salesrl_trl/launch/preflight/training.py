@@ -1,21 +1,20 @@
-"""The stages `model`, `engine` and `step`: does the policy load, does vLLM sample from its weights, does it train?
+"""The stage `step`: does the policy load, does vLLM sample from its weights, does it train?
 
-Each uses the code of the run: `launch.building` loads the policy and builds the trainer, whose own check compares
-log-probs, and whose own steps are made. They leave nothing behind.
+It builds the trainer as a run does, whose own check compares log-probs, and makes its own steps. It leaves nothing
+behind.
 """
 
 import itertools
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground.patched import patched
-from salesrl_trl.launch.building import build_instruments, build_trainer, load_policy
+from salesrl_trl.launch.building import build_instruments, build_trainer
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.data.lengths import FittingPrompts
 from salesrl_trl.launch.memory_estimate import SCORING, STOCHASTIC_OPTIM
@@ -28,16 +27,12 @@ from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.telemetry.perf import COMPUTE_PHASES
-from salesrl_trl.timing import TimingContext
-from salesrl_trl.types import Prompt, Reward
+from salesrl_trl.types import Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
 
-SHORT = 32  # tokens of the forward pass of the stage `model`, and of the completions of the stage `engine`
 SPARE = 0.03  # share of a card's memory that should be left at the peak
-LATER = "DeepSpeed or FSDP places the policy when training begins: the stage `step` tries what this stage does not"
-NO_POLICY = "`mode` is rewards: no policy is loaded"
 STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
 GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly over 0 to 1
 _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # they end a completion early
@@ -54,16 +49,7 @@ class MadeUpReward(Scorer):
         return Reward.scored(next(self._count) * GOLDEN % 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
-    """The run's trainer, with the longest prompts of the run."""
-
-    trainer: "SalesGRPOTrainer"
-    prompt_tokens: int  # of the longest prompt
-    shortest: Prompt
-
-
-def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
+def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     """Build the run's trainer, with vLLM's engine. The end of `plan.opened` closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
     training = rehearsed(plan.config.training, folder, steps)
@@ -76,13 +62,12 @@ def rehearse(plan: Plan, steps: int = STEPS) -> Rehearsal:
     rows = plan.train.at(itertools.islice(itertools.cycle(order), count))
     telemetry = replace(plan.config.telemetry, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)
-    rehearsal = Plan(config, dtype=plan.dtype, policy=plan.policy)
+    rehearsal = Plan(config, dtype=plan.dtype)
     rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
-    shortest = rows.prompts[rows.lengths.index(min(rows.lengths))]
-    return Rehearsal(trainer=trainer, prompt_tokens=rows.longest, shortest=shortest)
+    return trainer
 
 
 def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGRPOConfig:
@@ -95,74 +80,13 @@ def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGR
     return overlaid(training, "rehearsal", changes)
 
 
-def _load_policy(plan: Plan, findings: Findings) -> None:
-    """The policy loads, and a forward pass as training makes it gives numbers."""
-    training = plan.config.training
-    if training.mode == "rewards":
-        findings.skipped = NO_POLICY
-        return
-    with TimingContext("load") as loading:
-        policy = plan.policy = load_policy(plan.config, plan.dtype)
-    findings.figures |= {
-        "load_s": loading.cost_time,
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "attention": policy.config._attn_implementation,
-    }
-    if training.is_sharded:
-        findings.note(LATER)
-        return
-    if not getattr(policy, "is_quantized", False):  # such a one is on its device
-        policy.to(training.device)
-    text = plan.train.rows[0].context
-    ids = plan.tokenizer(text, return_tensors="pt", truncation=True, max_length=SHORT)["input_ids"]  # (1, T)
-    computing, in_16_bits = torch.bfloat16 if training.bf16 else torch.float16, training.bf16 or training.fp16
-    with torch.no_grad(), torch.autocast(training.device.type, computing, enabled=in_16_bits):
-        logits = policy(ids.to(policy.device)).logits  # (1, T, V)
-    if unusable := int((~logits.isfinite()).sum()):
-        findings.fail(
-            f"{unusable} of the policy's logits for the first prompt are no numbers, with weights in {policy.dtype}.",
-            "Load the model again, or set `bf16: true` in place of `fp16`, or `dtype: float32`.",
-        )
-
-
-def _try_engine(plan: Plan, findings: Findings) -> None:
-    """vLLM starts as in the run, gets the weights once and generates. The trainer's check judges the log-probs."""
-    training = plan.config.training
-    if training.mode == "rewards":
-        findings.skipped = NO_POLICY
-        return
-    if not training.use_vllm:
-        findings.skipped = "`use_vllm` is false"
-        return
-    with TimingContext("start") as starting:
-        plan.rehearsal = rehearsal = rehearse(plan)
-    findings.figures["start_s"] = starting.cost_time
-    if training.vllm_mode == "server":
-        findings.note("vLLM is a server: its start is not tried, and it has the policy's weights from now on")
-    if training.is_sharded:
-        findings.note(LATER)
-        return
-    engine, components = rehearsal.trainer.vllm_generation, rehearsal.trainer.components
-    with (
-        TimingContext("generation") as generating,
-        patched(engine, "max_completion_length", min(SHORT, training.max_completion_length)),
-    ):
-        sampled = components.check_sampler([rehearsal.shortest] * training.num_generations)
-    findings.figures |= {
-        "push_and_generation_s": generating.cost_time,
-        "tokens": sum(map(len, sampled.completion_ids)),
-        "logp_difference_nats": components.policy.weight_check.difference,
-    }
-
-
 def _make_steps(plan: Plan, findings: Findings) -> None:
     """Optimizer steps on the longest batch: completions of full length to the longest prompts, made-up rewards."""
     training = plan.config.training
     if training.mode != "train":
         findings.skipped = f"`mode` is {training.mode}: no weights are trained"
         return
-    rehearsal = plan.rehearsal if isinstance(plan.rehearsal, Rehearsal) else rehearse(plan)
-    trainer = rehearsal.trainer
+    trainer = rehearse(plan)
     forget_peak(training.device)
     trainer.train()
     entries = trainer.state.log_history
@@ -176,7 +100,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
         "step_s": last[STEP_SECONDS],
         **{f"{phase}_s": last[time_of(phase)] for phase in COMPUTE_PHASES},
         "logp_difference_nats": trainer.components.policy.weight_check.difference,
-        "prompt_tokens": rehearsal.prompt_tokens,
+        "prompt_tokens": plan.train.longest,
         "completion_tokens": int(last["completions/mean_length"]),
     }
     if last["completions/min_length"] < training.max_completion_length:
@@ -185,9 +109,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
     judge_update(first, changed, training, findings)
 
 
-MODEL_STAGE = PreflightStage("model", ("config", "data", "memory"), (_load_policy,))
-ENGINE_STAGE = PreflightStage("engine", ("config", "data", "memory", "model"), (_try_engine,))
-STEP_STAGE = PreflightStage("step", ("config", "data", "memory", "model", "engine"), (_make_steps,))
+STEP_STAGE = PreflightStage("step", ("config", "data", "memory"), (_make_steps,))
 
 
 def judge_update(
