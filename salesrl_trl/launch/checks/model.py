@@ -170,40 +170,27 @@ def choose_attention(
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, model: PretrainedConfig,
-    template_kwargs: dict[str, object], findings: Findings,
-) -> None:  # fmt: skip
-    """Check the tokens that end a completion, the template's generation prompt, the model's sampling flags and its
-    number of embeddings."""
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    template_kwargs: dict[str, object],
+    findings: Findings,
+) -> None:
+    """Check the tokens that end a completion, and the model's sampling flags."""
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
     findings.figures["end_tokens"] = names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
-    question = [{"role": "user", "content": _ANSWER}]
-    turns = [*question, {"role": "assistant", "content": _ANSWER}]
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
     text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
     behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
     special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
-    is_ended = bool(ends.intersection(behind))
-    if end is not None and not is_ended:
-        findings.fail(
-            f"The chat template ends a turn with {end}, which ends no completion: only {names} does. Completions "
-            "would run on to `max_completion_length`.",
-            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {end} "
-            "in tokenizer_config.json.",
-        )
-    elif not is_ended:
-        findings.note(
-            f"The chat template puts no end token ({names}) behind an answer.",
-            "Use an instruct model's own template, or watch `completions/clipped_ratio` in the first steps.",
-        )
-    without = tokenizer.apply_chat_template(question, tokenize=False, **template_kwargs)
-    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))
-    if prompt == without:
-        findings.note(
-            "The chat template has no generation prompt: `add_generation_prompt` changes nothing.",
-            "Check that the template marks where the answer begins, as [/INST] does.",
+    if not ends.intersection(behind):
+        findings.add(
+            f"The chat template ends a turn with {end or 'no special token'}, which ends no completion: only {names} "
+            "does.",
+            f"Add {special or 'the id of its end'} to `eos_token_id` in the model's generation_config.json, or set "
+            "`eos_token` in tokenizer_config.json.",
+            is_failure=end is not None,
         )
     try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
         generation.validate(strict=True)
@@ -212,10 +199,4 @@ def check_tokenizer(
             "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
             + " ".join(str(error).split()),
             "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
-        )
-    embeddings = getattr(model.get_text_config(), "vocab_size", None)
-    if embeddings is not None and len(tokenizer) > embeddings:
-        findings.fail(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model embeddings for {embeddings}.",
-            "Use the tokenizer that was saved with the model, or resize the model's embeddings.",
         )

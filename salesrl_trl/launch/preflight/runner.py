@@ -182,7 +182,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
 
 def _check_tokenizer(plan: Plan, findings: Findings) -> None:
     kwargs = plan.config.training.chat_template_kwargs or {}
-    check_tokenizer(plan.tokenizer, plan.generation_config, plan.model_config, kwargs, findings)
+    check_tokenizer(plan.tokenizer, plan.generation_config, kwargs, findings)
 
 
 BEFORE_A_RUN = (

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceTimeout
@@ -30,7 +29,7 @@ from salesrl_trl.judged.noise import (
 )
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.judged.rag_client import RagAnswers, RagClient
-from salesrl_trl.launch.assembly import ServiceClients, budget_of
+from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.checks.reward import check_judges, check_stand_ins, rag_key_of
@@ -207,8 +206,7 @@ def _report(
 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training, service = plan.config.reward, plan.config.training, plan.config.reward.rag_service
-    budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
-    rag = ServiceClients(under_load(config), plan.reward, budget=budget).rag(plan.addresses[0])
+    rag = ServiceClients(under_load(config), plan.reward).rag(plan.addresses[0])
     stores = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, service.score_threshold, service.top_k, service.action_format, *stores)
     batch, most, patience_s = training.generation_batch_size, service.max_concurrency, service.timeout_s
@@ -243,8 +241,6 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
                 findings.note(f"{text}.", f"Lower `rag.score_threshold` ({service.score_threshold:g}).")
     finally:
         await answers.aclose()
-        if budget is not None:
-            budget.settle()
 
 
 # The judge
@@ -294,15 +290,11 @@ def _judge_targets(
 
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
-    budget = budget_of(config, Path(plan.config.training.output_dir))
-    clients = ServiceClients(under_load(config), plan.reward, budget=budget)
-    judge = clients.judge(plan.addresses[1], for_rewards=True)
+    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1], for_rewards=True)
     targets, planned = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, findings)
         loads = {} if plan.calls == 0 else await _put_loads(targets)
-        for client in judge.providers.values() if isinstance(judge, JudgeClient) else ():
-            findings.notes(f"{line}." for line in client.form.learnt)
         scored: dict[str, list[tuple[JudgedSample, float]]] = {}
         most = max([sum(isinstance(each, tuple) for each in results) for results in loads.values()], default=0)
         hopeless = most < least * len(planned)
@@ -329,8 +321,6 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
         findings.figures["judge_usd"] = sum(used.usd for used in usage)
     finally:
         await judge.aclose()
-        if budget is not None:
-            budget.settle()
 
 
 def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:

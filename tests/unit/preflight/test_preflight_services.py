@@ -16,7 +16,6 @@ from support.in_memory import Network, Services
 from support.loopback import ANSWER, VERDICT, chat_completion, row
 
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.judged.budget import read_account
 from salesrl_trl.judged.judge_interface import Judge
 from salesrl_trl.launch.checks.outcome import StageVerdict
 from salesrl_trl.launch.plan import Plan
@@ -213,16 +212,6 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     assert "The first answer" not in text_of(report)
 
 
-@pytest.mark.parametrize("calls", [0, 8])
-def test_what_the_provider_refuses_is_told_with_the_setting(services, calls):
-    usual = services.functions["judge"]
-    refusal = {"error": {"message": "Unsupported value", "param": "temperature", "code": "unsupported_value"}}
-    services.functions["judge"] = lambda request: (400, refusal) if "temperature" in request.json else usual(request)
-    report = examine(JUDGE_STAGE, services, calls=calls)
-    assert report.verdict is not FAILED
-    assert text_of(report).count("takes no `temperature`") == text_of(report).count("`temperature: null`") == 1
-
-
 @pytest.mark.parametrize(("share", "verdict"), [(4, FAILED), (1, NOTED)])
 def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     malformed = (200, chat_completion(json.dumps({**VERDICT, "candidate": 7})), {})
@@ -345,17 +334,6 @@ def test_judges_fail_the_stage_if_all_of_them_fail_under_load(services, failing,
     one, two = ({"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("one", "two"))
     report = examine(JUDGE_STAGE, services, judge_providers=[one, two])
     ends_as(report, verdict, "judge_two_http_500")
-
-
-def test_what_a_preflight_asks_counts_in_the_run_s_budget_and_stops_at_its_limit(services, tmp_path):
-    judge = {"name": "a", "base_url": f"{services.url}/v1", "model": "m", "usd_per_million_prompt_tokens": 1000.0}
-    settings = {"output_dir": tmp_path, "judge_providers": [judge], "calls": 32, "max_calls": 50}
-    rag, judge = (examine(stage, services, **settings) for stage in (RAG_STAGE, JUDGE_STAGE))
-    assert (rag.verdict, judge.verdict) == (PASSED, FAILED)
-    assert "budget_spent" in text_of(judge)
-    total = read_account(tmp_path / "budget.json").total()
-    assert total.calls == sum(map(len, services.asked.values())) == 50
-    assert total.usd > 0
 
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
