@@ -7,7 +7,6 @@ import contextlib
 import os
 import platform
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,20 +21,18 @@ from salesrl_trl.launch.plan import Plan
 from salesrl_trl.telemetry.device import GIB
 
 LEAST_DISK_GIB = 1.0  # free disk of the output folder. Below it even the small policy's files are at risk.
-PROBE_MIB = 64
-SLOW_MIB_S = 50.0  # speed of a disk on which a 7B checkpoint takes five minutes
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
 STALE_S = 3600.0  # age of a lock of a DeepSpeed build that was left behind: no build takes so long
 
 
 def check_environment(plan: Plan, findings: Findings) -> None:
-    """Look for what the run needs. In depth the driver is asked and the disk measured, which takes seconds."""
+    """Look for what the run needs. In depth the driver is asked, which takes a second."""
     training, in_depth = plan.config.training, plan.in_depth
     findings.refused.each(
         lambda: _versions(training, findings),
         lambda: _devices(training, in_depth, findings),
-        lambda: _disk(training.output_dir, in_depth, findings),
+        lambda: _disk(training.output_dir, findings),
         lambda: _shared_memory(training, findings),
         lambda: _locks(training, findings),
     )
@@ -76,16 +73,9 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
         )
     if training.device.type == "cuda":
         findings.figures["device"] = torch.cuda.get_device_name(training.device)
-        try:
-            torch.ones(1, device=training.device).sum().item()
-        except RuntimeError as error:
-            findings.fail(
-                f"torch {torch.__version__} can't compute on this GPU: {str(error).splitlines()[0]}.",
-                "Install a torch that has kernels for it, or use another GPU (CUDA_VISIBLE_DEVICES).",
-            )
 
 
-def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:
+def _disk(output_dir: str, findings: Findings) -> None:
     check_output_dir(output_dir)
     findings.figures["disk_free_gib"] = free = free_gib(output_dir)
     if free < LEAST_DISK_GIB:
@@ -93,19 +83,6 @@ def _disk(output_dir: str, in_depth: bool, findings: Findings) -> None:
             f"`output_dir` {output_dir} has {free:.2f} GiB of free disk, and a run needs {LEAST_DISK_GIB:g} at least.",
             "Free some, or name an `output_dir` on another disk.",
         )
-    elif in_depth:
-        block = os.urandom(2**20)
-        with tempfile.TemporaryFile(dir=Path(output_dir).expanduser(), buffering=0) as file:
-            start = time.perf_counter()
-            for _ in range(PROBE_MIB):
-                file.write(block)
-            os.fsync(file.fileno())
-            findings.figures["disk_write_mib_s"] = speed = PROBE_MIB / (time.perf_counter() - start)
-        if speed < SLOW_MIB_S:
-            findings.note(
-                f"`output_dir` {output_dir} writes {speed:.0f} MiB/s: checkpoints of a large model take minutes.",
-                "Name an `output_dir` on a faster disk, or raise `save_steps`.",
-            )
 
 
 def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:

@@ -25,6 +25,8 @@ from salesrl_trl.launch.checks.outcome import Findings
 if TYPE_CHECKING:
     from peft import PeftModel
 
+    from salesrl_trl.launch.plan import Plan
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
@@ -169,18 +171,14 @@ def choose_attention(
     return chosen, f"attention: {chosen or 'eager'}; scripts/install_flash_attn.sh installs FlashAttention"
 
 
-def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    generation: GenerationConfig,
-    template_kwargs: dict[str, object],
-    findings: Findings,
-) -> None:
+def check_tokenizer(plan: "Plan", findings: Findings) -> None:
     """Check the tokens that end a completion, and the model's sampling flags."""
+    tokenizer, generation = plan.tokenizer, plan.generation_config
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
     findings.figures["end_tokens"] = names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **(plan.config.training.chat_template_kwargs or {}))
     behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
     special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)

@@ -180,16 +180,11 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens
 
 
-def _check_tokenizer(plan: Plan, findings: Findings) -> None:
-    kwargs = plan.config.training.chat_template_kwargs or {}
-    check_tokenizer(plan.tokenizer, plan.generation_config, kwargs, findings)
-
-
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (check_environment,)),
     PreflightStage("config", (), (_check_settings,)),
     PreflightStage("data", ("config",), (_check_data,)),
-    PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
+    PreflightStage("tokenizer", ("config",), (check_tokenizer,)),
     PreflightStage("memory", ("config", "data"), (check_memory,)),
     RAG_STAGE,
     JUDGE_STAGE,

@@ -40,8 +40,6 @@ CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(runner, "BEFORE_A_RUN", CHEAP)
-    monkeypatch.setattr(environment, "PROBE_MIB", 1)
-    monkeypatch.setattr(environment, "SLOW_MIB_S", 0.0)
     monkeypatch.setattr("salesrl_trl.launch.console.set_up_logging", lambda *_: None)
 
 
@@ -72,10 +70,6 @@ def told(tmp_path, monkeypatch):
         return "\n".join(in_preflight)
 
     return messages
-
-
-def on_a_gpu(training):
-    training.__dict__["_setup_devices"] = torch.device("cuda")  # cached by transformers
 
 
 def packages(monkeypatch, **installed):
@@ -117,13 +111,6 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     assert "/dev/shm has 0.05 GiB free, and several processes or `dataloader_num_workers` use it" in told(*workers)
     free["shm"] = 0.5
     assert "Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
-
-
-def test_a_gpu_on_which_torch_cannot_compute_is_told(told, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image is available")))
-    found = told("--use_vllm", "false", stages=CHEAP[:1], change=on_a_gpu)
-    assert "can't compute on this GPU: no kernel image" in found
 
 
 def test_weights_are_there_and_whole(told, policy):
