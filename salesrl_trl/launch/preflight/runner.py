@@ -17,7 +17,7 @@ from salesrl_trl.launch.checks.environment import check_environment
 from salesrl_trl.launch.checks.folders import earlier_start
 from salesrl_trl.launch.checks.model import check_tokenizer, check_weights, choose_attention
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.checks.reward import check_stand_ins
+from salesrl_trl.launch.checks.reward import check_stand_ins, own_functions
 from salesrl_trl.launch.data.sources import check_source
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import check_memory
@@ -115,7 +115,8 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
                 "scripts/make_vision_policy.py`, which teaches it in two minutes."
             )
         _ = plan.model_config
-    refused.each(lambda: plan.reward, lambda: check_weights(Path(config.policy_path).expanduser()))
+    refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
+    refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         if training.resume_from_checkpoint is None:
             findings.notes([earlier_start(training.output_dir)])
