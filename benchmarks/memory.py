@@ -56,8 +56,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.checks.model import FLASH
-from salesrl_trl.launch.memory_estimate import STOCHASTIC_OPTIM, Estimate, estimate, setup_of
-from salesrl_trl.launch.memory_shape import ModelShape, shape_of, with_adapters
+from salesrl_trl.launch.memory_estimate import STOCHASTIC_OPTIM, Estimate, ModelShape, Setup, estimate, shape_of
 from salesrl_trl.launch.preflight.memory import STOCHASTIC_ARGS
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
@@ -115,7 +114,7 @@ def rows_of(shapes: Sequence[str], with_vllm: bool) -> list[Row]:
 def rows_of_settings(shapes: Sequence[str]) -> list[Row]:
     """LoRA of each shape as the recipes train it, and with one setting changed. All weights in two precisions."""
     changes: list[dict[str, Any]] = [{}, {"checkpointing": False}, {"attention": "eager"}, {"compiled": True}]
-    flash = {name: each for name, each in FLASH.items() if torch.cuda.is_available() and each.is_installed()}
+    flash = [name for name, (is_there, *_) in FLASH.items() if torch.cuda.is_available() and is_there()]
     changes += [{"attention": name} for name in flash]
     rows = []
     for shape in shapes:
@@ -142,12 +141,13 @@ def build(row: Row) -> Qwen2ForCausalLM:
         )
 
 
-def figures_of(shape: str, lora: ModelConfig | None) -> ModelShape:
+def figures_of(shape: str, lora: ModelConfig) -> ModelShape:
     """The figures of a shape, with its adapters."""
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(**SHAPES[shape]))
-    figures = shape_of(model)
-    return figures if lora is None else with_adapters(figures, model, lora)
+    figures = shape_of(model, lora)
+    assert figures is not None
+    return figures
 
 
 def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOConfig, ModelConfig]:
@@ -210,9 +210,13 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
 
 def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, card_gib: float) -> Estimate:
     """The estimate of a row, for a card with so much memory."""
-    shape = figures_of(row.shape, model_settings if row.lora else None)
+    shape = figures_of(row.shape, model_settings)
     tokens = packaged_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
-    return estimate(setup_of(args, model_settings, shape, len(tokens["input_ids"]), dtype=row.dtype), card_gib)
+    setup = Setup(
+        training=args, model=model_settings, shape=shape, prompt_tokens=len(tokens["input_ids"]), dtype=row.dtype,
+        optim=args.optim.value,
+    )  # fmt: skip
+    return estimate(setup, card_gib)
 
 
 def measure(row: Row) -> dict[str, Any]:

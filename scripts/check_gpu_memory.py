@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The memory of a run on a card, by parts, before a model is loaded, and settings that take less.
+"""The memory of a run on a card, by parts, before a model is loaded, and the preset that takes less.
 
     .venv/bin/python scripts/check_gpu_memory.py --model_name_or_path Qwen/Qwen2.5-7B-Instruct --card 80gb
     .venv/bin/python scripts/check_gpu_memory.py --config recipes/full.yaml --use_peft true --preset 40gb --card 40gb
-    .venv/bin/python scripts/check_gpu_memory.py --model_name_or_path DIR --card 80gb --sharding zero2 --processes 8
 
 Takes every setting of a recipe; default: recipes/full.yaml. Without --card it reads the card of this machine, and says
-what is in use now and by which processes. `80gb` is 80e9 bytes, the least that cards of this name have.
+what is in use now and by which processes. `80gb` is 80e9 bytes, the least that cards of this name have. The run is one
+without DeepSpeed and FSDP, whose memory the preflight's stage `step` measures.
 
 Exit code: 0 it fits; 2 bad input; 3 it does not fit.
 """
@@ -25,14 +25,13 @@ if __name__ == "__main__":
 
 from salesrl_trl.config.ranges import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.memory_estimate import Estimate, Setup, Sharding, advice, estimate, setup_of
+from salesrl_trl.launch.memory_estimate import Estimate, Setup, estimate
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.memory import policy_shape, settle_precision, weigher
+from salesrl_trl.launch.preflight.memory import LESS, policy_shape, settle_precision, weigher
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
 from salesrl_trl.launch.software import Card, card_here, named_card
 
-SHARDINGS = {sharding.name.lower(): sharding for sharding in Sharding}
 SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
 
 
@@ -44,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _examine(argv: Sequence[str]) -> int:
     options, settings = _parser().parse_known_args(argv)
-    for name in ("processes", "prompt_tokens"):
-        check_range(name, getattr(options, name), Range(1))
+    check_range("prompt_tokens", options.prompt_tokens, Range(1))
     with contextlib.redirect_stdout(sys.stderr):  # for lines of other libraries
         config = parse(settings, FULL)
         card = card_here(config.training.device) if options.card is None else named_card(options.card)
@@ -54,10 +52,9 @@ def _examine(argv: Sequence[str]) -> int:
         estimated, setup = _weigh(config, card, options)
         options.prompt_tokens = setup.prompt_tokens
         preset = None if estimated.fits else _preset(settings, card, options)
-    formats = {4: "float32", 2: "16 bits", 1: "8 bits"}
+    formats, batch = {4: "float32", 2: "16 bits", 1: "8 bits"}, config.training.per_device_train_batch_size
     title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
-    title += f"{formats[setup.weight_bytes]}, {setup.micro_batch} x {setup.prompt_tokens} + {setup.completion_tokens} "
-    title += "tokens" + (f", {setup.sharding} over {setup.processes} processes" if setup.processes > 1 else "")
+    title += f"{formats[setup.weight_bytes]}, {batch} x {setup.prompt_tokens} + {setup.completion_tokens} tokens"
     if not options.json:
         print(_as_text(setup, estimated, preset, card, title))
     else:
@@ -69,7 +66,6 @@ def _examine(argv: Sequence[str]) -> int:
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
             "vllm_sequences": estimated.sequences,
             "preset": None if preset is None else {"name": preset[0], "needed_gib": preset[1]},
-            "remedies": [] if estimated.fits else advice(setup, card.gib),
         }
         print(strict_json(report))
     return 0 if estimated.fits else EXIT_FAILED
@@ -86,19 +82,17 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
-    sharding, training = SHARDINGS[options.sharding], config.training
-    shares = sharding is not Sharding.NONE or options.processes > 1
-    setup = setup_of(
-        training, config.model, policy_shape(plan),
-        plan.train.longest if options.prompt_tokens is None else options.prompt_tokens, dtype=config.model.dtype,
-        sharding=sharding if shares else None, processes=options.processes if shares else None,
+    if (shape := policy_shape(plan)) is None:
+        raise ConfigError("there is no estimate for a model of this kind. The preflight's stage `step` measures.")
+    training, prompt = config.training, options.prompt_tokens
+    setup = Setup(
+        training=training, model=config.model, shape=shape, dtype=config.model.dtype, optim=training.optim.value,
+        prompt_tokens=plan.train.longest if prompt is None else prompt,
     )  # fmt: skip
-    plan.dtype = config.model.dtype
-    if sharding is Sharding.NONE:
-        try:
-            settle_precision(plan, weigher(setup, card.gib))
-        except ConfigError:  # no number format fits: the table says so
-            plan.dtype = "float32"
+    try:
+        settle_precision(plan, weigher(setup, card.gib))
+    except ConfigError:  # no number format fits: the table says so
+        plan.dtype = "float32"
     setup = replace(setup, dtype=plan.dtype, optim=training.optim.value)
     return estimate(setup, card.gib), setup
 
@@ -145,8 +139,7 @@ def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None
         name, gib = preset
         where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
-    lines.append("What takes less:")
-    return "\n".join([*lines, *(f"  {setting}" for setting in advice(setup, card.gib))])
+    return "\n".join([*lines, LESS])
 
 
 def _parser() -> ToolParser:
@@ -157,8 +150,6 @@ def _parser() -> ToolParser:
         allow_abbrev=False,
     )
     parser.add_argument("--card", help="size of the card, such as 24gb; default: the card in this machine")
-    parser.add_argument("--sharding", choices=SHARDINGS, default="none", help="states that processes share")
-    parser.add_argument("--processes", type=int, default=1, help="processes that train together, a card each")
     parser.add_argument("--prompt_tokens", type=int, help="tokens of a prompt; default: the longest of the data")
     parser.add_argument("--json", action="store_true", help="print one JSON object; of a failure too")
     return parser

@@ -28,8 +28,8 @@ from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
 from salesrl_trl.launch.building import read_ahead, weight_files
 from salesrl_trl.launch.console import exit_with, set_up_logging
-from salesrl_trl.launch.preflight.rehearsal import rehearse
 from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.preflight.training import rehearse
 from salesrl_trl.launch.settings import parse
 
 logger = logging.getLogger("salesrl_trl.warmup")  # whose lines are shown
@@ -96,7 +96,7 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         logger.info(f"[WarmUp] page cache: {size / 2**30:.2f} GiB of weights, {time.perf_counter() - began:.1f} s")
     try:
         with plan.opened:
-            rehearse(plan, steps=1).trainer.train()
+            rehearse(plan, steps=1).train()
     except Exception as error:
         exit_with(error, EXIT_FAILED)
     logger.info(

@@ -2,7 +2,7 @@
 
 - `train`, `env`, `translate`, `preflight`, `evaluate`: the commands. `train` decides the order of a run.
 - `settings`, `recipes`, `presets`, `*_config`: from a recipe and a command line to settings.
-- `checks`, `memory_shape`, `memory_estimate`: checks before a model is loaded, a card's memory.
+- `checks`, `memory_estimate`: checks before a model is loaded, a card's memory.
 - `services_plan`, `plan`: what is made of settings without a model's weights.
 - `assembly`, `embedded`, `building`: from settings to the reward chain, its embedded services, and the trainer.
 - `data`, `evaluation`: from files to rows; figures of held-out rows.

@@ -13,13 +13,13 @@ from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
 from salesrl_trl.launch.assembly import budget_of
-from salesrl_trl.launch.checks.addresses import MEANINGLESS
 from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
+from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.prompts import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
-from salesrl_trl.launch.memory_shape import parameter_count
+from salesrl_trl.launch.memory_estimate import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.names import LOG_FILE

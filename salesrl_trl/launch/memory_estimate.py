@@ -1,21 +1,21 @@
-"""The memory of a training process at four moments of a step, by parts, in GiB.
+"""The memory of a training process on one card at four moments of a step, by parts, in GiB.
 
-It is good to about 10 %, against an H200 (docs/EXPERIMENTS.md); the preflight's stage `step` measures. The
-formulas are those of a decoder as transformers 5 has it, of TRL 1.16's tiled log-probs, DeepSpeed 0.19 and vLLM 0.31.
+It is good to about 10 %, against an H200 (docs/EXPERIMENTS.md); the preflight's stage `step` measures. The formulas
+are those of a decoder as transformers 5 has it, of TRL 1.16's tiled log-probs and of vLLM 0.31, without DeepSpeed and
+FSDP.
 """
 
 import re
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
+import torch
+from transformers import PreTrainedModel
 from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.launch.memory_shape import ModelShape
+from salesrl_trl.launch.checks.model import empty_model, positions_of, put_adapter
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS
 from salesrl_trl.telemetry.device import GIB
 
@@ -24,35 +24,80 @@ CHANNELS_GIB = 0.5  # NCCL's channels, with several processes
 FRAGMENTS = 0.04  # share of PyTorch's allocations that its allocator cannot use again when sizes change
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768  # `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL
 PROFILED_TOKENS = 4096  # `max_num_batched_tokens`, with which TRL's vLLM measures its working memory
-BUCKET, LIVE = 500_000_000, 1_000_000_000  # DeepSpeed's `reduce_bucket_size`, `stage3_max_live_parameters`
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
-TRAINING, STEP, GENERATION = "forward and backward", "optimizer step", "generation"
-SCORING = "passes without gradients"  # the moments. The last one is an evaluation, or the log-probs of the reference.
+SCORING = "passes without gradients"  # the moment of an evaluation, or of the log-probs of the reference
 STOCHASTIC_OPTIM = "adamw_torch_8bit"  # torchao's optimizer, which can round stochastically
-LEAST_GIB = 0.05  # a change that saves no more is no advice
-
-
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+_READ_ONE = re.compile(r"([qkv]|gate|up)_proj$")  # of one block those of attention, and of an MLP, have one input
 
 
-class Sharding(StrEnum):
-    """The states of training that processes share, each holding a part."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder's figures. Widths and counts are numbers of parameters or of values per token, not bytes."""
 
-    NONE = "none"
-    ZERO1 = "ZeRO-1"
-    ZERO2 = "ZeRO-2"
-    ZERO3 = "ZeRO-3"
-    FSDP = "FSDP"
+    parameters: int
+    linear: int  # parameters of the linear layers without the output head
+    embedding: int
+    is_tied: bool  # the output head is the token embedding
+    layers: int
+    hidden: int
+    intermediate: int  # width of a block's MLP
+    query: int  # width of a token's queries, over all heads
+    key_value: int  # width of a token's keys, over all heads of keys. Its values are as wide
+    vocabulary: int
+    positions: int | None  # tokens that the model is made for, if its configuration says
+    number_bytes: int  # of a number in the checkpoint
+    adapters: int = 0  # parameters of LoRA's adapters
+    adapter_inputs: float = 0.0  # widths of the inputs that the adapters of one layer read, each once
 
-    @property
-    def is_zero(self) -> bool:
-        return self.value.startswith("ZeRO")
 
-    @property
-    def level(self) -> int:
-        """What is split: 1 the optimizer's states, 2 gradients too, 3 weights too."""
-        return {"none": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(self.value, 3)
+def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
+    return sum(weight.numel() for weight in empty_model(name_or_path, revision, trust_remote_code).parameters())
+
+
+def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
+    """The figures of an empty model, with the adapters that PEFT puts on it. `None` for one that is no decoder of
+    attention and MLP blocks, by its configuration. Raises `ConfigError` if the adapters have no place."""
+    text = model.config.get_text_config()
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    if not all(isinstance(getattr(text, name, None), int) for name in needed):
+        return None
+
+    def number(name: str, otherwise: int) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) else otherwise
+
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    heads = text.num_attention_heads
+    width = number("head_dim", text.hidden_size // heads)
+    shape = ModelShape(
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        linear=sum(layer.weight.numel() for layer in layers),
+        embedding=embedding.weight.numel(),
+        is_tied=head is not None and head.weight is embedding.weight,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=number("intermediate_size", 4 * text.hidden_size),
+        query=heads * width,
+        key_value=number("num_key_value_heads", heads) * width,
+        vocabulary=text.vocab_size,
+        positions=positions_of(model.config),
+        number_bytes=(model.config.dtype or torch.float32).itemsize,
+    )
+    if not lora.use_peft:
+        return shape
+    from peft.tuners.lora import LoraLayer
+
+    adapted = put_adapter(model, lora)
+    widths = {
+        _READ_ONE.sub("", name): int(module.in_features or 0)
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    return replace(shape, adapters=trained, adapter_inputs=sum(widths.values()) / shape.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +110,6 @@ class Setup:
     prompt_tokens: int  # of the longest prompt, to which TRL pads a generation batch
     dtype: str | None  # number format of the weights in training; `None` or `"auto"` for the checkpoint's
     optim: str
-    sharding: Sharding
-    processes: int
 
     @property
     def lora(self) -> bool:
@@ -79,10 +122,8 @@ class Setup:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of a number of the loaded weights. DeepSpeed has 16-bit ones, FSDP float32."""
-        if self.sharding.is_zero and self.autocast:
-            return 2
-        return 4 if self.sharding is Sharding.FSDP else NUMBER_BYTES.get(self.dtype or "auto", self.shape.number_bytes)
+        """Of a number of the loaded weights."""
+        return NUMBER_BYTES.get(self.dtype or "auto", self.shape.number_bytes)
 
     @property
     def compute_bytes(self) -> int:
@@ -95,6 +136,11 @@ class Setup:
         return bool(self.training.kl_targets())
 
     @property
+    def trained(self) -> int:
+        """Parameters that are trained: all, or the adapters."""
+        return self.shape.adapters if self.lora else self.shape.parameters
+
+    @property
     def completion_tokens(self) -> int:
         return self.training.max_completion_length or 1
 
@@ -103,55 +149,27 @@ class Setup:
         return self.prompt_tokens + self.completion_tokens
 
     @property
-    def micro_batch(self) -> int:
-        return int(self.training.per_device_train_batch_size)
-
-    @property
     def rollouts(self) -> int:
         """Completions that a process generates at once."""
-        return self.micro_batch * int(self.training.steps_per_generation)
+        return int(self.training.per_device_train_batch_size * self.training.steps_per_generation)
 
     @property
     def tokens(self) -> int:
         """Tokens of a pass with gradients, all completions of full length. Passes of groups that share their prompt
         are as large, but for models so small that nobody counts."""
-        return max(self.micro_batch * self.length, int(self.training.pass_tokens or 0))
-
-    @property
-    def passes_without_gradients(self) -> list[tuple[int, int]]:
-        """Tokens of a pass, and of them those that it predicts: of an evaluation, and for the reference's log-probs
-        where prompts are shared. Without that these passes are as small as those with gradients."""
-        evaluates = self.training.held_out_eval or self.training.eval_strategy != "no"
-        evaluated = int(self.training.per_device_eval_batch_size) * evaluates
-        scored = min(max(MOST_TOKENS, self.tokens), self.rollouts * self.length)
-        scored *= self.has_reference and self.training.shared_prompts != "off"
-        return [(evaluated * self.length, evaluated * self.completion_tokens), (scored, scored)]
-
-    def offloads(self, states: str) -> bool:
-        """Whether DeepSpeed keeps these states (`"optimizer"`, `"param"`) outside of the card."""
-        config = getattr(self.training.deepspeed_plugin, "deepspeed_config", {}).get("zero_optimization", {})
-        return (config.get(f"offload_{states}") or {}).get("device") not in ("none", None)
+        return int(max(self.training.per_device_train_batch_size * self.length, self.training.pass_tokens or 0))
 
     @property
     def has_engine(self) -> bool:
         """vLLM runs in this process."""
         return bool(self.training.use_vllm) and self.training.vllm_mode == "colocate"
 
-
-def setup_of(
-    training: SalesGRPOConfig, model: ModelConfig, shape: ModelShape, prompt_tokens: int, *, dtype: str | None,
-    optim: str | None = None, sharding: Sharding | None = None, processes: int | None = None,
-) -> Setup:  # fmt: skip
-    """The setup of a run. `optim`, `sharding`, `processes`: in place of the run's own."""
-    if sharding is None and training.deepspeed_plugin is not None:
-        zero = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-        sharding = zero[training.deepspeed_plugin.zero_stage]
-    return Setup(
-        training=training, model=model, shape=shape, prompt_tokens=prompt_tokens, dtype=dtype,
-        optim=optim or training.optim.value,
-        sharding=sharding or (Sharding.FSDP if training.is_sharded else Sharding.NONE),
-        processes=processes or training.world_size,
-    )  # fmt: skip
+    @property
+    def engine_length(self) -> int:
+        """Tokens of the longest prompt and completion that vLLM accepts."""
+        length = self.training.parsed_engine_kwargs().get("max_model_len")
+        given = self.training.vllm_max_model_length or self.shape.positions or self.length  # vLLM's own default
+        return length if isinstance(length, int) else given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,95 +218,46 @@ class Estimate:
 def estimate(setup: Setup, card_gib: float) -> Estimate:
     """The memory of a process that trains so on a card of this size."""
     shape, training = setup.shape, setup.training
-    held, gradients, saved = _held(setup), _gradients(setup), _saved_activations(setup)
+    held, saved = _held(setup), _saved_activations(setup)
+    number = 4 if setup.lora else setup.weight_bytes
+    gradients = setup.trained * number * (2 if training.world_size > 1 else 1)  # DDP has them a second time
     before = gradients * (training.gradient_accumulation_steps > 1)  # those of the micro-batches before
     embedding = shape.embedding * setup.weight_bytes * (not setup.lora)  # its gradient; twice where it is the head too
     copies = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)  # autocast's, kept until the pass ends
-    at_once = copies * (setup.sharding.level < 3)
-    predicted = setup.micro_batch * setup.completion_tokens
+    predicted = training.per_device_train_batch_size * setup.completion_tokens
     # Beside a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format.
     head = predicted * shape.hidden * (4 + setup.weight_bytes)
     head += 0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2))
     end_of_forward = {
         "gradients": before,
         "activations": saved,
-        "16-bit copies of weights": at_once * (not (setup.lora and training.gradient_checkpointing)),
+        "16-bit copies of weights": copies * (not (setup.lora and training.gradient_checkpointing)),
         "log-probs of the loss": _logits(setup, predicted) + head,
     }
     backward_of_a_layer = {
         "gradients": before + embedding * shape.is_tied,
         "activations": saved + _working_activations(setup),
-        "16-bit copies of weights": copies / shape.layers if training.gradient_checkpointing else at_once,
+        "16-bit copies of weights": copies / shape.layers if training.gradient_checkpointing else copies,
     }
     end_of_update = {
         "gradients": gradients,
         "optimizer's working memory": max(_optimizer_work(setup), embedding * (1 + shape.is_tied)),
     }
-    # One block's forward pass: three widths of the MLP, two of the residual stream, the norm's output.
-    block = 3 * setup.compute_bytes * shape.intermediate
-    block += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
-    without_gradients = [
-        {
-            "activations": tokens * block,
-            "16-bit copies of weights": at_once * (not setup.lora),
-            "log-probs of the loss": _logits(setup, predicted),
-        }
-        for tokens, predicted in setup.passes_without_gradients
-    ]
     awake = _generation(setup, card_gib)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
-    # Buckets in which gradients travel, and weights that a process gathers: at most DeepSpeed's default sizes.
-    bucket = min(BUCKET, _trained(setup)) * (setup.sharding is not Sharding.NONE)
-    gathered = min(LIVE, shape.parameters) * (setup.sharding.level == 3)
-    in_training = {**held, "communication buffers": setup.compute_bytes * (bucket + gathered), **asleep}
-    fullest = _larger(end_of_forward, backward_of_a_layer)
+    in_training = {**held, **asleep}
+    fullest = max(end_of_forward, backward_of_a_layer, key=lambda parts: sum(parts.values()))
     moments = (
-        _moment(TRAINING, {**in_training, **fullest}, setup),
-        _moment(STEP, {**in_training, **end_of_update}, setup),
-        _moment(GENERATION, {**held, **awake}, setup),
-        _moment(SCORING, {**in_training, **_larger(*without_gradients)}, setup),
+        _moment("forward and backward", {**in_training, **fullest}, setup),
+        _moment("optimizer step", {**in_training, **end_of_update}, setup),
+        _moment("generation", {**held, **awake}, setup),
+        _moment(SCORING, {**in_training, **_without_gradients(setup, copies)}, setup),
     )
-    sequences = awake["vLLM KV cache"] / _sequence_cache(setup) if setup.has_engine else None
+    sequences = None
+    if setup.has_engine:
+        each = setup.engine_length * _token_cache(shape, _engine_bytes(setup)) / training.vllm_tensor_parallel_size
+        sequences = awake["vLLM KV cache"] / each
     return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
-
-
-def _larger(*moments: dict[str, float]) -> dict[str, float]:
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
-def advice(setup: Setup, card_gib: float) -> list[str]:
-    """Settings that take less memory, the cheapest first, each with what it alone leaves to be needed."""
-    now, lora, batch = estimate(setup, card_gib), copy(setup.model), setup.micro_batch
-    lora.use_peft = True
-    one_by_one = {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": batch * setup.training.gradient_accumulation_steps,
-        "steps_per_generation": setup.rollouts,
-    }
-    changes: list[tuple[str, dict[str, object], dict[str, Any]]] = [  # a text, settings of training, and of the setup
-        ("`per_device_eval_batch_size: 1`", {"per_device_eval_batch_size": 1}, {}),
-        ("`gradient_checkpointing: true`", {"gradient_checkpointing": True}, {}),
-        (", ".join(f"`{name}: {value}`" for name, value in one_by_one.items()), one_by_one, {}),
-        ("`vllm_enable_sleep_mode: true`", {"vllm_enable_sleep_mode": True}, {}),
-    ]
-    for share in (0.3, 0.45, 0.6):
-        text = f"`vllm_gpu_memory_utilization: {share}`"
-        changes.append((text, {"vllm_gpu_memory_utilization": share}, {}))
-    if not setup.lora and setup.sharding is Sharding.NONE:
-        text = f"`optim: {STOCHASTIC_OPTIM}` with `optim_args: bf16_stochastic_round=True` (torchao)"
-        changes.append((text, {}, {"dtype": "bfloat16", "optim": STOCHASTIC_OPTIM}))
-        changes.append(("`use_peft: true`, with a higher `learning_rate`", {}, {"model": lora, "dtype": "bfloat16"}))
-    if setup.sharding.level < 3:
-        sharded = {"sharding": Sharding.ZERO3, "processes": max(setup.processes, 2)}
-        changes.append((f"DeepSpeed ZeRO-3 on {sharded['processes']} cards (`accelerate_configs/`)", {}, sharded))
-    lines = []
-    for text, settings, others in changes:
-        training = copy(setup.training)
-        training.__dict__.update(settings)
-        after = estimate(replace(setup, training=training, **others), card_gib)
-        if after.needed_gib < now.needed_gib - LEAST_GIB or after.starts_engine > now.starts_engine:
-            lines.append(f"{text}: {after.needed_gib:.1f} GiB")
-    return [*lines, "more cards or a larger one, or a smaller model"]
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
@@ -302,7 +271,7 @@ def moment_bytes(optim: str, weight_bytes: int) -> float:
 
 def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
     inside = {part: size / GIB for part, size in parts.items() if size}
-    context = CONTEXT_GIB + CHANNELS_GIB * (setup.processes > 1)
+    context = CONTEXT_GIB + CHANNELS_GIB * (setup.training.world_size > 1)
     fragments = FRAGMENTS * sum(gib for part, gib in inside.items() if not part.startswith("vLLM"))
     return Moment(name=name, parts={**inside, "CUDA context": context, "fragmentation": fragments})
 
@@ -310,47 +279,26 @@ def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
 # Bytes of what a process holds for long
 
 
-def _trained(setup: Setup) -> int:
-    """Parameters that are trained: all, or the adapters. Those that PEFT has not counted are a hundredth."""
-    shape = setup.shape
-    return (shape.adapters or shape.parameters // 100) if setup.lora else shape.parameters
-
-
 def _held(setup: Setup) -> dict[str, float]:
     """bitsandbytes quantizes the linear layers: 1 byte, or 4 bits and a 32-bit scale for each 64 numbers. Adapters are
-    float32, under DeepSpeed 16 bits. DeepSpeed has float32 copies of the trained 16-bit weights."""
-    shape, trained, in_16_bits = setup.shape, _trained(setup), setup.sharding.is_zero and setup.autocast
-    weights: float = shape.parameters * setup.weight_bytes + trained * setup.lora * (2 if in_16_bits else 4)
+    float32."""
+    shape = setup.shape
+    weights: float = shape.parameters * setup.weight_bytes + 4 * shape.adapters
     if setup.model.load_in_4bit or setup.model.load_in_8bit:
         weights += shape.linear * ((1.0 if setup.model.load_in_8bit else 0.5 + 4 / 64) - setup.weight_bytes)
-    if setup.sharding.level == 3:
-        weights *= (not setup.offloads("param")) / setup.processes
-    number = 4 if setup.lora or setup.sharding.is_zero else setup.weight_bytes
-    mine = trained * (not setup.offloads("optimizer")) / (setup.processes if setup.sharding.level else 1)
     return {
         "weights": weights,
-        "master weights": 4 * mine * in_16_bits,
-        "optimizer states": moment_bytes(setup.optim, number) * mine,
+        "optimizer states": moment_bytes(setup.optim, 4 if setup.lora else setup.weight_bytes) * setup.trained,
         "reference model": weights * (setup.has_reference and not setup.lora),
     }
 
 
-def _gradients(setup: Setup) -> float:
-    """One for each trained weight, in its number format. DDP has them a second time, in its buckets."""
-    number = 2 if setup.sharding.is_zero and setup.autocast else 4 if setup.lora else setup.weight_bytes
-    copies = 1 + (setup.processes > 1 and setup.sharding is Sharding.NONE)
-    return _trained(setup) * number * copies / (setup.processes if setup.sharding.level >= 2 else 1)
-
-
 def _optimizer_work(setup: Setup) -> float:
-    """DeepSpeed has its part of the gradients in float32; torchao works on one weight at a time, in float32, with both
-    moments and the gradient; the fused AdamW needs none, `adamw_torch` a float32 copy of the weights."""
-    trained = _trained(setup)
-    if setup.sharding.is_zero:
-        return 4 * trained * (not setup.offloads("optimizer")) / setup.processes
+    """torchao works on one weight at a time, in float32, with both moments and the gradient; the fused AdamW needs
+    none, `adamw_torch` a float32 copy of the weights."""
     if setup.optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        return 16.0 * min(trained, setup.shape.embedding)
-    return 4.0 * trained * (setup.optim == "adamw_torch")
+        return 16.0 * min(setup.trained, setup.shape.embedding)
+    return 4.0 * setup.trained * (setup.optim == "adamw_torch")
 
 
 def _generation(setup: Setup, card_gib: float) -> dict[str, float]:
@@ -379,19 +327,6 @@ def _token_cache(shape: ModelShape, number_bytes: int) -> float:
     return 2.0 * shape.layers * shape.key_value * number_bytes
 
 
-def _sequence_cache(setup: Setup) -> float:
-    """Keys and values of a completion of full length in vLLM. It starts if its cache has room for one."""
-    processes = int(setup.training.vllm_tensor_parallel_size)
-    return engine_length(setup) * _token_cache(setup.shape, _engine_bytes(setup)) / processes
-
-
-def engine_length(setup: Setup) -> int:
-    """Tokens of the longest prompt and completion that vLLM accepts."""
-    length = setup.training.parsed_engine_kwargs().get("max_model_len")
-    given = setup.training.vllm_max_model_length or setup.shape.positions or setup.length  # vLLM's own default
-    return length if isinstance(length, int) else given
-
-
 def _engine_bytes(setup: Setup) -> int:
     """Of a number of vLLM's weights and cache."""
     dtype = str(setup.training.parsed_engine_kwargs().get("dtype"))
@@ -399,6 +334,25 @@ def _engine_bytes(setup: Setup) -> int:
 
 
 # Bytes of activations. Of a token: c a number in a product, r in the residual stream (the weights' format).
+
+
+def _without_gradients(setup: Setup, copies: float) -> dict[str, float]:
+    """The larger of an evaluation and, where prompts are shared, of the reference's log-probs. One block's forward
+    pass: three widths of the MLP, two of the residual stream, the norm's output."""
+    training, shape = setup.training, setup.shape
+    evaluates = training.held_out_eval or training.eval_strategy != "no"
+    evaluated = int(training.per_device_eval_batch_size) * evaluates
+    scored = min(max(MOST_TOKENS, setup.tokens), setup.rollouts * setup.length)
+    scored *= setup.has_reference and training.shared_prompts != "off"
+    block = 3 * setup.compute_bytes * shape.intermediate
+    block += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
+    evaluation = (evaluated * setup.length, evaluated * setup.completion_tokens)
+    tokens, predicted = max(evaluation, (scored, scored))
+    return {
+        "activations": tokens * block,
+        "16-bit copies of weights": copies * (not setup.lora),
+        "log-probs of the loss": _logits(setup, predicted),
+    }
 
 
 def _layer_activations(setup: Setup) -> float:
@@ -409,11 +363,9 @@ def _layer_activations(setup: Setup) -> float:
     kept: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
     kept += (3 if setup.lora else 4) * computed * shape.intermediate
     if setup.lora:
-        kept += computed * (shape.adapter_inputs or 3 * hidden + shape.intermediate)
+        kept += computed * shape.adapter_inputs
     else:
         kept += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden
-    if setup.model.attn_implementation == "eager":
-        kept += (4 + computed) * shape.heads * setup.length
     return setup.tokens * kept
 
 
@@ -428,14 +380,10 @@ def _saved_activations(setup: Setup) -> float:
 
 def _working_activations(setup: Setup) -> float:
     """More than the saved ones, while one block's backward pass runs: with gradient checkpointing its activations;
-    gradients of the MLP's widths or of eager attention's weights, of the residual stream, and of one weight."""
+    gradients of the MLP's widths, of the residual stream, and of one weight."""
     shape = setup.shape
     again = _layer_activations(setup) if setup.training.gradient_checkpointing else 0.0
-    of_mlp = setup.compute_bytes * shape.intermediate
-    widths = (3 if setup.lora else 2) * of_mlp
-    if setup.model.attn_implementation == "eager":
-        weights = (4 + 4 * (setup.compute_bytes == 2) + setup.compute_bytes) * shape.heads * setup.length
-        widths = max(widths, weights - (3 if setup.lora else 4) * of_mlp)
+    widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
     number = 0 if setup.lora else 2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes)
     largest = shape.hidden * shape.intermediate
     return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * largest

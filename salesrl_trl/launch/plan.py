@@ -57,8 +57,7 @@ class Plan(ServicesPlan):
     dtype: str | None = None  # number format of the policy's weights in training. The stage `memory` sets it
     estimate: Estimate | None = None  # the memory of training on this card, if known. The stage `memory` sets it
     notes: list[str] = field(default_factory=list)  # findings for the run's banner
-    policy: PreTrainedModel | None = None  # with its weights. The stage `model` of a preflight sets it
-    rehearsal: object = None  # what `launch.preflight.training` keeps of its trainer for later stages
+    policy: PreTrainedModel | None = None  # with its weights
 
     @property
     def rows(self) -> list[SalesRow]:

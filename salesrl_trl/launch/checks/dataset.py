@@ -1,15 +1,13 @@
-"""Checks of the rows and their prompts: sources, template, room for a completion, branches, repeats, pictures.
+"""Checks of the rows and their prompts: template, room for a completion, branches, pictures.
 
-The plans, `launch.preflight.runner` and commands call it. `launch.data` loads the rows and checks each of them alone.
+`launch.data` loads the rows and checks each of them alone.
 """
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import is_torchvision_available
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, DataError
@@ -71,9 +69,8 @@ def settle_held_out(source: DatasetSource) -> str | None:
         return None
     if source.held_out_share is not None:
         raise ConfigError(
-            "`eval_dataset` has a share of 0 and names no rows: evaluated on its training rows, those of the file "
-            f"{source.entry.path}, a policy's figures say nothing. Expected held-out rows. Give a share or a source, "
-            "or set `held_out_eval: false` and `quick_eval_steps: 0`."
+            "`eval_dataset` has a share of 0 and names no rows: evaluated on its training rows a policy's figures say "
+            "nothing. Give a share or a source, or set `held_out_eval: false` and `quick_eval_steps: 0`."
         )
     source.held_out_share = HELD_OUT_SHARE
     return (
@@ -93,22 +90,17 @@ def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: Pre
     without = [row for row in rows if not row.conversation]
     if without and reward.has_chain:
         raise ConfigError(
-            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}). The packaged reward "
-            "chain answers conversations. Expected functions of your own, which score such rows: "
-            "`--reward_funcs my_rewards.right`."
+            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}), which the packaged "
+            "reward chain answers. Name functions of your own, which score such rows: `--reward_funcs "
+            "my_rewards.right`."
         )
-    if without and isinstance(without[0].prompt, str) and tokenizer.chat_template:
-        return [
-            "the rows' prompts are texts, which the policy reads as they are, without its chat template. Prompts that "
-            "are lists of {role, content} go through it"
-        ]
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     marked = [row for row in rows if special and re.search("|".join(special), row.context)]
     if not marked:
         return []
     return [
         f"{len(marked):,} rows contain special tokens of the policy, such as {tokenizer.eos_token}, in their texts "
-        f"({_named(marked)}). The chat template does not escape them: in the prompt they end a turn or begin one"
+        f"({_named(marked)}). In the prompt they end a turn or begin one"
     ]
 
 
@@ -127,9 +119,8 @@ def prompt_limit(
             room, source = length, "`max_model_len` of `vllm_engine_kwargs`"
         if positions is not None and room is not None and room > positions:
             raise ConfigError(
-                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Expected "
-                f"{positions} or less, with room for `max_completion_length` {training.max_completion_length} in it. "
-                f"Set `vllm_max_model_length: {positions}`."
+                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Set "
+                f"`vllm_max_model_length: {positions}`."
             )
     elif server_room is not None:
         room, source = server_room, "the vLLM server's length"
@@ -138,56 +129,38 @@ def prompt_limit(
         return None
     if completion >= room:
         raise ConfigError(
-            f"a prompt and `max_completion_length` {completion} do not fit into {source} {room}: completions would be "
-            "cut short. Raise the length, or lower the other."
+            f"a prompt and `max_completion_length` {completion} do not fit into {source} {room}. Raise the length, or "
+            "lower the other."
         )
     return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
 
 
-def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str, training: SalesGRPOConfig) -> None:
-    """Raise `ConfigError` unless the policy reads pictures, if rows have some, and the engine does."""
+def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str) -> None:
+    """Raise `ConfigError` unless the policy reads pictures, if rows have some."""
     with_pictures = [row for row in rows if row.images]
     if with_pictures and not reads_pictures:
         raise ConfigError(
             f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), and the policy {policy} reads "
-            "text alone. Expected one that reads both, such as a Qwen2.5-VL. Name one in `model_name_or_path`, or "
-            "leave the pictures out: `--dataset.columns {images: {value: null}}`."
-        )
-    if reads_pictures and training.use_vllm and training.vllm_mode == "colocate" and not is_torchvision_available():
-        raise ConfigError(
-            "the policy reads pictures, and vLLM loads such models with torchvision, which is not installed. Expected "
-            f"the build that belongs to torch {torch.__version__} (a GPU's installation has it). Install it, or set "
-            "`use_vllm: false`: transformers generates then, more slowly."
+            "text alone. Name one that reads both, such as a Qwen2.5-VL, or leave the pictures out: "
+            "`--dataset.columns {images: {value: null}}`."
         )
 
 
 def check_splits(
     train: Sequence[SalesRow], held_out: Sequence[SalesRow], branches: Sequence[str], findings: Findings
 ) -> None:
-    """Look for branches without rows, repeated training conversations, and held-out ones that are trained on."""
+    """Look for branches without rows, and for held-out conversations that are trained on."""
     counts = Counter(row.branch for row in train)
     findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
     for part, rows in (("training", train), ("held-out", held_out)):
         if rows and (without := sorted({*branches} - {row.branch for row in rows})):
             remedy = "Add rows, or leave the branch out of `branches`."
             findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
-    seen, repeats = set[object](), list[SalesRow]()
-    for row in train:
-        key = (row.branch, row.context, row.documents, row.images)
-        if key in seen:
-            repeats.append(row)
-        seen.add(key)
-    if repeats:
-        findings.note(
-            f"{len(repeats):,} of {len(train):,} training rows repeat an earlier one: {_named(repeats)}.",
-            "Leave them out, unless they are to count more.",
-        )
     trained = {(row.context, row.images) for row in train}
     known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
         findings.note(
-            f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row, so the "
-            f"evaluation does not show what is learned: {_named(known)}.",
+            f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}.",
             "Hold out others.",
         )
     findings.figures |= {

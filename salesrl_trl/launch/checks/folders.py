@@ -32,8 +32,8 @@ def check_output_dir(path: Path | str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Expected a folder, or a place "
-            "for one, with free space and the right to write. Name another."
+            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Name another, with free space "
+            "and the right to write."
         ) from None
 
 
@@ -59,8 +59,8 @@ def claim_output_dir(path: Path | str) -> TextIO:
         if not is_orphan or time.monotonic() > until:
             lock.close()
             raise ConfigError(
-                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Expected a folder of its own for "
-                "each. Name another, or wait until that run has ended."
+                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Name another, or wait "
+                "until that run has ended."
             )
         logger.info(f"waiting for the run that still writes to {path}, and whose launcher is gone: {owner}")
         time.sleep(2)
@@ -75,20 +75,11 @@ def free_gib(folder: Path | str) -> float:
     return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
 
 
-def earlier_start(output_dir: Path | str, resumes: bool) -> list[str]:
-    """Lines for the banner: files of an earlier run in the output folder that this run uses or overwrites."""
-    folder, notes = Path(output_dir).expanduser(), []
-    files = sorted(folder.glob("answers.rank*.sqlite"))
-    if files and not resumes:
-        written = datetime.fromtimestamp(max(file.stat().st_mtime for file in files)).isoformat(" ", "minutes")
-        notes.append(
-            f"8B answers and verdicts of an earlier start, last written {written}, are used again for equal requests. "
-            f"Delete {folder}/answers.rank*.sqlite if the judge behind the same name has changed"
-        )
-    if not resumes and holds_run(folder, None):
-        is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
-        other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
-        notes.append(
-            f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"
-        )
-    return notes
+def earlier_start(output_dir: Path | str) -> str | None:
+    """A line for the banner: files of an earlier run in the output folder, and where they go."""
+    folder = Path(output_dir).expanduser()
+    if not holds_run(folder, None):
+        return None
+    is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
+    other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
+    return f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"

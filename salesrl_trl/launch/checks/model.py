@@ -1,14 +1,9 @@
 """Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights."""
 
-import contextlib
-import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
-from huggingface_hub import HfApi, constants
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -20,19 +15,18 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, set_zero3_state
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
-from transformers.utils.hub import is_offline_mode, try_to_load_from_cache
 from trl import ModelConfig, get_peft_config
 
-from salesrl_trl.errors import ConfigError, ModelNotFoundError, nearest
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.launch.checks.outcome import Findings
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-HUB_TIMEOUT_S = 10.0  # seconds for the hub's answer about a model
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")  # endings of files of weights
+    from salesrl_trl.launch.plan import Plan
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
@@ -47,72 +41,34 @@ FLASH = {
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """Load the model's configuration. Raises `ModelNotFoundError` if there is none, locally or on the hub."""
     path = Path(name_or_path).expanduser()
-    looks_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
-    if looks_local and not (path / "config.json").is_file():
+    is_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
+    if is_local and not (path / "config.json").is_file():
         content = "a folder without config.json" if path.is_dir() else "nothing"
         raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Expected a folder that "
-            "`save_pretrained` wrote, or the name of a model on the hub. Correct the path, or leave it out to train "
-            "the small demo policy."
+            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Name a folder that "
+            "`save_pretrained` wrote, or a model on the hub."
         )
-    if not looks_local:
-        _reach_hub(name_or_path, revision)
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded "
-            f"({type(error).__name__}). Expected a folder with config.json, or the name of a model on a hub that this "
-            "machine can reach. Correct it, log in if the model is gated, or leave it out to train the small demo "
-            "policy."
+            f"({type(error).__name__}). Name a folder with config.json, or a model on a hub that this machine can "
+            "reach, and log in if it is gated."
         ) from error
-
-
-def _reach_hub(name: str, revision: str | None) -> None:
-    """Ask the hub for the model once. Without it `from_pretrained` tries for most of a minute, and prints each try."""
-    is_cached = isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
-    if is_cached or is_offline_mode():
-        return
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except httpx.TransportError as error:
-        shown = re.sub("//.*@", "//", constants.ENDPOINT)  # without a password
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name!r}, which is not on this machine, and the hub can't be reached at "
-            f"{shown} ({type(error).__name__}). Expected a folder that `save_pretrained` wrote, or a hub that this "
-            "machine can reach. Name such a folder, set `HTTPS_PROXY` or `HF_ENDPOINT`, or leave the model out to "
-            "train the small demo policy."
-        ) from error
-    except (OSError, ValueError, ImportError, httpx.HTTPError):
-        return  # it answered, or has a kind of address of its own; `from_pretrained` says what it lacks
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `ModelNotFoundError` if a file of a local model's weights is absent, `ConfigError` if one is cut off."""
-    if not folder.is_dir():
-        return
-    files = {path.name for ending in WEIGHT_FILES for path in folder.glob(f"*{ending}")}
-    expected = set[str]()
-    for index in folder.glob("*.safetensors.index.json"):
-        with contextlib.suppress(ValueError, KeyError, AttributeError):  # transformers says what is wrong with it
-            expected |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    absent = sorted(expected - files) or ([] if files else ["model.safetensors"])
-    if absent:
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {str(folder)!r}, where {', '.join(absent[:3])} is missing ({len(absent)} in "
-            "all). Expected all weights beside config.json. Fetch the model again, or wait until its copy is complete."
-        )
-    for name in sorted(files):
-        if name.endswith(".safetensors"):
-            try:
-                with safe_open(folder / name, "pt"):  # reads the head, and compares it with the file's size
-                    pass
-            except SafetensorError as error:
-                raise ConfigError(
-                    f"{folder / name} holds no weights, or a part of them ({error}; {(folder / name).stat().st_size} "
-                    "bytes). Expected a whole file. Fetch it again; a file of 130 bytes is a pointer of Git LFS: "
-                    "`git lfs pull`."
-                ) from error
+    """Raise `ConfigError` if a file of a local model's weights is cut off, or a pointer of Git LFS."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):  # reads the head, and compares it with the file's size
+                pass
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{file} holds no weights, or a part of them ({error}). Fetch it again; a file of 130 bytes is a "
+                "pointer of Git LFS: `git lfs pull`."
+            ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -121,15 +77,14 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
     folder = Path(name_or_path).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise ModelNotFoundError(  # from config.json alone transformers makes a tokenizer without a vocabulary
-            f"`model_name_or_path` is {name_or_path!r}, where there is no tokenizer. Expected one of "
-            f"{', '.join(TOKENIZER_FILES)} beside config.json. Save the tokenizer there too."
+            f"`model_name_or_path` is {name_or_path!r}, where there is no tokenizer. Save it beside config.json."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__}). "
-            "Expected tokenizer files beside the model's configuration. Save the tokenizer there too."
+            "Save it beside the model's configuration."
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
@@ -138,8 +93,8 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
         )
     if tokenizer.chat_template is None:
         raise ConfigError(
-            f"the tokenizer of {name_or_path!r} has no chat template, so prompts can't become tokens. Expected an "
-            "instruct model. Name one, or save a chat_template.jinja beside the tokenizer."
+            f"the tokenizer of {name_or_path!r} has no chat template. Name an instruct model, or save a "
+            "chat_template.jinja beside the tokenizer."
         )
     return tokenizer
 
@@ -187,115 +142,53 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
     from peft import get_peft_model
 
     settings = get_peft_config(ModelConfig(**{**vars(lora), "use_peft": True}))
-    linear = linear_layers(model)
+    layers = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     try:
         with torch.device("meta"):
             return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(
-            f"`lora_target_modules` is {lora.lora_target_modules}, which gives no adapter ({error}). Expected names "
-            f"of the model's layers. Set some of its linear layers: {linear}; or `all-linear`."
+            f"`lora_target_modules` is {lora.lora_target_modules}, which gives no adapter ({error}). Set some of the "
+            f"model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
         ) from error
 
 
-def linear_layers(model: torch.nn.Module) -> str:
-    """The last names of a model's linear layers: `"down_proj, gate_proj, k_proj"`."""
-    names = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-
-
 def choose_attention(
-    asked: str | None, device: torch.device, *, in_16_bits: bool, model: PretrainedConfig
+    asked: str | None, device: torch.device, in_16_bits: bool, model: PretrainedConfig
 ) -> tuple[str | None, str | None]:
-    """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`.
-    A named one is kept, or refused by a `ConfigError`. `None` leaves the choice to transformers. `in_16_bits` is said
-    of the forward pass."""
-    if asked is None:
-        return None, None
-    if asked not in ("auto", *FLASH):
-        names = ["auto", "eager", *FLASH, *(name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name)]
-        if asked not in names and "/" not in asked:
-            raise ConfigError(
-                f"`attn_implementation` is {asked!r}. Expected one of: {', '.join(sorted({*names}))}; or a kernel of "
-                f"the hub, as ORGANISATION/NAME.{nearest(asked, names)}"
-            )
-        return asked, None
-    kind, reason = model_class(model)._model_mapping.get(type(model), None), ""
-    for name in FLASH if asked == "auto" else [asked]:
-        reason = _why_no_flash(name, device, in_16_bits, getattr(kind, "_supports_flash_attn", False))
-        if not reason:
-            return name, f"attention: {name}"
+    """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`,
+    of which `auto` alone is chosen here. `in_16_bits` is said of the forward pass."""
     if asked != "auto":
-        raise ConfigError(
-            f"`attn_implementation` is {asked}, but {reason}. Expected an implementation that works here. Set "
-            "`attn_implementation: auto`, or sdpa."
-        )
+        return asked, None
+    kind = model_class(model)._model_mapping.get(type(model), None)
     chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None  # transformers then takes eager
-    return chosen, f"attention: {chosen or 'eager'}; {reason}"
+    if device.type != "cuda" or not in_16_bits or not getattr(kind, "_supports_flash_attn", False):
+        return chosen, f"attention: {chosen or 'eager'}; FlashAttention needs a GPU, 16 bits and a model that has it"
+    capability = torch.cuda.get_device_capability(device)
+    for name, (is_installed, oldest, newest) in FLASH.items():
+        if oldest <= capability <= newest and is_installed():
+            return name, f"attention: {name}"
+    return chosen, f"attention: {chosen or 'eager'}; scripts/install_flash_attn.sh installs FlashAttention"
 
 
-def _why_no_flash(name: str, device: torch.device, in_16_bits: bool, has_model: bool) -> str:
-    """The reason why this FlashAttention can't be used; empty if it can."""
-    if device.type != "cuda":
-        return "FlashAttention needs a GPU, and this run is on the CPU"
-    if not in_16_bits:
-        return "FlashAttention computes in 16 bits, and this run in float32"
-    (is_installed, oldest, newest), capability = FLASH[name], torch.cuda.get_device_capability(device)
-    if not oldest <= capability <= newest:
-        return f"{name} is not made for this card (compute capability {capability[0]}.{capability[1]})"
-    if not is_installed():
-        return f"{name} is not installed (scripts/install_flash_attn.sh installs it)"
-    return "" if has_model else "this model has no FlashAttention"
-
-
-def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, model: PretrainedConfig,
-    template_kwargs: dict[str, object], findings: Findings,
-) -> None:  # fmt: skip
-    """Check the tokens that end a completion, the template's generation prompt, the model's sampling flags and its
-    number of embeddings. Raises `ConfigError` if the tokenizer lacks an end token of the model."""
+def check_tokenizer(plan: "Plan", findings: Findings) -> None:
+    """Check the tokens that end a completion, and the model's sampling flags."""
+    tokenizer, generation = plan.tokenizer, plan.generation_config
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
-    unknown = [token for token in sorted(ends) if token >= len(tokenizer)]
-    if unknown:
-        raise ConfigError(
-            f"The model's generation_config.json has the end tokens {unknown}, and the tokenizer {len(tokenizer)} "
-            "tokens. Expected tokens of the tokenizer. Put the tokenizer's files of the same model beside it."
-        )
-    findings.figures["end_tokens"] = names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends)))
-    question = [{"role": "user", "content": _ANSWER}]
-    turns = [*question, {"role": "assistant", "content": _ANSWER}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, **template_kwargs)
+    findings.figures["end_tokens"] = names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **(plan.config.training.chat_template_kwargs or {}))
     behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
     special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
-    is_ended = bool(ends.intersection(behind))
-    if end is not None and not is_ended:
-        findings.fail(
-            f"The chat template ends a turn with {end}, which ends no completion: only {names} does. Completions "
-            "would run on to `max_completion_length`.",
-            f"Add {special} to `eos_token_id` in the model's generation_config.json, or set `eos_token` to {end} "
-            "in tokenizer_config.json.",
-        )
-    elif not is_ended:
-        findings.note(
-            f"The chat template puts no end token ({names}) behind an answer, so that a policy may not know where to "
-            "end.",
-            "Use an instruct model's own template, or watch `completions/clipped_ratio` in the first steps.",
-        )
-    without = tokenizer.apply_chat_template(question, tokenize=False, **template_kwargs)
-    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    findings.figures["generation_prompt"] = repr(prompt.removeprefix(without))
-    if prompt == without:
-        findings.note(
-            "The chat template has no generation prompt: `add_generation_prompt` changes nothing, so the policy may "
-            "go on with the customer's turn.",
-            "Check that the template marks where the answer begins, as [/INST] does.",
-        )
-    elif not prompt.startswith(without):
-        findings.note(
-            "The chat template changes earlier text when it adds its generation prompt. Expected it at the end alone.",
-            "Correct chat_template.jinja, or use the instruct model's own.",
+    if not ends.intersection(behind):
+        findings.add(
+            f"The chat template ends a turn with {end or 'no special token'}, which ends no completion: only {names} "
+            "does.",
+            f"Add {special or 'the id of its end'} to `eos_token_id` in the model's generation_config.json, or set "
+            "`eos_token` in tokenizer_config.json.",
+            is_failure=end is not None,
         )
     try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
         generation.validate(strict=True)
@@ -304,11 +197,4 @@ def check_tokenizer(
             "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
             + " ".join(str(error).split()),
             "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
-        )
-    embeddings = getattr(model.get_text_config(), "vocab_size", None)
-    if embeddings is not None and len(tokenizer) > embeddings:
-        findings.fail(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model embeddings for {embeddings}. Expected no more "
-            "tokens than embeddings.",
-            "Use the tokenizer that was saved with the model, or resize the model's embeddings and save it.",
         )

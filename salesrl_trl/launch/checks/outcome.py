@@ -1,7 +1,4 @@
-"""What checks find: what was got, what to do about it, and figures.
-
-Checks of this package and stages of `preflight` add to `Findings`; `run.tools` makes a finding of an error.
-"""
+"""What checks find: what was got, what to do about it, and figures."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,7 +34,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects what checks find. A note is a line for the user, in the banner of a run too."""
+    """Collects what checks find. A note is a line of a run's banner too."""
 
     items: list[Finding] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)  # by name, which has the unit: `p95_s`, `free_gib`

@@ -1,7 +1,4 @@
-"""Checks of the reward's settings against the branches, the environment and the services' addresses.
-
-Owns `RewardParts`, which `launch.assembly` builds the reward chain from.
-"""
+"""Checks of the reward's settings against the branches, the environment and the services' addresses."""
 
 import logging
 import re
@@ -19,7 +16,7 @@ from salesrl_trl.ground.process import find_key
 from salesrl_trl.judged.judge import Judge, load_rubrics, packaged_rubrics
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, RewardStage, Scoring
-from salesrl_trl.launch.checks.addresses import MEANINGLESS, check_models, check_rag
+from salesrl_trl.launch.checks.addresses import check_models, check_rag
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer
@@ -28,10 +25,12 @@ from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
 
 logger = logging.getLogger(__name__)
 
+MEANINGLESS = "THE SCORES MEAN NOTHING"  # part of each line about stand-ins that score what they do not know
+
 
 @dataclass
 class RewardParts:
-    """The parts of the reward chain that the checks have read."""
+    """The parts that the checks have read, of which `launch.assembly` builds the reward chain."""
 
     scoring: Scoring
     rubrics: dict[str, str]
@@ -71,7 +70,7 @@ def read_reward(
         functions = own_functions(config)
     refused.check(
         lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
-        "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Expected 0.",
+        "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
     )
     if SEARCH in config.tools:
         search = Search(deadline_s=config.reward_deadline_s)
@@ -83,14 +82,13 @@ def read_reward(
     unknown = sorted(weights.keys() - set(branches))
     refused.check(
         lambda: not unknown,
-        f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}. Correct it, or "
-        "`branches`.",
+        f"`branch_reward_weights` names the branches {unknown}, and there are {list(branches)}. Correct one.",
     )
     of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
     refused.check(
         lambda: not (config.judges_answers and of_search),
-        f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores writes no action and "
-        "searches nothing. Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
+        f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores searches nothing. "
+        "Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
     )
     for path in config.reward_stages:
         with refused:
@@ -113,11 +111,10 @@ def read_reward(
     rag_key, keys = None, dict[str, str | None]()
     with refused:
         rag_key = rag_key_of(config)
-    with refused:
-        for judged_by in config.judges.providers:
-            with refused:
-                setting = f"{config.judges.place_of(judged_by)}.api_key_env"
-                keys[judged_by.name] = None if config.asks_nobody else read_key(judged_by.api_key_env, setting)
+    for judged_by in config.judges.providers:
+        with refused:
+            setting = f"{config.judges.place_of(judged_by)}.api_key_env"
+            keys[judged_by.name] = None if config.asks_nobody else read_key(judged_by.api_key_env, setting)
     refused.tell()
     scoring = Scoring(
         weights=weighed,
@@ -128,8 +125,8 @@ def read_reward(
     unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
     if hybrid_baseline and unjudged:
         raise ConfigError(
-            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}, so "
-            "the reference has no score there. Expected `judge`, `margin` or `judge_<rubric>` in each branch."
+            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}. Weigh "
+            "`judge`, `margin` or `judge_<rubric>` in each branch."
         )
     return RewardParts(
         scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
@@ -150,13 +147,12 @@ def own_functions(config: RewardConfig) -> dict[str, Scorer]:
 
 
 def rag_key_of(config: RewardConfig) -> str | None:
-    """The RAG service's key. Raises as `read_key` does."""
     return None if config.asks_nobody else read_key(config.rag_service.api_key_env, "rag.api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the judge, or at least one of several, answers at its configured address and lists its model. A
-    warning is logged for each of several judges that does not. Returns what `check_rag` does."""
+    """Check that the judge, or at least one of several, answers and has its model. A warning is logged for each of
+    several that does not. Returns what `check_rag` does."""
     providers, failures, notes = config.judges.providers, [], list[str]()
     for provider in providers:
         try:
@@ -172,15 +168,14 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
-    """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset of
-    the run that is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't
-    know."""
+    """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset that
+    is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't know."""
     if (knowledge := config.rag_service.knowledge_file) is not None:
         load_documents(Path(knowledge).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
         raise ConfigError(
-            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Expected the "
-            "demo's rows, or the output folder of a run with yours and `record: true`."
+            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Name the output "
+            "folder of a run with your rows and `record: true`."
         )
     own_fields = config.rag_service.action_format.fields != DEFAULT_FORMAT.fields
     if config.embeds_rag and own_fields:
@@ -195,15 +190,14 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     names = _rubric_names(config.parsed_branch_weights(), branches)
     own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
     if config.embeds_judge and own:
-        files = ", ".join(f"{name}.txt" for name in own)
         faults.append(
-            "The embedded judge is a program that knows the packaged rubrics and the demo alone. It reads no rubric "
-            f"and can't follow yours ({files}). Set `judge_providers`."
+            f"The embedded judge reads no rubric and can't follow yours ({', '.join(f'{name}.txt' for name in own)}). "
+            "Set `judge_providers`."
         )
     if config.embeds_rag and knowledge is None and own_rows is not None:
         faults.append(
             f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag`: `base_url`, or `knowledge_file` for your documents in the embedded service."
+            "`rag.base_url`, or `rag.knowledge_file` with your documents."
         )
     if faults and not config.allow_stand_ins:
         raise ConfigError(
@@ -225,14 +219,12 @@ def read_key(variable: str | None, setting: str) -> str | None:
         )  # fmt: skip
         raise ConfigError(
             f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
-            "Export it before the launch, or the path of a file with the key under that name and _FILE, or leave "
-            f"`{setting}` out."
+            f"Export it, or the path of a file with the key under that name and _FILE, or leave `{setting}` out."
         )
     if fault := key_fault(key):
         raise ConfigError(
-            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Expected "
-            "printable ASCII characters alone. Give it again, without a line break at its end or other copied "
-            "characters."
+            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Give it again "
+            "in printable ASCII characters alone, without a line break at its end."
         )
     return key
 

@@ -1,8 +1,7 @@
 """`python -m salesrl_trl.launch.preflight [--config RECIPE.yaml] [--stage NAME] [--json] [--SETTING VALUE ...]`.
 
-Owns the command line; `runner` has the stages. The stage `rag` or `judge` alone imports no torch, and checks of the
-settings of training those of a step's load. Without `--config` the settings are those of `launch.recipes.FULL`. Exit
-code: 0, or 2 after the first stage that failed; 130 after Ctrl-C.
+Without `--config` the settings are those of `launch.recipes.FULL`. Exit code: 0, or 2 after the first stage that
+failed; 130 after Ctrl-C.
 """
 
 import argparse
@@ -13,22 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from salesrl_trl.errors import ConfigError, parts_of
 from salesrl_trl.ground.command_line import parser_of, strict_json
 from salesrl_trl.ground.shutdown import is_interrupt
-from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.outcome import Finding, StageVerdict
-from salesrl_trl.launch.preflight.stage import StageReport, finding_of, report_of, stage_text
+from salesrl_trl.launch.preflight.stage import StageReport, finding_of, stage_text
 from salesrl_trl.launch.process import end_tidily
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings_help import answer_help
-
-if TYPE_CHECKING:
-    from salesrl_trl.launch.plan import Plan
-    from salesrl_trl.launch.services_plan import ServicesConfig
 
 FAILED = 2
 
@@ -54,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if is_first and not as_json:
                 print(stage_text(report), file=out, flush=True)
     last, seconds = reports[-1], sum(report.seconds for report in reports)
-    passed, following = last.verdict is not StageVerdict.FAILED, "start the recipe's script with the same settings."
-    if wanted:
-        following = "all stages: `python -m salesrl_trl.launch.preflight` without `--stage`."
-    following = f"{', '.join(wanted) or 'All stages'} passed in {seconds:.1f} s. Next: {following}"
+    passed = last.verdict is not StageVerdict.FAILED
+    following = f"{', '.join(wanted) or 'All stages'} passed in {seconds:.1f} s. Next: "
+    following += "all stages, without `--stage`." if wanted else "start the recipe's script with the same settings."
     if not passed:
         following = (
             f"Stage {last.stage} failed after {seconds:.1f} s. Next: mend what it names, then start this again."
@@ -78,9 +69,6 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, 
         set_up_logging(logging.WARNING)
         for name in ("demo", "launch.preflight.scored_load"):  # the small policy may have to be made first
             logging.getLogger(f"salesrl_trl.{name}").setLevel(logging.INFO)
-        if wanted in (["rag"], ["judge"]):
-            yield examine_alone(wanted[0], settings, FULL, calls, load)
-            return
         from salesrl_trl.launch.plan import Plan
         from salesrl_trl.launch.preflight import runner
         from salesrl_trl.launch.settings import parse
@@ -90,39 +78,12 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, 
     except ImportError as error:
         if is_interrupt(error):
             raise
-        wrong = ", ".join(f"{package.name}{package.wanted}" for package in software.packages() if not package.is_met)
-        text = f"{error}. Expected the packages of setup.cfg; not met: {wrong or 'none'}."
-        yield _failed("environment", start, Finding(text, "Install them with scripts/install.sh.", is_failure=True))
+        remedy = "Install the packages of setup.cfg with scripts/install.sh."
+        yield _failed("environment", start, Finding(str(error), remedy, is_failure=True))
     except Exception as error:
         yield _failed("config", start, *map(finding_of, parts_of(error)))
     else:
         yield from runner.examine(plan, stages, wanted)
-
-
-def read_alone(argv: Sequence[str], default_recipe: Path) -> "ServicesConfig":
-    """The settings of the two stages. A misspelt setting of any stage raises `ConfigError`."""
-    from salesrl_trl.launch.data_config import DataConfig
-    from salesrl_trl.launch.reward_config import RewardConfig
-    from salesrl_trl.launch.services_plan import ServicesConfig, StepSettings
-    from salesrl_trl.launch.settings import parse_part
-
-    return ServicesConfig(*parse_part(argv, (DataConfig, RewardConfig, StepSettings), default_recipe))
-
-
-def examine_alone(
-    name: str, argv: Sequence[str], default_recipe: Path, calls: int | None = None, load: int = 0
-) -> StageReport:
-    """Run the stage `rag` or `judge`. Raises `SalesRLError` if a setting does not work."""
-    from salesrl_trl.launch.checks.reward import check_stand_ins
-    from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
-    from salesrl_trl.launch.services_plan import ServicesPlan
-
-    config = read_alone(argv, default_recipe)
-    plan = ServicesPlan(config, calls=calls, load=load)
-    config.training.branches = config.training.branches or plan.branches_of_rows
-    check_stand_ins(config.reward, config.training.branches, next(iter(config.data.own_sources), None))
-    with plan.opened:
-        return report_of(RAG_STAGE if name == "rag" else JUDGE_STAGE, cast("Plan", plan))
 
 
 def _failed(stage: str, start: float, *findings: Finding) -> StageReport:

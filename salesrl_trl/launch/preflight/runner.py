@@ -1,7 +1,4 @@
-"""The stages and their order: `prepare` for a run, `examine` for a preflight.
-
-`train` and `evaluate` call `prepare`; `__main__` calls `examine`. Each subject has its checks in `launch.checks`.
-"""
+"""The stages and their order: `prepare` for a run, `examine` for a preflight."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,7 +23,7 @@ from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import check_memory
 from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, report_of
-from salesrl_trl.launch.preflight.training import ENGINE_STAGE, MODEL_STAGE, STEP_STAGE
+from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.types import DEFAULT_FORMAT
 
@@ -56,7 +53,7 @@ def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[Pref
     """All stages, or the wanted ones and those they need, in order. Raises `ConfigError` for an unknown name."""
     by_name = {stage.name: stage for stage in stages}
     if unknown := [name for name in wanted if name not in by_name]:
-        raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}. Correct it.")
+        raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}.")
     needed = list(wanted or by_name)
     for name in needed:  # grows while it is walked
         needed += [other for other in by_name[name].needs if other not in needed]
@@ -78,12 +75,10 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    with refused:
-        sources = config.data.sources
-        for paths in ([each.train_source[0] for each in sources], [each.eval_source[0] for each in sources]):
-            with refused.of(config.data, "sources"):
-                for path in paths:
-                    check_source(path)
+    with refused.of(config.data, "sources"):
+        for source in config.data.sources:
+            check_source(source.train_source[0])
+            check_source(source.eval_source[0])
     with refused.of(training, "branches"):
         findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
         if not training.branches:  # of a task of one's own: those of the rows
@@ -102,12 +97,6 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         if training.held_out_eval:
             check_evaluation(training, training.world_size)
     refused.each(lambda: _check_small_policy(plan))
-    with refused.of(model, "model_name_or_path"):
-        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-            raise ModelNotFoundError(
-                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Expected it to be taught "
-                "before, in two minutes. Run `python scripts/make_vision_policy.py`."
-            )
     with refused:
         if model.use_peft:
             check_ranges(model, LORA)
@@ -119,44 +108,42 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         own = next(iter(config.data.own_sources), None)
         findings.notes(check_stand_ins(config.reward, training.branches, own))
-    refused.each(lambda: own_functions(config.reward), lambda: plan.reward, lambda: plan.model_config)
+    with refused.of(model, "model_name_or_path"):
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+                "scripts/make_vision_policy.py`, which teaches it in two minutes."
+            )
+        _ = plan.model_config
+    refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
-        micro_batch = training.per_device_train_batch_size * training.world_size
-        findings.figures["processes"] = training.world_size
-        findings.figures["completions_a_step"] = micro_batch * training.gradient_accumulation_steps
-        findings.notes(earlier_start(training.output_dir, resumes=training.resume_from_checkpoint is not None))
-    with refused:
-        model.attn_implementation, attention = choose_attention(
-            model.attn_implementation,
-            training.device,
-            in_16_bits=training.bf16 or training.fp16,
-            model=plan.model_config,
-        )
-        findings.notes([attention])
-    with refused:
-        steps, warm_up = training.max_steps, training.warmup_steps
-        if 0 < steps <= warm_up:
-            findings.note(f"`warmup_steps` is {warm_up:g} and `max_steps` {steps}: the learning rate is never reached")
+        if training.resume_from_checkpoint is None:
+            findings.notes([earlier_start(training.output_dir)])
+        is_16_bit = bool(training.bf16 or training.fp16)
+        asked = model.attn_implementation
+        model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
+        findings.notes([line])
+        if 0 < training.max_steps <= training.warmup_steps:
+            findings.note("`warmup_steps` is not less than `max_steps`: the learning rate is never reached")
 
 
 def _check_small_policy(plan: Plan) -> None:
-    """Raise unless the prompt works, and prompts a small policy, if it is used, as it was taught."""
+    """Raise unless a small policy, if it is used, is prompted as it was taught."""
     prompt, is_usual = plan.prompt, plan.config.reward.rag_service.action_format == DEFAULT_FORMAT
-    if Path(plan.config.policy_path) in POLICY_OF.values():
+    if Path(plan.config.policy_path) in POLICY_OF.values() or plan.config.model.model_name_or_path is not None:
         return
-    if plan.config.model.model_name_or_path is None and prompt is None:
+    if prompt is None:
         raise ConfigError(
             "no model is named, and the packaged small policy knows the demo alone. Expected the policy to train: "
             "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`, or a folder."
         )
-    if plan.config.model.model_name_or_path is None and not (prompt == PROMPT_STYLE and is_usual):
-        reason = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
-        reason = reason if prompt != PROMPT_STYLE else "`rag.action_fields` is given"
+    if prompt != PROMPT_STYLE or not is_usual:
+        given = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
+        reason = given if prompt != PROMPT_STYLE else "`rag.action_fields` is given"
         raise ConfigError(
-            f"{reason}, but the small demo policy is taught "
-            f"with {PROMPT_STYLE!r} and the usual fields. Give `model_name_or_path`, or set `prompt_template: "
-            f"{PROMPT_STYLE}` and no `rag.action_fields`."
+            f"{reason}, but the small demo policy is taught with {PROMPT_STYLE!r} and the usual fields. Give "
+            "`model_name_or_path`, or set these as it was taught."
         )
 
 
@@ -164,7 +151,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
     config, training = plan.config, plan.config.training
     policy = config.model.model_name_or_path or "(the packaged small policy)"
-    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy, training)
+    check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
     train, held_out = plan.train, plan.held_out
     with findings.refused:
@@ -179,34 +166,29 @@ def _check_data(plan: Plan, findings: Findings) -> None:
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
     if config.telemetry.quick_eval_steps and len(held_out.rows) < training.world_size:
         raise ConfigError(
-            f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Expected "
-            "one for each. Hold out more (`max_eval_rows`), or set `quick_eval_steps: 0`."
+            f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Hold out "
+            "more (`max_eval_rows`), or set `quick_eval_steps: 0`."
         )
     with findings.refused:
         prompts = training.generation_batch_size // training.num_generations
         check(
             training.mode != "train" or len(train.rows) >= prompts,
             f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
-            "Expected as many. Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+            "Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
         )
     check_splits(train.rows, held_out.rows, training.branches, findings)
     findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
     findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens
 
 
-def _check_tokenizer(plan: Plan, findings: Findings) -> None:
-    kwargs = plan.config.training.chat_template_kwargs or {}
-    check_tokenizer(plan.tokenizer, plan.generation_config, plan.model_config, kwargs, findings)
-
-
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (check_environment,)),
     PreflightStage("config", (), (_check_settings,)),
     PreflightStage("data", ("config",), (_check_data,)),
-    PreflightStage("tokenizer", ("config",), (_check_tokenizer,)),
+    PreflightStage("tokenizer", ("config",), (check_tokenizer,)),
     PreflightStage("memory", ("config", "data"), (check_memory,)),
     RAG_STAGE,
     JUDGE_STAGE,
 )
 """The stages of a run, in order of cost. None of them loads a model's weights."""
-STAGES = (*BEFORE_A_RUN, MODEL_STAGE, ENGINE_STAGE, STEP_STAGE)  # the stages of a preflight
+STAGES = (*BEFORE_A_RUN, STEP_STAGE)  # the stages of a preflight

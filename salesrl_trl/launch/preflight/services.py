@@ -1,7 +1,7 @@
 """The stages `rag` and `judge`: do the services answer, in time and in form, and how far do verdicts differ?
 
 Before a run they only ask the addresses (`launch.checks.reward`). A preflight also puts the load of a step on them.
-`runner` lists them, and `__main__` runs one of them alone without torch, so nothing here imports torch.
+scripts/test_rag_endpoints.py imports this without torch.
 """
 
 import asyncio
@@ -9,12 +9,12 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from salesrl_trl.errors import JudgeInvalid, ServiceError
+from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceTimeout
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge import Judge, JudgeClient, judged
 from salesrl_trl.judged.judge_reward import add_places
@@ -26,14 +26,15 @@ from salesrl_trl.judged.noise import (
     samples,
 )
 from salesrl_trl.judged.provider import ProviderClient
-from salesrl_trl.judged.rag_client import RagAnswers
-from salesrl_trl.launch.assembly import ServiceClients, budget_of
+from salesrl_trl.judged.rag_client import RagAnswers, RagClient
+from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.checks.reward import check_judges, rag_key_of
-from salesrl_trl.launch.preflight.load import Load, Target, limits_of, put_loads, trouble
+from salesrl_trl.launch.checks.reward import check_judges, check_stand_ins, rag_key_of
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.service.event_loop import clocked, deadline
+from salesrl_trl.service.transport import TRAFFIC, Transport
 from salesrl_trl.telemetry.perf import percentile
 from salesrl_trl.types import JUDGE, Answer, Verdict
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
 
 T = TypeVar("T")
+Results = Sequence[tuple[T, float] | ServiceError]  # by call: the answer with its seconds, or the error
 NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
 
 FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`: a noise's standard error is a sixth and a fifteenth of it
@@ -48,6 +50,25 @@ NOISY = 0.1  # from this share of noise in the variance of a group's scores on, 
 FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
 BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
 MOST_REPEATS = 8  # most `repeats` of `judge_mode` that a note advises
+
+
+@dataclass(frozen=True)
+class Target(Generic[T]):
+    """A service under the load of a step."""
+
+    transport: Transport | None  # `None` for a judge of one's own
+    in_flight: int  # most calls at once
+    patience_s: float  # for one call, retries included
+    calls: Sequence[Callable[[], Awaitable[T]]]
+    instead: str | None  # what happens without this service; `None` if training needs it
+
+
+def _know_branches(plan: "Plan", findings: Findings) -> None:
+    """What the stage `config` settles in a run, for a stage that is asked for alone."""
+    config, training = plan.config, plan.config.training
+    if plan.in_depth:
+        training.branches = training.branches or plan.branches_of_rows
+        check_stand_ins(config.reward, training.branches, next(iter(config.data.own_sources), None))
 
 
 def _ask_rag(plan: "Plan", findings: Findings) -> None:
@@ -85,8 +106,8 @@ def _puts_load(plan: "Plan") -> bool:
     return plan.in_depth and plan.config.training.process_index == 0
 
 
-RAG_STAGE = PreflightStage("rag", ("config",), (_ask_rag,))  # passages for rows' questions, at a step's load
-JUDGE_STAGE = PreflightStage("judge", ("config",), (_ask_judge, _score_made_up))  # valid verdicts at a step's load
+RAG_STAGE = PreflightStage("rag", (), (_know_branches, _ask_rag))
+JUDGE_STAGE = PreflightStage("judge", (), (_know_branches, _ask_judge, _score_made_up))
 
 
 def under_load(config: RewardConfig) -> RewardConfig:
@@ -102,53 +123,79 @@ def calls_of(plan: "Plan", in_flight: int) -> int:
     return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
 
 
-async def _drop_failing(
-    targets: dict[str, Target[T]], places: Mapping[str, str], config: RewardConfig, findings: Findings
-) -> None:
+async def _put_loads(targets: Mapping[str, Target[T]]) -> dict[str, Results[T]]:
+    """Make the calls of all services at once, by service name."""
+
+    async def put_load(service: str, target: Target[T]) -> Results[T]:
+        gate, patience_s = asyncio.Semaphore(target.in_flight), target.patience_s
+
+        async def answer_of(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+            async with gate:
+                try:
+                    with deadline(patience_s):
+                        async with asyncio.timeout(None if target.transport else patience_s):  # it knows the deadline
+                            result = await clocked(call)
+                except TimeoutError:
+                    result = ServiceTimeout("")
+            if not isinstance(result, ServiceTimeout):
+                return result
+            setting = "`judge_timeout_s`" if service.startswith(JUDGE) else "`rag.timeout_s`"
+            return ServiceTimeout(
+                f"{service} gave no complete answer within {patience_s:g} s. Look at the service's own log, or raise "
+                f"{setting} if it is merely slow.",
+                f"{service}_timeout",
+            )
+
+        return await asyncio.gather(*map(answer_of, target.calls))
+
+    loads = await asyncio.gather(*(put_load(name, target) for name, target in targets.items()))
+    return dict(zip(targets, loads, strict=True))
+
+
+async def _drop_failing(targets: dict[str, Target[T]], places: Mapping[str, str], findings: Findings) -> None:
     """Ask each service once. Raises the error of one that training needs, or of the first if all of them fail."""
-    once = {name: dataclasses.replace(target, calls=target.calls[:1]) for name, target in targets.items()}
-    loads = await put_loads(once, config)
-    failed = {name: load.errors[0] for name, load in loads.items() if load.errors}
+    loads = await _put_loads(
+        {name: dataclasses.replace(target, calls=target.calls[:1]) for name, target in targets.items()}
+    )
+    failed = {name: result for name, [result] in loads.items() if isinstance(result, ServiceError)}
     add_places(failed, places)
     for name, error in failed.items():
         instead = targets.pop(name).instead
         if instead is None or len(failed) == len(loads):
             raise error
         findings.note(str(error), instead)
+    for target in targets.values():
+        if target.transport is not None:
+            target.transport.drain_traffic()
 
 
-def _too_few(load: Load[T], plan: "Plan") -> bool:
-    return len(load.answers) < plan.config.training.min_valid_reward_fraction * len(load.results)
-
-
-def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: bool) -> None:
-    """Add a load's figures and trouble. It fails if training would skip such a batch, and needs this service."""
-    config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
-    seconds = [result[1] for result in load.results if not isinstance(result, ServiceError)]
+def _report(
+    findings: Findings, name: str, target: Target[T], results: Results[T], plan: "Plan", needed: bool
+) -> list[T]:
+    """Add a load's figures. It fails if training would skip such a batch, and needs this service. Returns the
+    answers."""
+    least, errors = plan.config.training.min_valid_reward_fraction, [r for r in results if isinstance(r, ServiceError)]
+    answered = [result for result in results if not isinstance(result, ServiceError)]
+    traffic = dict.fromkeys(TRAFFIC, 0) if target.transport is None else target.transport.drain_traffic()
+    seconds, in_flight = [each[1] for each in answered], min(target.in_flight, len(target.calls))
     p50, p95 = (percentile(seconds, share) if seconds else None for share in (0.5, 0.95))
     figures = {
-        "calls": len(load.results), "in_flight": load.in_flight, "p50_s": p50, "p95_s": p95,
-        "failed": len(load.errors), "http_429": load.traffic["overloads"], "retries": load.traffic["retries"],
+        "calls": len(results), "in_flight": in_flight, "p50_s": p50, "p95_s": p95, "failed": len(errors),
+        "http_429": traffic["overloads"], "retries": traffic["retries"],
     }  # fmt: skip
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
-    for text in trouble(name, load.traffic, config):
-        findings.note(f"{name} {text}")
-    if not load.errors:
-        return
-    times = f"p50 {p50:.2f} s, p95 {p95:.2f} s" if seconds else "no answer"
-    codes = Counter(error.code for error in load.errors).most_common()
-    text = (
-        f"{name}: {len(load.results)} calls, {load.in_flight} at once: {times}, {len(load.errors)} failed, "
-        f"{load.traffic['overloads']} turned away, {load.traffic['retries']} retries "
-        f"({', '.join(f'{code} {count}' for code, count in codes)}). The first failure: {load.errors[0]}"
-    )
-    if needed and _too_few(load, plan):
-        findings.fail(
-            f"{text} Training skips a batch with fewer than {least:.0%} of its rewards.",
-            f"Mend the service, or ask it for less at once ({limits_of(name, config).concurrency}).",
-        )
-    else:
-        findings.note(text)
+    codes = ", ".join(f"{code} {count}" for code, count in Counter(error.code for error in errors).most_common())
+    text = f"{name}: of {len(results)} calls, {in_flight} at once, {len(errors)} failed ({codes or 'none'}), and "
+    text += f"{traffic['overloads']} requests were turned away."
+    remedy = "Mend the service, or ask it for less at once (`max_concurrency`)."
+    if needed and len(answered) < least * len(results):
+        text += f" Training skips a batch with fewer than {least:.0%} of its rewards. The first failure: {errors[0]}"
+        findings.fail(text, remedy)
+    elif errors:
+        findings.note(f"{text} The first failure: {errors[0]}", remedy)
+    elif traffic["overloads"]:
+        findings.note(text, remedy)
+    return [each[0] for each in answered]
 
 
 # RAG
@@ -156,8 +203,7 @@ def _report(findings: Findings, name: str, load: Load[T], plan: "Plan", needed: 
 
 async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     config, training, service = plan.config.reward, plan.config.training, plan.config.reward.rag_service
-    budget = budget_of(config, Path(training.output_dir))  # the run's own: what a preflight asks counts in its folder
-    rag = ServiceClients(under_load(config), plan.reward, budget=budget).rag(plan.addresses[0])
+    rag = ServiceClients(under_load(config), plan.reward).rag(plan.addresses[0])
     stores = (AnswerStore(most=0), AnswerStore(most=0))
     answers = RagAnswers(rag, service.score_threshold, service.top_k, service.action_format, *stores)
     batch, most, patience_s = training.generation_batch_size, service.max_concurrency, service.timeout_s
@@ -173,27 +219,25 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
         name_32b: Target(transport_32b, prompts, patience_s, ask_32b, alone),
     }
     try:
-        await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), config, findings)
-        for name, load in (await put_loads(targets, config)).items() if count else ():
-            _report(findings, name, load, plan, needed=targets[name].instead is None)
-            without = sum(not answer.passages for answer in load.answers)
-            findings.figures[f"{name}_without_passages"] = without
-            if 2 * without <= len(load.answers):
+        await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), findings)
+        if isinstance(rag, RagClient):
+            findings.figures["rag_returns_ids"] = "yes" if rag.returns_ids else "no"
+        for name, results in (await _put_loads(targets)).items() if count else ():
+            needed = targets[name].instead is None
+            answered = _report(findings, name, targets[name], results, plan, needed)
+            findings.figures[f"{name}_without_passages"] = without = sum(not each.passages for each in answered)
+            if 2 * without <= len(answered):
                 continue
-            text = f"{name}: {without} of {len(load.answers)} answers have no passage."
+            text = f"{name}: {without} of {len(answered)} answers have no passage"
             if name == name_8b and not await answers.index_has_some(plan.train_rows[0]):
                 findings.fail(
-                    f"{text} The first row finds none without a threshold either. Expected some: without passages a "
-                    "completion is not scored (`no_passages`).",
+                    f"{text}, and the first row finds none without a threshold either.",
                     "Look whether the service's index is loaded, and whether it knows the rows' `tenant_id`.",
                 )
             else:
-                remedy = f"Lower `rag.score_threshold` ({service.score_threshold:g}) if the index knows the rows'"
-                findings.note(text, f"{remedy} subjects.")
+                findings.note(f"{text}.", f"Lower `rag.score_threshold` ({service.score_threshold:g}).")
     finally:
         await answers.aclose()
-        if budget is not None:
-            budget.settle()
 
 
 # The judge
@@ -207,28 +251,21 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
 
 def _judge_targets(
     judge: Judge, plan: "Plan"
-) -> tuple[dict[str, Target[Sequence[Verdict]]], list[list[JudgedSample]], bool]:
-    """By service name, how a provider is asked, with its share of a step's calls (a mere fallback has all); the
-    samples of each call, which all judges get; and whether more than one call is made."""
-    config, training, scoring = plan.config.reward, plan.config.training, plan.reward.scoring
+) -> tuple[dict[str, Target[Sequence[Verdict]]], list[list[JudgedSample]]]:
+    """By service name, how a provider is asked; and the samples of each call, which all judges get."""
+    config, training = plan.config.reward, plan.config.training
     verdicts = training.generation_batch_size * config.judging.repeats
     if judge.orders:
         verdicts = math.ceil(training.generation_batch_size / training.num_generations) * judge.orders
-    verdicts *= max(len(scoring.rubrics(branch)) for branch in scoring.weights)
-    clients = list(judge.providers.values()) if isinstance(judge, JudgeClient) else []
-    asked: list[ProviderClient | None] = [*clients] or [None]
-    weights = sum(client.settings.weight for client in clients)
-    in_flight = {} if clients else {JUDGE: min(verdicts, config.judge_max_concurrency)}
-    for client in clients:
-        name, share = client.settings.transport.service, client.settings.weight / weights or 1
-        in_flight[name] = min(math.ceil(verdicts * share), limits_of(name, config).cap)
-    count = max(calls_of(plan, number) for number in in_flight.values())
+    count = calls_of(plan, min(verdicts, config.judge_max_concurrency))
     action_format = None if config.judges_answers else config.rag_service.action_format
     planned = samples(_rubrics(plan), action_format, max(count, MIN_CALLS), of_groups=judge.orders > 0)
-    if not clients:  # a judge of one's own reads the answers in an order of its own
+    asked: dict[str, ProviderClient | None] = {JUDGE: None}
+    if isinstance(judge, JudgeClient):
+        asked = {client.settings.transport.service: client for client in judge.providers.values()}
+    else:  # a judge of one's own reads the answers in an order of its own
         planned = [[dataclasses.replace(sample, candidate_first=True) for sample in call] for call in planned]
-    timeouts = [provider.timeout_s or 0.0 for provider in config.judges.providers]
-    patience_s = max([config.judge_timeout_s, *timeouts])
+    patience_s = max([config.judge_timeout_s, *(each.timeout_s or 0.0 for each in config.judges.providers)])
 
     async def ask(client: ProviderClient | None, call: Sequence[JudgedSample]) -> Sequence[Verdict]:
         sample, candidates = call[0], [(sample.action, sample.candidate) for sample in call]
@@ -239,52 +276,41 @@ def _judge_targets(
             return await client.ask(material, order=order, patient=True)
         return await judged(judge, sample.rubric, sample.row, candidates, sample.reference)
 
-    targets = {
-        name: Target(
-            None if client is None else client.settings.transport,
-            number,
-            patience_s,
-            [partial(ask, client, call) for call in planned],
-            "Its verdicts go to the other providers.",
-        )
-        for (name, number), client in zip(in_flight.items(), asked, strict=True)
-    }
-    return targets, planned, count > 0
+    targets = {}
+    for name, client in asked.items():
+        transport = None if client is None else client.settings.transport
+        most = config.judge_max_concurrency if transport is None else transport.max_concurrency
+        calls = [partial(ask, client, call) for call in planned]
+        targets[name] = Target(transport, min(verdicts, most), patience_s, calls, "Others give its verdicts.")
+    return targets, planned
 
 
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
-    config = plan.config.reward
-    budget = budget_of(config, Path(plan.config.training.output_dir))
-    clients = ServiceClients(under_load(config), plan.reward, budget=budget)
-    judge = clients.judge(plan.addresses[1], for_rewards=True)
-    targets, planned, has_load = _judge_targets(judge, plan)
+    config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
+    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1], for_rewards=True)
+    targets, planned = _judge_targets(judge, plan)
     try:
-        await _drop_failing(targets, judge.places, config, findings)
-        loads = await put_loads(targets, config) if has_load else {}
-        for client in judge.providers.values() if isinstance(judge, JudgeClient) else ():
-            for line in client.form.learnt:
-                findings.note(f"{line[0].upper()}{line[1:]}.")
-        if not has_load:
-            return
-        hopeless = all(_too_few(load, plan) for load in loads.values())
-        for name, load in loads.items():
-            _report(findings, name, load, plan, needed=hopeless)
-            invalid = sum(isinstance(error, JudgeInvalid) for error in load.errors)
-            findings.figures[f"{name}_invalid_share"] = invalid / len(load.results)
-            scored = [
+        await _drop_failing(targets, judge.places, findings)
+        loads = {} if plan.calls == 0 else await _put_loads(targets)
+        scored: dict[str, list[tuple[JudgedSample, float]]] = {}
+        most = max([sum(isinstance(each, tuple) for each in results) for results in loads.values()], default=0)
+        hopeless = most < least * len(planned)
+        for name, results in loads.items():
+            _report(findings, name, targets[name], results, plan, needed=hopeless)
+            invalid = sum(isinstance(result, JudgeInvalid) for result in results)
+            findings.figures[f"{name}_invalid_share"] = invalid / len(results)
+            scored[name] = [
                 (sample, verdict.candidate)
-                for call, result in zip(planned, load.results, strict=True)
+                for call, result in zip(planned, results, strict=True)
                 if not isinstance(result, ServiceError)
                 for sample, verdict in zip(call, result[0], strict=True)
             ]
-            _report_noise(findings, name, noise_of(scored), judge.orders, config.judging.repeats)
+            _report_noise(findings, name, noise_of(scored[name]), judge.orders, config.judging.repeats)
         usage = judge.drain_usage().values()
         findings.figures["judge_tokens"] = sum(used.prompt_tokens + used.completion_tokens for used in usage)
         findings.figures["judge_usd"] = sum(used.usd for used in usage)
     finally:
         await judge.aclose()
-        if budget is not None:
-            budget.settle()
 
 
 def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:
@@ -296,21 +322,16 @@ def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, time
     if noise.spread_sd is not None and noise.spread_sd < FLAT:
         findings.note(
             f"{name} scores right and wrong answers of the packaged set alike: their scores have a standard deviation "
-            f"of {noise.spread_sd:.3f}. Expected {FLAT} or more: from equal scores nothing is learned.",
+            f"of {noise.spread_sd:.3f}.",
             "Look at the rubrics and at the judge's model.",
         )
-    elif share is not None and noise.verdict_sd is not None and share > NOISY:
+    elif share is not None and share > NOISY:
         remedy = "Choose another model, write a clearer rubric, or lower the `temperature` of a provider that has one."
         for repeats in range(2 * (times // 2) + 2, MOST_REPEATS + 1, 2):
             if (left := noise.share(repeats)) is not None and left <= NOISY:
                 remedy = f"Set `{setting}: {repeats}`: it brings the share of noise to {left:.0%}."
                 break
-        findings.note(
-            f"{name} is noisy: its verdicts on one answer have a standard deviation of {noise.verdict_sd:.3f}, those "
-            f"on right and wrong answers {noise.spread_sd:.3f}. So {share:.0%} of the variance of a group's scores is "
-            "noise, and more in groups of similar answers.",
-            remedy,
-        )
+        findings.note(f"{name} is noisy: {share:.0%} of the variance of a group's scores is noise.", remedy)
     gap, error = noise.order_gap, noise.order_gap_error or 0.0
     if gap is not None and abs(gap) >= max(BIASED, 2 * error):
         direction = "higher" if gap > 0 else "lower"

@@ -1,7 +1,4 @@
-"""A stage of a preflight: its checks in order, and its report. Imports no torch.
-
-`runner` has the list of stages and runs them; `__main__` prints their reports.
-"""
+"""A stage of a preflight: its checks in order, and its report. Imports no torch."""
 
 import logging
 import textwrap
@@ -23,7 +20,6 @@ Check = Callable[["Plan", Findings], None]
 """Looks at a plan, and adds to the findings. It raises a `SalesRLError` where nothing behind it can work."""
 
 WIDTH = 119
-NBSP = "\N{NO-BREAK SPACE}"  # keeps a figure and its name on one line
 
 
 @dataclass(frozen=True)
@@ -83,12 +79,12 @@ def finding_of(error: Exception) -> Finding:
 def stage_text(report: StageReport) -> str:
     """A line with verdict, seconds and figures. Below it a line for each finding, and one for its remedy."""
     head = f"{report.stage:<12} {report.verdict:<8} {report.seconds:6.2f} s  "
-    shown = {
-        name: f"{value:.4g}" if isinstance(value, float) else f"{value}" for name, value in report.figures.items()
-    }
-    figures = ", ".join(f"{name}{NBSP}{value}" for name, value in shown.items())
+    figures = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in report.figures.items()
+    )
     lines = textwrap.wrap(figures, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
     for finding in report.findings:
         lines += textwrap.wrap(finding.text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
         lines += textwrap.wrap(finding.remedy, WIDTH, initial_indent="    -> ", subsequent_indent="       ")
-    return "\n".join(lines).replace(NBSP, " ")
+    return "\n".join(lines)

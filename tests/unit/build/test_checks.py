@@ -24,22 +24,10 @@ from salesrl_trl.launch.settings import parse
 from salesrl_trl.service.http import HttpClient
 
 
-def test_a_hub_out_of_reach_is_told_at_once_and_one_that_answers_is_asked_on(monkeypatch, httpserver):
-    """transformers tries for 40 s, and prints a line for each try."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as a user's machine
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://user:secret@127.0.0.1:9")
-    with pytest.raises(ModelNotFoundError, match=r"the hub can't be reached at http://127.0.0.1:9 \(ConnectError\)"):
-        check_model("nobody/no-such-model", None, False)
-    httpserver.expect_request(re.compile(".*")).respond_with_data("", status=404)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", httpserver.url_for("").rstrip("/"))
-    with pytest.raises(ModelNotFoundError, match="whose configuration could not be loaded"):
-        check_model("nobody/no-such-model", None, False)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/nowhere/at/all", "where there is nothing. Expected a folder that `save_pretrained`"),
+        ("/nowhere/at/all", "where there is nothing. Name a folder that `save_pretrained`"),
         ("runs/debug/checkpoint-10", "where there is nothing"),
         ("salesrl_trl", r"a folder without config\.json"),
         ("nobody/no-such-model", "whose configuration could not be loaded"),
@@ -53,7 +41,7 @@ def test_a_model_that_is_not_there_is_refused(name, message, monkeypatch):
 
 def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
     Qwen2Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"where there is no tokenizer\. Expected one of tokenizer\.json"):
+    with pytest.raises(ModelNotFoundError, match="where there is no tokenizer"):
         load_tokenizer(str(tmp_path), None, False)
 
 
@@ -124,20 +112,15 @@ def test_scaled_positions_are_left_to_vllm(scaling, positions):
     assert positions_of(Qwen2Config(max_position_embeddings=512, **given)) == positions
 
 
-def test_what_an_earlier_start_left_is_told_unless_it_is_gone_on_with(tmp_path):
-    assert earlier_start(tmp_path, resumes=False) == []
-    (tmp_path / "answers.rank0.sqlite").touch()
-    (answers,) = earlier_start(tmp_path, resumes=False)
-    assert answers.startswith("8B answers and verdicts of an earlier start")
+def test_what_an_earlier_start_left_is_told(tmp_path):
+    assert earlier_start(tmp_path) is None
     (tmp_path / "checkpoint-2").mkdir()
-    (note,) = earlier_start(tmp_path, resumes=False)[1:]
-    assert note == (
+    assert earlier_start(tmp_path) == (
         f"files of an earlier run in {tmp_path} move to {tmp_path}/run-N when this one begins; "
         "`--resume_from_checkpoint auto` resumes it instead"
     )
-    assert earlier_start(tmp_path, resumes=True) == []
     (tmp_path / "finished.json").touch()
-    assert earlier_start(tmp_path, resumes=False)[1].endswith("when this one begins")
+    assert earlier_start(tmp_path).endswith("when this one begins")
 
 
 def _lengths(**given):
@@ -227,7 +210,6 @@ def test_a_dead_address_is_refused(check):
 
 MODELS = '{"object": "list", "data": [{"id": "judge-32b"}, {"id": "embedder"}]}'
 SERVED = {"v1_models": (200, MODELS)}
-STAND_IN = '{"data": [{"id": "judge-32b", "owned_by": "salesrl_trl"}]}'
 
 
 @pytest.fixture
@@ -248,13 +230,11 @@ def serve(httpserver):
     [
         (check_rag, {"healthz": (200, "")}, "", None),
         (check_rag, {}, "", "has no /healthz"),
-        (check_rag, {}, "/v1", "has no /healthz"),  # nor does the address without it
         (check_judge, SERVED, "/v1", None),
         (check_judge, {"v1_chat_completions": (200, "{}")}, "/v1", None),  # one token shows that it has the model
         (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "gave no answer as 'judge-32b'"),
         (check_judge, {"v1_chat_completions": (422, "")}, "/v1", None),  # it has the model, and not this field
         (check_judge, {"v1_models": (403, ""), "v1_chat_completions": (200, "{}")}, "/v1", None),  # a restricted key
-        (check_judge, {"v1_models": (200, STAND_IN)}, "/v1", "THE SCORES MEAN NOTHING"),
     ],
 )
 def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(serve, check, pages, path, noted):
@@ -267,17 +247,14 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
 @pytest.mark.parametrize(
     ("check", "pages", "path", "message"),
     [
-        (check_rag, {"healthz": (200, "")}, "/v1", r"`rag.base_url` is \S+/v1, but .* Set `rag.base_url: \S+:\d+`"),
-        (check_judge, SERVED, "", r"`judge_providers.base_url` is \S+:\d+, .* `judge_providers.base_url: \S+:\d+/v1`"),
-        (check_judge, SERVED, "/v1/chat/completions", r"`judge_providers.base_url: \S+:\d+/v1`"),
         (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
          r"`judge_providers.model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\?"),
         (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* answered 404\. It lists"),
         (check_judge, {"v1_chat_completions": (400, '{"message": "Invalid model: judge-32b"}')}, "/v1",
-         r"'judge-32b', to which POST \S+ answered 400\. Expected"),
-        (check_judge, {"v1_messages": (200, "{}")}, "/v1", r"such as Anthropic's, goes through a proxy"),
+         r"'judge-32b', to which POST \S+ answered 400\. Correct"),
+        (check_judge, SERVED, "", "is 'judge-32b', to which .* answered 404. .*OpenAI-compatible API"),
     ],
-    ids=["a /v1 too many", "no /v1", "a path too many", "a typo", "of a provider", "no such model", "Anthropic"],
+    ids=["a typo", "of a provider", "no such model", "no /v1"],
 )  # fmt: skip
 def test_an_address_or_a_model_with_a_typo_is_refused_with_what_was_meant(serve, check, pages, path, message):
     with pytest.raises(ConfigError, match=message):
@@ -306,27 +283,16 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
     ids=["RAG", "provider"],
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
-    httpserver.expect_request(re.compile("/healthz|/models")).respond_with_data("bad key secret", status=401)
+    httpserver.expect_request(re.compile("/healthz|/models|/chat.*")).respond_with_data("bad key secret", status=401)
     with pytest.raises(ServiceRejected, match="refused the key") as caught:
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
 
 
-ANTHROPIC = '{"type": "error", "error": {"type": "authentication_error", "message": "x-api-key header is required"}}'
-
-
-@pytest.mark.parametrize(
-    ("pages", "told"),
-    [
-        ({"v1_models": (401, ANTHROPIC), "v1_chat_completions": (404, "")}, r"GET .*Anthropic's own API.*a proxy"),
-        ({"v1_models": (200, '{"data": [{"id": "x"}]}'), "v1_chat_completions": (200, '{"error": {"code": 401}}')},
-         r"POST \S+ answered 401"),
-    ],
-    ids=["Anthropic", "inside of a 200"],
-)  # fmt: skip
-def test_a_refused_key_is_told_in_every_form_of_refusing_it(serve, pages, told):
-    with pytest.raises(ServiceRejected, match=f"refused the key: .*{told}"):
+def test_a_key_that_is_refused_inside_of_a_200_is_told(serve):
+    pages = {"v1_models": (200, '{"data": [{"id": "x"}]}'), "v1_chat_completions": (200, '{"error": {"code": 401}}')}
+    with pytest.raises(ServiceRejected, match=r"refused the key: .* answered 401"):
         check_judge(serve(**pages) + "/v1", "key")
 
 
@@ -345,7 +311,7 @@ def endless(httpserver):
 
 def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkeypatch):
     monkeypatch.setattr("salesrl_trl.launch.checks.addresses.PROBE_TIMEOUT_S", 0.3)
-    with pytest.raises(ServiceUnavailable, match=r"no complete answer in time.*within 0.3 s"):
+    with pytest.raises(ServiceUnavailable, match=r"within 0.3 s.*no complete answer in time"):
         check_rag(endless, None)
 
 

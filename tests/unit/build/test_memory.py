@@ -6,23 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.memory_estimate import (
-    SCORING,
-    Estimate,
-    Moment,
-    Sharding,
-    advice,
-    estimate,
-    moment_bytes,
-    setup_of,
-)
-from salesrl_trl.launch.memory_shape import model_shape, parameter_count
+from salesrl_trl.launch.memory_estimate import SCORING, Estimate, Moment, Setup, estimate, moment_bytes
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight import memory
 from salesrl_trl.launch.settings import parse
@@ -37,14 +27,14 @@ SEVEN = 7_615_616_512  # parameters of Qwen2.5-7B
 def weigh(tmp_path):
     """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
 
-    def weigh(row, card_gib=80.0, sharding=None, processes=None, make=estimate, **settings):
+    def weigh(row, card_gib=80.0, **settings):
         args, model = settings_of(row, torch.device("cpu"), tmp_path)
         args.bf16 = row.bf16_passes  # a CPU's settings have none
         for name, value in settings.items():
             setattr(args, name, value)
-        shape = figures_of(row.shape, model if row.lora else None)
-        setup = setup_of(args, model, shape, 512, dtype=row.dtype, sharding=sharding, processes=processes)
-        return make(setup, card_gib)
+        setup = Setup(training=args, model=model, shape=figures_of(row.shape, model), prompt_tokens=512,
+                      dtype=row.dtype, optim=args.optim.value)  # fmt: skip
+        return estimate(setup, card_gib)
 
     return weigh
 
@@ -54,32 +44,24 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
     banner is written by one. Here there is no process group: splitting would raise."""
     expected = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny).parameters())
     monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
-    model_shape.cache_clear()
-    assert parameter_count(str(tiny), None, False) == expected
+    assert memory_estimate.parameter_count(str(tiny), None, False) == expected
 
 
 FULL, ROUNDED = Row("7b", lora=False, dtype="float32"), Row("7b", lora=False)
-SHARED = {"processes": 4}
 
 
 @pytest.mark.parametrize(
-    ("row", "given", "part", "each"),
+    ("row", "part", "each"),
     [
-        (FULL, {}, "weights", 4),
-        (FULL, {}, "gradients", 4),
-        (FULL, {}, "optimizer states", 8),
-        (FULL, {}, "reference model", 4),
-        (ROUNDED, {}, "optimizer states", 2 + 1 / 32),
-        (FULL, {"processes": 2}, "gradients", 8),  # DDP's buckets
-        (FULL, {"sharding": Sharding.ZERO2, **SHARED}, "master weights", 1),
-        (FULL, {"sharding": Sharding.ZERO2, **SHARED}, "optimizer states", 2),
-        (FULL, {"sharding": Sharding.ZERO3, **SHARED}, "weights", 0.5),
-        (FULL, {"sharding": Sharding.ZERO3, **SHARED}, "reference model", 0.5),
-        (FULL, {"sharding": Sharding.FSDP, **SHARED}, "weights", 1),
+        (FULL, "weights", 4),
+        (FULL, "gradients", 4),
+        (FULL, "optimizer states", 8),
+        (FULL, "reference model", 4),
+        (ROUNDED, "optimizer states", 2 + 1 / 32),
     ],
 )
-def test_states_are_so_many_bytes_a_parameter(weigh, row, given, part, each):
-    [moment] = [moment for moment in weigh(row, **given).moments if moment.name == "optimizer step"]
+def test_states_are_so_many_bytes_a_parameter(weigh, row, part, each):
+    [moment] = [moment for moment in weigh(row).moments if moment.name == "optimizer step"]
     assert moment.parts[part] * GIB == pytest.approx(SEVEN * each, rel=1e-3)
 
 
@@ -96,24 +78,6 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
     assert beside.sequences == pytest.approx(generation["vLLM KV cache"] * GIB / (1024 * 56 * 1024), rel=1e-3)
     tight = weigh(row, **{**engine, "vllm_gpu_memory_utilization": 0.15})
     assert not tight.starts_engine and not tight.fits
-
-
-@pytest.mark.parametrize(
-    ("row", "given", "named", "absent"),
-    [
-        (Row("7b", lora=True, checkpointing=False), {}, "`gradient_checkpointing: true`: ", "adamw_torch_8bit"),
-        (Row("7b", lora=True), {"per_device_train_batch_size": 32}, "`per_device_train_batch_size: 1`", "`use_peft"),
-        (Row("7b", lora=True), {"held_out_eval": True, "per_device_eval_batch_size": 512}, "`per_device_eval", "vllm"),
-        (Row("7b", lora=False, dtype="float32"), {}, "`optim: adamw_torch_8bit`", "`gradient_checkpointing"),
-        (Row("7b", lora=False), {}, "`use_peft: true`", "adamw_torch_8bit"),
-    ],
-    ids=["activations", "batch", "evaluation", "states", "states in 16 bits"],
-)
-def test_advice_has_what_saves_memory_and_is_not_set(weigh, row, given, named, absent):
-    steps = weigh(row, 40.0, make=advice, **given)
-    needed = weigh(row, 40.0, **given).needed_gib
-    assert any(step.startswith(named) for step in steps) and absent not in " ".join(steps)
-    assert all(float(step.split()[-2]) < needed for step in steps[:-1])
 
 
 @pytest.fixture
@@ -147,10 +111,10 @@ def stage(tiny, monkeypatch, tmp_path):
     ("asked", "verdict", "text"),
     [
         ({"needed_gib": 60}, PASSED, None),
-        ({"needed_gib": 84}, NOTED, "takes about 84.0 GiB (optimizer step), and the card has 80.0. The run"),
-        ({"needed_gib": 90}, FAILED, "takes about 90.0 GiB (optimizer step), and the card has 80.0."),
-        ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "It is tried all the same, because `dtype`"),
-        ({"needed_gib": 60, "sequences": 0.5}, FAILED, "room for 0.5 completions of full length"),
+        ({"needed_gib": 84}, NOTED, "takes about 84.0 GiB (optimizer step), and the card has 80.0;"),
+        ({"needed_gib": 90}, FAILED, "takes about 90.0 GiB (optimizer step), and the card has 80.0;"),
+        ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "takes about 90.0 GiB"),
+        ({"needed_gib": 60, "sequences": 0.5}, FAILED, "no room for one completion of full length"),
         ({"needed_gib": 60, "used_gib": 40}, FAILED, "40.0 are in use now, by python (41) 40.0 GiB"),
     ],
 )
@@ -171,12 +135,8 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
         with torch.device("meta"):
             return MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64))
 
-    monkeypatch.setattr("salesrl_trl.launch.memory_shape.empty_model", other_kind)
-    model_shape.cache_clear()
-    found = stage(60)
-    model_shape.cache_clear()
-    assert found.verdict is SKIPPED
-    assert "mamba has no number for num_attention_heads" in found.skipped
+    monkeypatch.setattr("salesrl_trl.launch.preflight.memory.empty_model", other_kind)
+    assert stage(60).verdict is SKIPPED
 
 
 @pytest.mark.parametrize(
@@ -198,17 +158,6 @@ def test_a_driver_that_does_not_say_what_is_used_ends_no_run(monkeypatch, said, 
     card = software.Card("a card", 80.0, "GPU-1")
     assert card.used_gib() == used
     assert card.users() == (f"{names} (7) 1.0 GiB" if names else "")
-
-
-def test_vllm_wants_room_for_its_own_longest_completion(tiny, tmp_path):
-    given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--output_dir", str(tmp_path)]
-    plan = Plan(parse(["--use_vllm", "true", *given], None))
-    positions = AutoConfig.from_pretrained(tiny).max_position_embeddings
-    config = plan.config
-    setup = setup_of(config.training, config.model, memory.policy_shape(plan), 8, dtype=None)
-    assert memory_estimate.engine_length(setup) == positions
-    plan.config.training.vllm_max_model_length = 128
-    assert memory_estimate.engine_length(setup) == 128
 
 
 @pytest.mark.parametrize(
@@ -236,7 +185,6 @@ def test_an_evaluation_has_its_own_batch(weigh):
     [
         (Row("0.5b", lora=True), 3.66),
         (Row("0.5b", lora=True, checkpointing=False), 18.77),
-        (Row("0.5b", lora=True, attention="eager"), 5.83),
         (Row("0.5b", lora=False, dtype="float32"), 14.37),
         (Row("0.5b", lora=False, dtype="float32", checkpointing=False), 35.81),
         (Row("0.5b", lora=False, dtype="float32", bf16_passes=False), 15.79),
@@ -244,7 +192,6 @@ def test_an_evaluation_has_its_own_batch(weigh):
         (Row("1.5b", lora=False, dtype="float32"), 35.69),
         (Row("7b", lora=True), 17.04),
         (Row("7b", lora=True, checkpointing=False), 33.97),
-        (Row("7b", lora=True, attention="eager"), 18.03),
         (Row("7b", lora=False, dtype="float32", reference=False), 131.74),
     ],
     ids=lambda each: each.name if isinstance(each, Row) else "",
@@ -314,14 +261,9 @@ def test_trained_weights_are_in_16_bits_only_where_no_update_is_lost(settle, giv
     assert (note is None) == (dtype == given.get("dtype", "bfloat16") and not rounds)  # said where it is not as set
 
 
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({"weigh": LARGE}, r"LoRA .*DeepSpeed .*`pip install torchao`.*`dtype: float32`.*check_gpu_memory"),
-        ({"weigh": LARGE, "dtype": "float16", "has_torchao": True}, "`dtype: bfloat16`, for which torchao"),
-        ({"weigh": weigh_on(140.0, exact_gib=197.0, rounded_gib=150.0)}, r"full.yaml\); or `dtype: float32`"),
-    ],
-)
-def test_where_nothing_fits_it_says_what_was_got_and_what_helps(settle, given, remedy):
+@pytest.mark.parametrize("rounds", [True, False])
+def test_where_nothing_fits_it_says_what_was_got_and_what_helps(settle, rounds):
+    weigh = LARGE if rounds else weigh_on(140.0, exact_gib=197.0, rounded_gib=150.0)
+    remedy = "with torchao .*" * rounds + "LoRA .*DeepSpeed .*`dtype: float32`"
     with pytest.raises(ConfigError, match=rf"in float32 takes about 197 GiB, .* and the card has 140.*{remedy}"):
-        settle(**given)
+        settle(weigh)

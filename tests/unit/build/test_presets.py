@@ -130,9 +130,6 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
 ):
     code, found = weighed("7B", card, *given)
     assert (code, found["fits"], found["preset"]["name"]) == (3, False, preset)
-    assert found["remedies"][-1].startswith("more cards or a larger one")
-    if "true" in given:  # it saves nothing beside adapters
-        assert not any("adamw_torch_8bit" in setting for setting in found["remedies"])
     main(["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])
     shown = capsys.readouterr().out
     assert "It does not fit as it is set." in shown

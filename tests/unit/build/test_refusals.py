@@ -87,7 +87,6 @@ def test_a_recipe_tells_names_types_ranges_files_and_packages_in_one_list(tmp_pa
         "reward_funcs": ["my_rewards.right"],
         "learning_rat": 1e-5,
         "max_train_rows": -3,
-        "report_to": ["swanlab"],
         "output_dir": str(tmp_path / "out"),
     }
     recipe.write_text(json.dumps(settings))
@@ -104,20 +103,18 @@ def test_a_recipe_tells_names_types_ranges_files_and_packages_in_one_list(tmp_pa
         f"{recipe} has unknown keys: learning_rat (did you mean learning_rate?).",
         "the settings do not work: argument --max_steps/--max-steps: invalid int value: 'abc'.",
         "`max_train_rows` is -3.",
-        "`report_to` names swanlab, which is not installed.",
         "there is no dataset file absent.jsonl.",
-        "`reward_funcs` is 'my_rewards.right', and there is no module 'my_rewards'.",
         "`model_name_or_path` is './no_model', where there is nothing.",
+        "`reward_funcs` is 'my_rewards.right', and there is no module 'my_rewards'.",
     )
 
 
 def test_stages_go_on_behind_a_failure_and_tell_the_same_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = ["--rubric_dir", "absent", "--rag_base_url", "http://127.0.0.1:9", "--report_to", "swanlab"]
+    given = ["--rubric_dir", "absent", "--rag_base_url", "http://127.0.0.1:9"]
     config = parse([*given, "--output_dir", str(tmp_path / "out")], FULL)
     begins(
         refused(lambda: prepare(config)),
-        "`report_to` names swanlab",
         "`rubric_dir` is 'absent', which is no folder.",
         "the RAG service does not answer at `rag.base_url`",
     )

@@ -1,12 +1,9 @@
 """A preflight tells every fault that it knows, and the start of a run tells the same one in the same words."""
 
-import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import socket
@@ -14,15 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from check_gpu_memory import main as check_memory
-from packaging.requirements import Requirement
 from support.published import qrecc, write
-from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
@@ -46,8 +40,6 @@ CHEAP = runner.STAGES[:4]  # those that ask no service and load no model
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(runner, "BEFORE_A_RUN", CHEAP)
-    monkeypatch.setattr(environment, "PROBE_MIB", 1)
-    monkeypatch.setattr(environment, "SLOW_MIB_S", 0.0)
     monkeypatch.setattr("salesrl_trl.launch.console.set_up_logging", lambda *_: None)
 
 
@@ -80,10 +72,6 @@ def told(tmp_path, monkeypatch):
     return messages
 
 
-def on_a_gpu(training):
-    training.__dict__["_setup_devices"] = torch.device("cuda")  # cached by transformers
-
-
 def packages(monkeypatch, **installed):
     real = software.installed
     for module in (software, environment):
@@ -93,8 +81,8 @@ def packages(monkeypatch, **installed):
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"trl": "1.15.3"}, r"trl is 1.15.3. Expected trl<1.17,>=1.16.0. Install it: pip install"),
-        ({"numpy": None}, "numpy is not installed. Expected numpy"),
+        ({"trl": "1.15.3"}, "trl is 1.15.3, and trl<1.17,>=1.16.0 is needed. Install it: pip install"),
+        ({"numpy": None}, "numpy is not installed, and numpy"),
         ({"vllm": None}, "`use_vllm` is true, and vLLM is not installed. Run scripts/install.sh, or set"),
     ],
 )
@@ -103,19 +91,9 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
-def test_vllm_wants_the_torch_that_it_was_compiled_for(told, monkeypatch):
-    monkeypatch.setattr(environment, "_torch_of_vllm", lambda: [Requirement("torch==2.0.1")])
-    assert "the installed vLLM is compiled for torch==2.0.1. Install them together" in told(stages=CHEAP[:1])
-
-
-def test_variables_that_vllm_does_not_read_are_told(told, monkeypatch):
+def test_a_variable_that_vllm_does_not_read_is_told(told, monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
-    monkeypatch.setenv("VLLM_LOGING_LEVEL", "a-key")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    one, other = told(stages=CHEAP[:1]).splitlines()
-    assert re.search(r"VLLM_ATTENTION_BACKEND is set, and .* does not read it. Set .*attention_backend.*FLASH_A", one)
-    assert other.startswith("The environment variable VLLM_LOGING_LEVEL is set")
-    assert "a-key" not in other
+    assert "VLLM_ATTENTION_BACKEND is set, which vLLM does not read" in told(stages=CHEAP[:1])
     assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
 
 
@@ -126,94 +104,13 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
         "shutil.disk_usage",
         lambda path: real(path)._replace(free=free["shm" if path == environment.SHARED_MEMORY else "disk"] * 2**30),
     )
-    assert "has 0.50 GiB of free disk. Expected 1 GiB at least. Free some, or name" in told(stages=CHEAP[:1])
+    assert "has 0.50 GiB of free disk, and a run needs 1 at least. Free some, or name" in told(stages=CHEAP[:1])
     free.update(disk=50, shm=0.05)
     assert told(stages=CHEAP[:1]) == ""  # nothing uses it
     workers = ["--dataloader_num_workers", "2"]
-    assert "/dev/shm has 0.05 GiB free, and `dataloader_num_workers` use it. Expected 1" in told(*workers)
+    assert "/dev/shm has 0.05 GiB free, and several processes or `dataloader_num_workers` use it" in told(*workers)
     free["shm"] = 0.5
-    assert "Expected 1 GiB. Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--report_to", "comet_ml"], "`report_to` names comet_ml, which is not installed. Expected some of: all"),
-        (["--load_in_4bit", "true"], "`load_in_4bit` wants bitsandbytes, which is not installed. Install it (pip"),
-        (["--optim", "lion_32bit"], "`optim: lion_32bit` wants bitsandbytes, which is not installed."),
-        (["--optim", "paged_ademamix_8bit"], "`optim: paged_ademamix_8bit` wants bitsandbytes"),
-        (["--optim", "adamw_torch_4bit"], "`optim: adamw_torch_4bit` wants torchao, which is not installed."),
-        (["--use_liger_kernel", "true"], "`use_liger_kernel` wants liger_kernel, which is not installed. Install it"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_packages_that_single_settings_want_are_looked_for(told, monkeypatch, arguments, message):
-    absent, real = ("bitsandbytes", "torchao", "liger_kernel"), importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
-    assert message in told(*arguments, stages=CHEAP[:1])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ('{"max_num_batched_token": 9}', "'max_num_batched_token', which is no argument .* Did you mean 'max_num_bat"),
-        ('{"attention_backend": "FLASHINFR"}', "backend 'FLASHINFR', which .* 'FLASHINFER'. Expected .*FLASH_ATTN"),
-        ('{"attention_config": {"backend": "XFORMERS"}}', "the attention backend 'XFORMERS', which the installed"),
-        ('{"attention_backend": "flash_attn", "seed": 1}', None),
-        ('{"attention_backend": "auto"}', None),
-    ],
-)
-def test_names_that_vllm_does_not_have_are_told(told, given, message):
-    found = told("--vllm_engine_kwargs", given, stages=CHEAP[:1])
-    assert re.search(message, found) if message else found == ""
-
-
-def test_the_names_of_vllm_are_those_that_it_has(monkeypatch):
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.envs import environment_variables as variables
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    assert {field.name for field in dataclasses.fields(EngineArgs)} <= environment.engine_arguments()
-    assert environment.attention_backends() == [*AttentionBackendEnum.__members__]
-    assert all(f'"{name}"' in environment.vllm_source("envs.py") for name in variables if name.startswith("VLLM_"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # then nothing is compared
-    assert not environment.engine_arguments() and not environment.attention_backends()
-
-
-def test_a_port_that_a_vllm_server_gets_its_weights_through_is_free(told):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = ["--vllm_mode", "server", "--vllm_group_port", port]
-        assert f"`vllm_group_port` is {port}, and that port of this machine is in use" in told(
-            *server, stages=CHEAP[:1]
-        )
-        assert told("--vllm_group_port", port, stages=CHEAP[:1]) == ""  # without a server
-    assert told(*server, stages=CHEAP[:1]) == ""
-
-
-def test_what_is_compiled_wants_a_compiler(told, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    compiled = ["--vllm_engine_kwargs", '{"enforce_eager": false}']
-    assert "There is no C++ compiler on PATH. Expected one" in told(*compiled)
-    assert "There is no C++ compiler on PATH" in told("--torch_compile", "true", "--use_vllm", "false")
-    monkeypatch.setattr(environment, "_devices", lambda *_: None)
-    assert "There is no C compiler on PATH. Expected one: Triton" in told(stages=CHEAP[:1], change=on_a_gpu)
-    assert told(stages=CHEAP[:1]) == ""  # on a CPU nothing is compiled unless it is asked for
-    (tmp_path / "my-cxx").touch(0o755)
-    monkeypatch.setenv("CXX", f"{tmp_path}/my-cxx -O2")
-    assert told(*compiled, stages=CHEAP[:1]) == ""
-
-
-def test_a_gpu_on_which_torch_cannot_compute_is_told(told, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("no kernel image is available")))
-    found = told("--use_vllm", "false", stages=CHEAP[:1], change=on_a_gpu)
-    assert "can't compute on this GPU of compute capability 8.0: no kernel image" in found
+    assert "Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
 
 def test_weights_are_there_and_whole(told, policy):
@@ -223,13 +120,7 @@ def test_weights_are_there_and_whole(told, policy):
     assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
-    weights.unlink()
-    assert "where model.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
-    (policy / "model-1.safetensors").write_bytes(whole)
-    assert "where model-2.safetensors is missing (1 in all)" in told(*asked(policy), **cheap)
-    (policy / "model-2.safetensors").write_bytes(whole)
+    weights.write_bytes(whole)
     assert told(*asked(policy), **cheap) == ""
 
 
@@ -237,35 +128,27 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
-        assert "The driver 470.1 shows 1 GPUs that torch" in told(stages=CHEAP[:1])
+        assert "can't use the 1 GPUs of the driver 470.1" in told(stages=CHEAP[:1])
 
 
 def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
     lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    build = FileBaton(str(lock))
-    assert build.try_acquire()
+    lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def with_deepspeed():
         return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
 
-    old = time.time() - 86430  # half a minute beyond a day: what is said twice has the same minutes
-    os.utime(lock, (old, old))
-    assert with_deepspeed() == ""  # a process is building
-    os.close(build.fd)
-    os.utime(lock)
-    assert with_deepspeed() == ""  # another machine may be building
+    assert with_deepspeed() == ""  # a process may be building
+    old = time.time() - 7200
     os.utime(lock, (old, old))
     assert f"Remove it: rm {lock}" in with_deepspeed()
-    monkeypatch.setattr(environment, "_open_files", lambda: lock.unlink(missing_ok=True) or set())  # the build ends
-    assert with_deepspeed() == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--report_to comet_ml", "`report_to` names comet_ml, which is not installed"),
         ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
         ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
@@ -290,9 +173,8 @@ def rows(path, *texts):
 
 
 def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
-    train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "one"), rows(tmp_path / "b.jsonl", "two", "three")
+    train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "four"), rows(tmp_path / "b.jsonl", "two", "three")
     found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true", *A_PROMPT)
-    assert "1 of 3 training rows repeat an earlier one: row-2." in found
     assert "1 of 2 held-out rows have the text of a training row" in found
     assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
 
@@ -335,11 +217,9 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ("template", "message"),
     [
         (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, which ends no completion"),
-        (TURNS.replace("END", "") + PROMPT, "puts no end token (<|im_end|>) behind an answer"),
-        (TURNS.replace("END", "<|im_end|>"), "has no generation prompt: `add_generation_prompt` changes nothing"),
-        ("{% if add_generation_prompt %}A{% endif %}" + TURNS.replace("END", "<|im_end|>"), "Expected it at the end"),
+        (TURNS.replace("END", "") + PROMPT, "ends a turn with no special token, which ends no"),
     ],
-    ids=["other end", "no end", "no generation prompt", "in front"],
+    ids=["other end", "no end"],
 )
 def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, policy, template, message):
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -352,8 +232,6 @@ def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, pol
     ("file", "values", "message"),
     [
         ("generation_config.json", {"do_sample": False, "temperature": 0.7}, "refuses to save such a model"),
-        ("generation_config.json", {"eos_token_id": [2, 151645]}, "has the end tokens [151645], and the tokenizer"),
-        ("config.json", {"vocab_size": 100}, "and the model embeddings for 100"),
     ],
 )
 def test_a_model_whose_files_contradict_each_other_is_refused(told, policy, file, values, message):
@@ -373,31 +251,21 @@ def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_befor
     assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))
 
 
-def deepspeed_in_16_bits(training):
-    training.deepspeed_plugin, training.bf16 = SimpleNamespace(zero_stage=2, deepspeed_config={}), True
-
-
 def test_checkpoints_have_room(told, policy, monkeypatch):
-    monkeypatch.setattr("salesrl_trl.launch.memory_shape.parameter_count", lambda *_: 2**30)
+    monkeypatch.setattr("salesrl_trl.launch.memory_estimate.parameter_count", lambda *_: 2**30)
     given = [*asked(policy), "--save_strategy", "steps", "--save_steps", "10", "--max_steps", "70"]
     free = {"gib": 200.0}
     monkeypatch.setattr("salesrl_trl.launch.preflight.memory.free_gib", lambda *_: free["gib"])
     monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
     asked_with = functools.partial(told, *given, stages=runner.STAGES[1:5])
     assert "free disk" not in asked_with()
-    free["gib"] = 30.0
-    found = asked_with("--save_total_limit", "3")
-    assert "about 12.0 GiB, and 4 of them" in found and "evaluation 56.0" in found
-    assert "free disk" not in asked_with("--save_total_limit", "1", "--save_only_model", "true")
-    assert "and 2 of them" in asked_with("--save_steps", "0.5")  # a share of the steps
+    free["gib"] = 20.0
+    assert "about 12.0 GiB" in asked_with()
+    assert "free disk" not in asked_with("--save_only_model", "true")
+    free["gib"] = 3.0
     # 2 bytes a weight, and two moments of a byte with a scale of 4 bytes for 256 numbers
     rounded = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit", "--optim_args", "bf16_stochastic_round=True"]
-    assert "about 4.0 GiB, and 7 of them" in asked_with(*rounded)
-    # DeepSpeed's: 2 bytes a weight, and 4 each for its copy and two moments
-    found = asked_with("--save_total_limit", "1", change=deepspeed_in_16_bits)
-    assert "about 14.0 GiB, and 2 of them" in found
-    free["gib"] = 10.0
-    assert "has 10.0 GiB of free disk. Name an `output_dir`" in asked_with()
+    assert "about 4.0 GiB" in asked_with(*rounded)
 
 
 def test_a_named_stage_runs_after_those_it_needs_and_is_reported_alone():
@@ -470,7 +338,6 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
         (main, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),
-        (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
         (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
     ],
@@ -482,7 +349,6 @@ def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, messag
     told = json.loads(capsys.readouterr().out)
     found = told["stages"][0]["findings"][0] if tool is main else told["failure"]
     assert message in found["text"]
-    assert found["remedy"] or "Expected" in found["text"] or "Correct" in found["text"]
 
 
 def preflight(*arguments, **options):
