@@ -13,7 +13,6 @@ from operator import attrgetter
 from threading import Condition, Semaphore, Thread
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from salesrl_trl.generation.engine_loop import GivenUp, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.ground.process import patched
 
 T = TypeVar("T")
