@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -14,8 +14,6 @@ from salesrl_trl.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
-LONGEST_SHOWN = 200
-"""Characters of a path that a message shows."""
 Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
 
 
@@ -23,38 +21,6 @@ def check(condition: bool, message: str) -> None:
     """Raise `ConfigError` with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
-
-
-def check_path(setting: str, path: str) -> None:
-    """Refuse a path that no file can have, or that may not be looked at. There need be nothing at the path."""
-    try:
-        Path(path).expanduser().stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except (OSError, RuntimeError) as error:  # the latter is pathlib's, for a `~NAME` without a home
-        shown = path if len(path) <= LONGEST_SHOWN else path[:LONGEST_SHOWN] + "..."
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"`{setting}` is {shown!r}, which can't be looked at ({reason}). Expected a path that this user may read. "
-            "Correct it."
-        ) from None
-
-
-def check_text(where: str, value: object, name: str = "") -> None:
-    """Refuse a NUL, and half a character, in the texts of a structure: no file's name, request or environment variable
-    may hold one. `where`: what holds the structure. `name`: the setting, with dots."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            check_text(where, key, name)
-            check_text(where, item, f"{name}.{key}".removeprefix("."))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            check_text(where, item, name)
-    elif isinstance(value, str):
-        check(
-            not re.search(r"[\0\ud800-\udfff]", value),
-            f"`{name}` of {where} holds a NUL or half a character. Expected a text without. Remove it.",
-        )
 
 
 def check_url(setting: str, url: str | None) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
 from salesrl_trl.config.checks import check, load_object
-from salesrl_trl.config.ranges import Positive, Range, check_names
+from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, Range, check_names, check_value
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.controller import WindowSettings
 from salesrl_trl.kl.estimators import ESTIMATORS, LARGEST_CLAMP
@@ -31,7 +31,7 @@ class KLSettings:
     none."""
     clamp: Annotated[float, _CLAMP] = 10.0
     """Log-ratio in nats, up to 40: beyond, the penalty is linear. 0 is TRL's own formula, which overflows at 88."""
-    update_steps: int = 5
+    update_steps: Count = 5
     """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
     law: str | None = None
     """Dotted path of a class that moves the coefficients instead of the packaged law, for example
@@ -41,6 +41,9 @@ class KLSettings:
     """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
     raised or lowered at the end of a window, 2 by default. `cooldown_steps` holds for every law: optimizer steps after
     a change that no window includes, 0 by default."""
+
+    def __post_init__(self) -> None:
+        check_value(f"law_settings.{COOLDOWN}", self.law_settings.get(COOLDOWN, 0), NumberOrNone)
 
     @property
     def windows(self) -> WindowSettings:
@@ -89,12 +92,8 @@ class RecordSettings:
             return None
         clean = cast("Callable[[str], str]", load_object(self.filter, "record.filter"))
         try:
-            made = type(clean("a text")).__name__
+            is_text = isinstance(clean("a text"), str)
         except Exception as error:  # whatever a function of a user's own raises
-            made = type(error).__name__
-        check(
-            made == "str",
-            f"`record.filter` is {self.filter!r}, which made a {made} of a text. Expected a function that "
-            "returns a text.",
-        )
+            raise ConfigError(f"`record.filter` is {self.filter!r}, which fails: {type(error).__name__}.") from error
+        check(is_text, f"`record.filter` is {self.filter!r}. Expected a function that returns a text.")
         return clean

@@ -5,14 +5,12 @@ classes of settings call `check_settings`. The numbers of TRL and transformers t
 table. A range ends where nobody can mean a number any more: beyond it weights become NaN, or nothing is learned.
 """
 
-import ast
 import inspect
 import math
 import re
 import sys
-import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -20,7 +18,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from salesrl_trl.config.checks import check, structure
-from salesrl_trl.errors import ConfigError, Refusals, nearest
+from salesrl_trl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -68,23 +66,17 @@ def _range(why: str = "", **ends: float) -> Range:
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-TRAINING, EVERY, LORA = (
-    {name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "every", "lora")
-)
-"""Of `GRPOConfig`; of its numbers of steps, some of which may be unused; of `ModelConfig`."""
+TRAINING, LORA = ({name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "lora"))
+"""Of `GRPOConfig`, and of `ModelConfig`."""
 RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
 """Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
 KL_COEFFICIENT = TRAINING["beta"]
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:
-    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given. One that does not is
-    read no more."""
-    refused = Refusals()
+    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given."""
     for name, allowed in ranges.items():
-        with refused.of(config, name):
-            check_range(name, getattr(config, name), allowed)
-    refused.tell()
+        check_range(name, getattr(config, name), allowed)
 
 
 def check_range(name: str, value: object, allowed: Range) -> None:
@@ -103,18 +95,6 @@ TYPES: dict[object, tuple[type, str]] = {
 }
 
 
-def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
-    """Lines about settings that differ from their defaults and have no effect. `reasons`: why, to a pattern of their
-    names, which is empty where it does not hold."""
-    lines = []
-    for reason, pattern in reasons.items():
-        named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
-        usual = {at.name: at.default_factory() if callable(at.default_factory) else at.default for at in named}
-        idle = [name for name in usual if getattr(config, name) != usual[name]]
-        lines += [f"without effect: {', '.join(idle)}, because {reason}"] * bool(idle)
-    return lines
-
-
 def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
     """A dataclass whose fields have names of `source`, but for those in `others`."""
     taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
@@ -128,51 +108,36 @@ def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> 
     if text and isinstance(value, str) and not value.startswith("{"):
         value = {text: value}
     entry: dict[str, Any] = structure(path, {} if value is None else value, dict)
-    known, refused = {field.name: field for field in fields(kind)}, Refusals()
-    with refused:
-        check_names(path, entry, known)
-    needed = [name for name, at in known.items() if at.default is MISSING and at.default_factory is MISSING]
+    check_names(path, entry, [field.name for field in fields(kind)])
+    needed = [at.name for at in fields(kind) if at.default is MISSING and at.default_factory is MISSING]
     lacking = [name for name in needed if name not in entry]
-    with refused:
-        check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
+    check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
     for name, hint in inspect.get_annotations(kind).items():
         if name in entry:
-            with refused:
-                check_value(f"{path}.{name}", entry[name], hint)
-    refused.tell()
+            check_value(f"{path}.{name}", entry[name], hint)
     try:
         return kind(**entry)
     except ConfigError as error:
         raise error if str(error).startswith(f"`{path}") else ConfigError(f"`{path}`: {error}") from error
 
 
-def check_names(path: str, names: Iterable[object], known: Iterable[str]) -> None:
+def check_names(path: str, names: Iterable[object], known: Sequence[str]) -> None:
     """Refuse a name that a nested setting does not know, with the nearest one."""
-    choices, refused = [*known], Refusals()
     for name in names:
-        near = nearest(str(name), choices)
-        with refused:
-            check(name in choices, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(choices)}.")
-    refused.tell()
+        near = nearest(str(name), known)
+        check(name in known, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(known)}.")
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:
     """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
-    text is a switch. The `ConfigError` has what the setting's docstring says first. A refused value is read no more.
+    text is a switch.
 
     `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
     name in messages.
     """
-    refused = Refusals()
     for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
         for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
-            with refused.of(config, name):
-                try:
-                    check_value(f"{where}{name}", getattr(config, name), hint)
-                except ConfigError as error:
-                    text = texts_of(owner).get(name, "").split(". ")[0].rstrip(".")
-                    raise ConfigError(f"{error} It is: {text}." if text else str(error)) from None
-    refused.tell()
+            check_value(f"{where}{name}", getattr(config, name), hint)
 
 
 def check_value(name: str, value: object, hint: object) -> None:
@@ -198,20 +163,3 @@ def check_value(name: str, value: object, hint: object) -> None:
             limit(name, value)
         else:
             check(value in limit, f"`{name}` is {value!r}. Expected one of: {', '.join(limit)}.")
-
-
-def texts_of(kind: type) -> dict[str, str]:
-    """The texts of the fields that a class itself defines, on one line each."""
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
-    return texts_in(tree)
-
-
-def texts_in(tree: ast.ClassDef) -> dict[str, str]:
-    """`texts_of` for the source of a class."""
-    texts = {}
-    for node, below in zip(tree.body, tree.body[1:], strict=False):
-        match node, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
-                texts[name] = " ".join(text.split())
-    return texts

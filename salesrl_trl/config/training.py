@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 from trl import GRPOConfig
 
 from salesrl_trl.config import ranges, trl_settings
-from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.entries import KL_SETTINGS, KLSettings, RecordSettings
 from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.keys import without_keys
@@ -23,7 +23,7 @@ from salesrl_trl.config.ranges import (
     entry_of,
 )
 from salesrl_trl.config.trl_settings import RUN_MODES
-from salesrl_trl.errors import Refusals, hide
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.kl.penalty import PenaltySettings
@@ -69,7 +69,7 @@ class SalesGRPOConfig(GRPOConfig):
     sampler: str | None = None
     """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
     `salesrl_trl.generation.sampler.Sampler` describes such a class."""
-    compile_cache_dir: Annotated[str, check_path] | None = None
+    compile_cache_dir: str | None = None
     """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
     may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
     library uses its own place when not given, or empty."""
@@ -148,54 +148,43 @@ class SalesGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self.shared_prompts = str(self.shared_prompts)
         self.record = _SWITCH.get(str(self.record).lower(), self.record)
-        refused = Refusals()
-        refused.each(
-            lambda: check_settings(self),
-            lambda: trl_settings.check_numbers(self),
-            lambda: trl_settings.check_sizes(self),
-            lambda: trl_settings.check_mode(self.mode),
-            lambda: check_url("vllm_server_base_url", self.vllm_server_base_url),
-        )
-        if not refused.errors:
-            refused.each(self._settle)
-        else:
-            for name in ("_setup_devices", "distributed_state"):  # the device, rank and number of processes
-                hide(self, name)
-        refused.check(
-            lambda: self.hybrid_reference_weight == 0 or self.multi_objective_aggregation == "sum_then_normalize",
+        check_settings(self)
+        trl_settings.check_numbers(self)
+        check_url("vllm_server_base_url", self.vllm_server_base_url)
+        self._settle()
+        sums_first = self.multi_objective_aggregation == "sum_then_normalize"
+        check(
+            self.hybrid_reference_weight == 0 or sums_first,
             "`hybrid_reference_weight` is more than 0 with `multi_objective_aggregation: normalize_then_sum`, which "
             "has no group baseline. Expected `sum_then_normalize`.",
         )
-        refused.check(
-            lambda: self.kl_settings.estimator != "k1" or self.use_bias_correction_kl or not self.kl_targets(),
+        self.kl_settings.law_of()
+        check(
+            not self.kl_targets() or self.kl_settings.estimator != "k1" or self.use_bias_correction_kl,
             "the estimator k1 of `branch_kl` has no effect with `use_bias_correction_kl: false`: its gradient is zero "
             "on average. Expected the correction, or k2 or k3.",
         )
-        refused.each(lambda: self.kl_settings.law_of(), lambda: self.kl_settings.windows, self.kl_targets)
-        refused.check(
-            lambda: self.sampler is None or not self.use_vllm,
+        check(
+            self.sampler is None or not self.use_vllm,
             "`sampler` is given with `use_vllm: true`, so that vLLM would start beside it. Expected one of them: set "
             "`use_vllm: false`.",
         )
-        refused.check(
-            lambda: (
-                not self.refill_groups
-                or (self.hybrid_reference_weight, self.multi_objective_aggregation) == (0, "sum_then_normalize")
-            ),
+        check(
+            not self.refill_groups or (self.hybrid_reference_weight == 0 and sums_first),
             "`refill_groups` with `hybrid_reference_weight`, or with `multi_objective_aggregation: "
             "normalize_then_sum`: a group of equal rewards may teach there. Expected one of the two.",
         )
-        refused.check(
-            lambda: self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
+        check(
+            self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
             "`max_staleness` is below the steps that rollouts are ahead. Expected 0, or at least as many. Raise it, "
             "or lower the lookahead.",
         )
-        refused.each(lambda: trl_settings.load_sampler(self.sampler), self.parsed_record)
+        trl_settings.load_sampler(self.sampler)
+        self.parsed_record()
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
         self.beside = dict[str, object]()
         """Settings of the run that are not the trainer's, by names such as `reward.max_calls`, for trackers."""
-        refused.tell(self)
 
     def _settle(self) -> None:
         """Settle what depends on the machine and on other settings, and check what follows from that."""
@@ -210,8 +199,15 @@ class SalesGRPOConfig(GRPOConfig):
         settle_loader(args)
         if args.hub_private_repo is None:  # the hub's own default is public
             args.hub_private_repo = True
-        trl_settings.settle_schedule(args)
-        super().__post_init__()
+        check(
+            self.lr_scheduler_type not in trl_settings.ADAPTIVE,
+            f"`lr_scheduler_type` is {self.lr_scheduler_type}, which lowers the rate when a loss no longer falls. "
+            "Expected a schedule of steps, such as cosine.",
+        )
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"the settings do not work: {error}") from error
         self.machine_notes += trl_settings.keep_folders(args.report_to)
         if self.device.type == "cpu":  # not "cpu:1", for which torch can't load an optimizer's state
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
@@ -223,14 +219,6 @@ class SalesGRPOConfig(GRPOConfig):
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
         trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
-        is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
-        reasons = {
-            "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
-            "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
-            "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
-            "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness|partial_rollouts",
-        }
-        self.machine_notes += ranges.without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
         """The settings as trackers get them: without keys."""
@@ -273,24 +261,22 @@ class SalesGRPOConfig(GRPOConfig):
         `ConfigError` for targets that can't work."""
         by_branch = {name: entry for name, entry in _by_branch(self.branch_kl).items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
-        unknown, refused = sorted(set(by_branch) - set(branches)), Refusals()
-        refused.check(
-            lambda: not unknown,
+        unknown = sorted(set(by_branch) - set(branches))
+        check(
+            not unknown,
             f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in "
             "it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
         )
-        refused.check(
-            lambda: not self.beta or not self.branches or set(by_branch) != set(branches),
+        check(
+            not self.beta or not self.branches or set(by_branch) != set(branches),
             f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
             "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
         )
         targets = dict[str, KLTarget]()
         for branch in branches:
-            with refused:
-                path = f"branch_kl.{branch}"
-                targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
-                ranges.check_range(f"{path}.beta", targets[branch].beta, ranges.KL_COEFFICIENT)
-        refused.tell()
+            path = f"branch_kl.{branch}"
+            targets[branch] = entry_of(path, KLTarget, by_branch.get(branch, {"beta": self.beta}))
+            ranges.check_range(f"{path}.beta", targets[branch].beta, ranges.KL_COEFFICIENT)
         return targets if any(target.beta for target in targets.values()) else {}
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from salesrl_trl.config.checks import build_object, check, check_path, structure
+from salesrl_trl.config.checks import build_object, check, structure
 from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.ranges import (
     MORE_THAN_0,
@@ -15,7 +15,6 @@ from salesrl_trl.config.ranges import (
     entry_of,
 )
 from salesrl_trl.data.files import DEMO, ENDINGS
-from salesrl_trl.errors import Refusals
 from salesrl_trl.launch.data.columns import Column, read_columns
 from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.formats import FORMATS, ROWS, DatasetFormat
@@ -24,14 +23,13 @@ from salesrl_trl.launch.data.sources import PACKAGED
 
 
 def _check_source(setting: str, source: object) -> None:
-    """Refuse an empty name, a path that can't be looked at, and a split of a local file, which is one split."""
+    """Refuse an empty name, and a split of a local file, which is one split."""
     if isinstance(source, list) or str(source).startswith("["):  # several datasets
         return
     kind = type(source).__name__
     check(isinstance(source, str | PurePath), f"`{setting}` is of type {kind}. Expected a text, or a list.")
     source = str(source)
     check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
-    check_path(setting, source)
     file, split = _source_and_split(source, "")
     message = f"`{setting}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
     check(not split or Path(file).suffix not in ENDINGS, message)
@@ -141,7 +139,7 @@ class DatasetSource:
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: dict[str, object] | str | list[object] | None = DEMO
+    dataset: dict[str, object] | str | list[object] | None = "demo"
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`. A mapping with the fields of `DatasetEntry` has another format or other
     columns; several datasets are a list of such mappings."""
@@ -153,7 +151,7 @@ class DataConfig:
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: Annotated[str, check_path] | None = None
+    prompt_template: str | None = None
     """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
     the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
     there are two: `instruct` explains its task to a general chat model. `compact` is the conversation alone."""
@@ -163,12 +161,8 @@ class DataConfig:
     `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
 
     def __post_init__(self) -> None:
-        self.sources = list[DatasetSource]()
-        refused = Refusals()
-        refused.each(lambda: check_settings(self))
-        with refused.of(self, "sources"):
-            self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
-        refused.tell(self)
+        check_settings(self)
+        self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
 
     def _read_sources(self, evaluated: EvalSource) -> list[DatasetSource]:
         """The datasets. Raises `ConfigError` if they do not work, alone or together."""

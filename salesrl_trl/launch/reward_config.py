@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from salesrl_trl.config.checks import check, check_path, check_url, structure
+from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.ranges import (
     Count,
@@ -23,7 +23,7 @@ from salesrl_trl.config.ranges import (
     entry_of,
 )
 from salesrl_trl.demo.packaged import CASSETTE, FILE
-from salesrl_trl.errors import ConfigError, Refusals
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
@@ -88,7 +88,7 @@ class RagSettings:
     """Seconds that one attempt at an endpoint may take."""
     max_concurrency: Count = 64
     """Most calls in flight to each endpoint, of all processes together."""
-    knowledge_file: Annotated[str, check_path] | None = None
+    knowledge_file: str | None = None
     """Documents for the embedded service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
     action_fields: list[str] | str = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
     """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
@@ -96,27 +96,26 @@ class RagSettings:
     and services of your own that accept them."""
 
     def __post_init__(self) -> None:
-        names, refused = self.action_format.fields, Refusals()
-        with refused:
-            check(
-                len(names) > 0 and len(set(names)) == len(names),
-                f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
-            )
+        names = self.action_format.fields
+        check(
+            len(names) > 0 and len(set(names)) == len(names),
+            f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
+        )
         bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
-        refused.check(
-            lambda: not bad,
+        check(
+            not bad,
             f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
             f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
         )
-        for name, others, why in (
-            ("client", ("base_url", "api_key_env"), "a class of your own needs no address and no key"),
-            ("knowledge_file", ("base_url", "client"), "only the embedded RAG service reads it"),
-        ):
-            given = [other for other in others if getattr(self, other) is not None]
-            both = f"`rag.{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
-            with refused:
-                check(getattr(self, name) is None or not given, both)
-        refused.tell()
+        check(
+            self.client is None or (self.base_url is None and self.api_key_env is None),
+            "`rag.client` is given beside an address or a key. Expected one of them: a class of your own has its own.",
+        )
+        check(
+            self.knowledge_file is None or self.is_embedded,
+            "`rag.knowledge_file` is given beside `rag.base_url` or `rag.client`. Expected one of them: only the "
+            "embedded RAG service reads it.",
+        )
 
     @property
     def is_embedded(self) -> bool:
@@ -169,7 +168,7 @@ class RewardConfig:
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""
-    rubric_dir: Annotated[str, check_path] | None = None
+    rubric_dir: str | None = None
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None
     """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
@@ -283,45 +282,39 @@ class RewardConfig:
         return self.uses_services and self.judges.own is None and not self.judges.providers
 
     def __post_init__(self) -> None:
-        refused = Refusals()
-        refused.each(lambda: check_settings(self), lambda: _check_replay(self.parsed_replay()), self.parsed_attempts)
-        for name, member in (("rag", "rag_service"), ("judge_mode", "judging"), ("judge_providers", "judges")):
-            with refused.of(self, name):
-                getattr(self, member)
-        refused.each(self.parsed_judge_meter)
-        refused.check(
-            lambda: self.judge_meter is None or self.replay is None,
+        check_settings(self)
+        _check_replay(self.parsed_replay())
+        self.parsed_attempts()
+        judges, judging, _ = self.judges, self.judging, self.rag_service
+        self.parsed_judge_meter()
+        check(
+            self.judge_meter is None or self.replay is None,
             "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
             "judge's score.",
         )
-        refused.check(
-            lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
+        check(
+            not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
             f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
         )
-        refused.check(
-            lambda: self.judging.mode == "single" or (self.judges.own is None and self.judging.repeats == 1),
+        check(
+            judging.mode == "single" or (judges.own is None and judging.repeats == 1),
             "`judge_mode: group` is given beside `repeats`, or a judge of your own. Expected it alone: `orders` says "
             "how often a group is judged, and a judge of your own says so in its `orders`.",
         )
-        with refused:
-            for kind in self.verbose:
-                check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
-        for name in ("max_calls", "max_usd"):
-            with refused:
-                check(
-                    getattr(self, name) is None or self.uses_services or self.uses_rag,
-                    f"`{name}` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
-                    f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not "
-                    "counted.",
-                )
-        refused.check(
-            lambda: self.max_usd is None or any(judge.has_price for judge in self.judges.providers),
+        for kind in self.verbose:
+            check(kind in KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(KINDS)}.")
+        check(
+            (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag,
+            "`max_calls` or `max_usd` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
+            f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not counted.",
+        )
+        check(
+            self.max_usd is None or any(judge.has_price for judge in judges.providers),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
-        refused.each(self.parsed_branch_weights)
-        refused.tell(self)
+        self.parsed_branch_weights()
 
     def parsed_attempts(self) -> Attempts:
         """The attempts of a call, by service."""
@@ -353,12 +346,8 @@ class RewardConfig:
         if self.branch_reward_weights is None:
             return {}
         weights = structure("branch_reward_weights", self.branch_reward_weights, dict)
-        refused = Refusals()
         for branch, components in weights.items():
-            with refused:
-                path = f"branch_reward_weights.{branch}"
-                for name, weight in structure(path, components, dict).items():
-                    with refused:
-                        check_value(f"{path}.{name}", weight, float)
-        refused.tell()
+            path = f"branch_reward_weights.{branch}"
+            for name, weight in structure(path, components, dict).items():
+                check_value(f"{path}.{name}", weight, float)
         return weights

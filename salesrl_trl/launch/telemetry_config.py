@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from salesrl_trl.config.checks import check, load_object
 from salesrl_trl.config.quick_evaluations import WORST_BRANCH, QuickEvalSettings, checked_figures
 from salesrl_trl.config.ranges import Count, NumberOrNone, Positive, check_settings
-from salesrl_trl.errors import Refusals
 from salesrl_trl.names import REWARD
 
 ALL_STEPS = 2**62
@@ -35,9 +34,9 @@ class TelemetryConfig:
     `config.quick_evaluations.Figure` describes such a class."""
 
     def __post_init__(self) -> None:
-        refused = Refusals()
-        refused.each(lambda: check_settings(self), self.traced_steps, self.quick_eval)
-        refused.tell(self)
+        check_settings(self)
+        self.traced_steps()
+        self.quick_eval()
 
     def traced_steps(self) -> range:
         """The steps of `trace_steps`, counted from 1."""

@@ -27,7 +27,7 @@ from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
 from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
@@ -67,10 +67,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             with start.phase(StartUp.CHECKS):
-                config = parse(argv, default_recipe, refused := Refusals())
-                if refused.errors and config.recipe.get("mode") != "rewards":
-                    prepare(config, refused)  # what else can't work is told in the same message
-                refused.tell()
+                config = parse(argv, default_recipe)
                 set_log_level(config.training.log_level)
                 if config.training.mode == "rewards":
                     raise SystemExit(_score_made_up(config, default_recipe, argv))

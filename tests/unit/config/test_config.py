@@ -45,8 +45,8 @@ def test_the_defaults_work():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
-        ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
+        ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "Expected a schedule of steps"),
         ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "a group of equal rewards may teach there"),
         ({"refill_groups": 1, "multi_objective_aggregation": "normalize_then_sum"}, "a group of equal rewards may"),
         ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
@@ -147,21 +147,14 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
 
 
 def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it():
-    for quantization, expected in (("int3", "Expected one of"), ("fp8_per_channel", "Expected none, or a GPU")):
-        with pytest.raises(ConfigError, match=expected):  # this is a CPU
-            training(use_vllm=True, vllm_engine_kwargs={"quantization": quantization})
+    with pytest.raises(ConfigError, match="Expected none; or on a GPU"):  # this is a CPU
+        training(use_vllm=True, vllm_engine_kwargs={"quantization": "fp8_per_channel"})
 
 
 def test_a_temperature_alone_reshapes_nothing():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
     config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
     assert reshaped_sampling(config) == []
-
-
-def test_groups_are_checked_over_all_processes(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="holds 12 completions"):
-        training(per_device_train_batch_size=3, gradient_accumulation_steps=2, num_generations=8)
 
 
 @pytest.mark.parametrize(
@@ -307,23 +300,6 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     args = training(**settings)
     told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
     assert told is None if reason is None else told.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("given", "note"),
-    [
-        ({}, []),
-        ({"save_strategy": "no", "load_best_model_at_end": True}, ["load_best_model_at_end, because `save_strategy`"]),
-        (
-            {"vllm_enable_sleep_mode": True, "vllm_mode": "server"},
-            ["vllm_mode, vllm_enable_sleep_mode, because `use_v"],
-        ),
-        ({"use_vllm": True, "vllm_server_port": 1}, ["vllm_server_port, because `vllm_mode` is colocate"]),
-    ],
-)
-def test_settings_without_effect_are_told(given, note):
-    notes = [line for line in training(**given).machine_notes if line.startswith("without effect: ")]
-    assert len(notes) == len(note) and all(map(str.__contains__, notes, note))
 
 
 def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments():
