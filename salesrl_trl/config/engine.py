@@ -7,9 +7,8 @@ The banner asks too, so vLLM is imported only where options are made. `generatio
 from enum import Enum
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 
@@ -56,21 +55,6 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
     }
 
 
-def _check_head_size(model: PretrainedConfig) -> None:
-    """Raise `ConfigError` for a head size that vLLM's attention on a CPU does not have."""
-    if hasattr(model, "kv_lora_rank"):
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    size = getattr(model, "head_dim", None) or model.hidden_size // getattr(model, "num_attention_heads", 1)
-    check(
-        size in known,
-        f"the policy's attention heads have {size} numbers (`head_dim`), which vLLM does not have on a CPU. Expected "
-        f"one of: {', '.join(map(str, known))}. Take another policy, or set `use_vllm: false`.",
-    )
-
-
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
     """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
     of a colocated engine are given for a server."""
@@ -83,8 +67,6 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
             f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server` "
             "give it to the server's command line."
         )
-    if args.use_vllm and args.vllm_mode == "colocate" and args.device.type == "cpu":
-        _check_head_size(model.config.get_text_config())
     start = engine_start(args)
     group = args.process_index // args.vllm_tensor_parallel_size
     in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")

@@ -7,7 +7,6 @@ import os
 
 import torch
 from accelerate.utils import str_to_bool
-from trl import GRPOConfig
 
 from salesrl_trl.errors import ConfigError
 
@@ -21,8 +20,8 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bo
     unless `fp16` is set. It becomes float32 where bf16 is slow; a `bf16` of `True` stays.
 
     accelerate and DeepSpeed follow the result too: it replaces the precision in the environment variables that
-    `accelerate launch` sets for this process. Raises `ConfigError` if this node has more processes than GPUs, FSDP
-    can't work as it is set up, or `fp16` is set on a CPU.
+    `accelerate launch` sets for this process. Raises `ConfigError` if FSDP can't
+    work as it is set up, or `fp16` is set on a CPU.
     """
     wish = "bf16" if (not fp16 if bf16 is None else bf16) else "fp16" if fp16 else "float32"
     launched_on_cpu = str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")) == 1
@@ -38,7 +37,6 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bo
             )
         slow = "this run is on a CPU"
     else:
-        _check_processes()
         # transformers checks the chips of other makers
         is_nvidia = torch.cuda.is_available() and torch.version.hip is None
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -83,16 +81,6 @@ def _check_fsdp(on_cpu: bool) -> None:
         )
 
 
-def _check_processes() -> None:
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    if processes > gpus:
-        raise ConfigError(
-            f"{processes} processes were launched on this node, which has {gpus} GPU{'s' * (gpus > 1)} visible. "
-            f"Expected a GPU for each. Launch with `--num_processes {gpus}`, or make more GPUs visible "
-            "(CUDA_VISIBLE_DEVICES)."
-        )
-
-
 def _hand_to_accelerate(precision: str) -> str | None:
     """Write the precision to the variables of accelerate and DeepSpeed. Returns accelerate's earlier value."""
     earlier = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -109,32 +97,10 @@ def device_line(device: torch.device, processes: int) -> str:
     """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
     several = f"{processes} processes" if processes > 1 else "1 process"
     if device.type == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        idle = "" if threads * processes >= cores else f"; OMP_NUM_THREADS={cores // processes} uses all cores"
-        each = f"{threads} thread{'s' * (threads > 1)} each"
-        return f"{several} on the CPU: {cores} cores, {each}{idle}; {pages / 2**30:.0f} GiB of memory"
+        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        return f"{several} on the CPU: {cores} cores, {threads} threads each; {gib:.0f} GiB of memory"
     if device.type != "cuda":
         return f"{several} on {device.type}"
     properties = torch.cuda.get_device_properties(device)
-    line = f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"
-    others = torch.cuda.device_count() - int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if others > 0:
-        line += f"; {others} more visible, not used (`--multi_gpu --num_processes N` takes N of them)"
-    return line
-
-
-AUTO_WORKERS = -1
-"""A value of `dataloader_num_workers`: a quarter of the process's share of the cores."""
-MOST_WORKERS = 16
-"""More workers than this bring nothing: rows are short texts."""
-
-
-def settle_loader(args: GRPOConfig) -> None:
-    """Size the loader's workers. Without workers nothing is prefetched, and without a GPU no memory is pinned."""
-    if args.dataloader_num_workers == AUTO_WORKERS:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        args.dataloader_num_workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // processes // 4)
-        if args.dataloader_num_workers == 0:
-            args.dataloader_prefetch_factor = None  # transformers refuses it
-    args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
+    return f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"

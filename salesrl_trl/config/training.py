@@ -12,7 +12,7 @@ from salesrl_trl.config.checks import check, check_url, structure
 from salesrl_trl.config.entries import KL_SETTINGS, KLSettings, RecordSettings
 from salesrl_trl.config.former import takes_former_names
 from salesrl_trl.config.keys import without_keys
-from salesrl_trl.config.machine import has_fsdp, settle, settle_loader
+from salesrl_trl.config.machine import has_fsdp, settle
 from salesrl_trl.config.ranges import (
     Count,
     LessThan1,
@@ -196,7 +196,7 @@ class SalesGRPOConfig(GRPOConfig):
         self.eval_on_start: bool = self.eval_on_start or bool(self.held_out_eval)
         args: Any = self  # mypy does not know the fields of transformers
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
-        settle_loader(args)
+        args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
         if args.hub_private_repo is None:  # the hub's own default is public
             args.hub_private_repo = True
         check(

@@ -66,14 +66,6 @@ def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config
     assert engine_options(config(vllm_engine_kwargs=given), policy)["load_format"] == expected
 
 
-def test_a_head_size_that_vllm_does_not_have_on_a_cpu_is_told_in_one_line(config):
-    policy, colocated = Policy(), {"use_vllm": True, "vllm_mode": "colocate"}
-    with pytest.raises(ConfigError, match=r"heads have 16 numbers \(`head_dim`\).* one of: 32, 64, "):
-        engine_options(config(**colocated), policy)
-    policy.config = Qwen2Config(head_dim=32)
-    engine_options(config(**colocated), policy)
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, is_on):
     from vllm.engine.arg_utils import EngineArgs

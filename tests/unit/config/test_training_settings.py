@@ -1,6 +1,5 @@
 """Settings of how a run loads, schedules and splits its work become what the machine can do, or are refused."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,17 +16,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def training(**given):
     common = {"output_dir": "unused", "use_cpu": True, "bf16": False, "num_generations": 4}
     return SalesGRPOConfig(**{**common, "per_device_train_batch_size": 8, **given})
-
-
-@pytest.mark.parametrize(("cores", "processes", "workers"), [(2, 1, 0), (16, 1, 4), (64, 4, 4), (192, 1, 16)])
-def test_workers_of_the_loader_are_a_quarter_of_the_process_s_cores(monkeypatch, cores, processes, workers):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    config = training(dataloader_num_workers=-1, dataloader_prefetch_factor=4, dataloader_pin_memory=True)
-    assert config.dataloader_num_workers == workers
-    assert config.dataloader_prefetch_factor == (4 if workers else None)
-    assert not config.dataloader_pin_memory  # no GPU
-    assert training(dataloader_num_workers=3).dataloader_num_workers == 3
 
 
 @pytest.mark.parametrize(
