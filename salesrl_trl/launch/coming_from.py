@@ -1,10 +1,5 @@
 """Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
-versions. What each is here.
-
-`coming_from.yaml` is the table. Owns how a value is converted. `settings` and `settings_help` answer an unknown name
-by it, `translate` converts a configuration, and `scripts/make_coming_from.py` makes docs/COMING_FROM.md. Imports no
-torch.
-"""
+versions. `coming_from.yaml` says what each is here, and this module how a value is converted."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -171,14 +166,12 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
     return {here: [function, overlong], "reward_weights": [1.0, given.get(f"{_OVERLONG}.penalty_factor", 1.0)]}
 
 
-def _files(here: str, value: Any, given: Given) -> dict[str, object]:
-    """Several files are entries of `dataset`, with those to evaluate on if these are as many. Else it raises."""
-    files, train = ([each] if isinstance(each, str) else each for each in (value, given.get("data.train_files", "")))
-    if len(train) < 2:
-        return _named(here, *files)
-    if here == "dataset":
+def _files(here: str, value: Any, _: Given) -> dict[str, object]:
+    """Several files are entries of `dataset`. Several to evaluate on raise."""
+    files = [value] if isinstance(value, str) else value
+    if here == "dataset" and len(files) > 1:
         return {here: [{"path": path} for path in files]}
-    return {"dataset": [{"path": path, "eval": own} for path, own in zip(train, files, strict=True)]}
+    return _named(here, *files)
 
 
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
