@@ -1,16 +1,31 @@
-"""Checks of settings whose messages say what was got and what was expected. All classes of settings call them."""
+"""Checks of settings whose messages say what was got and what was expected, and what values a setting may have.
+
+The package's own settings say so in their type: `Annotated[int, Range(1, 50)]`, or with one of the names below. The
+classes of settings call `check_settings`. The numbers of TRL and transformers that neither of them checks stand in
+`ranges.toml`. A range ends where nobody can mean a number any more.
+"""
 
 import ast
 import importlib
+import inspect
 import json
+import math
 import re
 import sys
+import tomllib
 import urllib.parse
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 from salesrl_trl.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 T = TypeVar("T")
 
@@ -111,3 +126,144 @@ def load_object(path: str, setting: str) -> object:
         return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"{where}, which does not work ({error}). Expected plain values, as in `f(a=1)`.") from error
+
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+
+MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
+
+
+class Range(NamedTuple):
+    """The numbers that a setting may have, both ends included."""
+
+    least: float
+    most: float = sys.float_info.max
+    why: str = ""
+    """Reason of the upper end."""
+
+    @property
+    def text(self) -> str:
+        """`"more than 0, and at most 10: ..."`."""
+        least = {0.0: "0 or more", MORE_THAN_0: "more than 0", -sys.float_info.max: ""}.get(
+            self.least, f"at least {self.least:g}"
+        )
+        most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
+        ends = [least] * bool(least) + [most] * (self.most < sys.float_info.max)
+        return (", and ".join(ends) or "finite") + (f": {self.why}" if self.why else "")
+
+
+Count = Annotated[int, Range(1)]
+NumberOrNone = Annotated[int, Range(0)]
+"""Of steps, for example; 0 for none."""
+Positive = Annotated[float, Range(MORE_THAN_0)]
+Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
+"""Infinite for none."""
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+LessThan1 = Annotated[float, Range(0, LESS_THAN_1)]
+
+
+def _range(why: str = "", **ends: float) -> Range:
+    """The range of an entry of `ranges.toml`, whose head says what the ends are."""
+    least = ends["least"] if "least" in ends else math.nextafter(ends["above"], math.inf)
+    most = math.nextafter(ends["below"], -math.inf) if "below" in ends else ends.get("most", sys.float_info.max)
+    return Range(least, most, why)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("ranges.toml").read_text("utf-8"))
+TRAINING, LORA = ({name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "lora"))
+"""Of `GRPOConfig`, and of `ModelConfig`."""
+RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
+"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
+
+
+def check_ranges(config: object, ranges: dict[str, Range]) -> None:
+    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given."""
+    for name, allowed in ranges.items():
+        check_range(name, getattr(config, name), allowed)
+
+
+def check_range(name: str, value: object, allowed: Range) -> None:
+    """Raise `ConfigError` unless a setting's value is `None`, or a number in the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    check(
+        value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
+        f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
+    )
+
+
+TYPES: dict[object, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "true or false"),
+}
+
+
+def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
+    """A dataclass whose fields have names of `source`, but for those in `others`."""
+    taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
+    return kind(**taken, **others)
+
+
+def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> Settings:
+    """The dataclass of a nested setting, from a mapping or its JSON; from `None` that of no entries. `path`: the
+    setting, with dots. `text`: the entry that another text stands for. The `ConfigError` of a wrong entry names its
+    whole path."""
+    if text and isinstance(value, str) and not value.startswith("{"):
+        value = {text: value}
+    entry: dict[str, Any] = structure(path, {} if value is None else value, dict)
+    check_names(path, entry, [field.name for field in fields(kind)])
+    needed = [at.name for at in fields(kind) if at.default is MISSING and at.default_factory is MISSING]
+    lacking = [name for name in needed if name not in entry]
+    check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
+    for name, hint in inspect.get_annotations(kind).items():
+        if name in entry:
+            check_value(f"{path}.{name}", entry[name], hint)
+    try:
+        return kind(**entry)
+    except ConfigError as error:
+        raise error if str(error).startswith(f"`{path}") else ConfigError(f"`{path}`: {error}") from error
+
+
+def check_names(path: str, names: Iterable[object], known: Sequence[str]) -> None:
+    """Refuse a name that a nested setting does not know, with the nearest one."""
+    for name in names:
+        near = nearest(str(name), known)
+        check(name in known, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(known)}.")
+
+
+def check_settings(config: "DataclassInstance", where: str = "") -> None:
+    """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
+    text is a switch.
+
+    `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
+    name in messages.
+    """
+    for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
+        for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
+            check_value(f"{where}{name}", getattr(config, name), hint)
+
+
+def check_value(name: str, value: object, hint: object) -> None:
+    """Refuse a value that a type does not allow, such as `Annotated[int, Range(1)]`. `name`: the setting's."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
+    if kind is str and len(kinds) == 1 + (NoneType in kinds):
+        check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
+    if get_origin(kind) is dict and len(kinds) == 1:
+        check(isinstance(value, dict), f"`{name}` is a {type(value).__name__}. Expected a mapping.")
+    if kind in TYPES:
+        number, expected = TYPES[kind]
+        is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
+        is_text = kind is float and isinstance(value, str) and re.fullmatch(r"\d+e-?\d+", value)
+        note = f" YAML reads {value} as a text: write {str(value).replace('e', '.0e')}." if is_text else ""
+        check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.{note}")
+    for limit in limits:
+        if isinstance(limit, Range):
+            check_range(name, value, limit)
+        elif callable(limit):
+            limit(name, value)
+        else:
+            check(value in limit, f"`{name}` is {value!r}. Expected one of: {', '.join(limit)}.")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from salesrl_trl.config.former import FORMER, with_entries
+from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.data.files import read_yaml
 
 GONE = "gone"  # the part of the table with the settings of earlier versions

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from salesrl_trl.config.checks import build_object, check, structure
-from salesrl_trl.config.former import takes_former_names
-from salesrl_trl.config.ranges import (
+from salesrl_trl.config.checks import (
     MORE_THAN_0,
     Count,
     LessThan1,
     Range,
+    build_object,
+    check,
     check_settings,
     entry_of,
+    structure,
 )
+from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.data.files import DEMO, ENDINGS
 from salesrl_trl.launch.data.columns import Column, read_columns
 from salesrl_trl.launch.data.form import Form

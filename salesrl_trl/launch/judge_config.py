@@ -4,8 +4,17 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_url, structure
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings, entry_of
+from salesrl_trl.config.checks import (
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    check,
+    check_settings,
+    check_url,
+    entry_of,
+    structure,
+)
 from salesrl_trl.judged.judge_client import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS

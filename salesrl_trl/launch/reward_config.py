@@ -10,18 +10,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from salesrl_trl.config.checks import check, check_url, structure
-from salesrl_trl.config.former import takes_former_names
-from salesrl_trl.config.ranges import (
+from salesrl_trl.config.checks import (
     Count,
     NotNegative,
     Positive,
     Range,
     Share,
+    check,
     check_settings,
+    check_url,
     check_value,
     entry_of,
+    structure,
 )
+from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS

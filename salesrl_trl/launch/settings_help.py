@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from salesrl_trl.config.former import FORMER
+from salesrl_trl.config.keys import FORMER
 from salesrl_trl.data.files import read_yaml
 from salesrl_trl.launch.coming_from import answer
 from salesrl_trl.launch.presets import PRESETS

@@ -33,15 +33,14 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMA
 from salesrl_trl.launch import signals
 from salesrl_trl.launch.assembly import check_budget_left, open_reward
 from salesrl_trl.launch.banner import closing_lines
-from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
-from salesrl_trl.launch.embedded import launched_services
 from salesrl_trl.launch.evaluation.held_out import HeldOut
-from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.plan import Plan, begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.run_record import has_finished, write_finished, write_record
+from salesrl_trl.launch.services_plan import launched_services
 from salesrl_trl.launch.settings import RunConfig, parse
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up

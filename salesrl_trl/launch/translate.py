@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from salesrl_trl.config.former import with_entries
+from salesrl_trl.config.keys import with_entries
 from salesrl_trl.data.files import nearest_file, read_small, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig
+from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.rollouts import (
     buffer_policy_of,
     check_episodes,

@@ -276,7 +276,7 @@ def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
         ("training: {amp: true}", {}, "#   training.amp: bf16: null"),
         ("training: {memory_efficient_attention: true}", {}, "attention: attn_implementation: sdpa"),
         ("data: {train_files: [a.json, b.json], val_files: [c.json, d.json]}",
-         {"dataset": [{"path": "a.json"}, {"path": "b.json"}]}, "#   data.val_files: ['c.json', 'd.json']. eval_dataset"),
+         {"dataset": [{"path": "a.json"}, {"path": "b.json"}]}, "#   data.val_files: ['c.json'"),
     ],
 )  # fmt: skip
 def test_a_name_of_the_other_systems_is_converted_or_answered(tmp_path, script, expected, told):

@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
-            from salesrl_trl.launch.embedded import launched_services
             from salesrl_trl.launch.evaluate.evaluation_text import text_of
             from salesrl_trl.launch.evaluate.policies import (
                 EvaluatedPolicy,
@@ -49,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 recipe_of,
                 settings_of,
             )
+            from salesrl_trl.launch.services_plan import launched_services
 
             named = [policy_of(name) for name in options.policy]
             recipe = recipe_of(options.policy)

@@ -17,7 +17,6 @@ from transformers import set_seed
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
 from salesrl_trl.launch.assembly import open_reward
-from salesrl_trl.launch.building import build_instruments, build_trainer, load_policy
 from salesrl_trl.launch.evaluate.findings import (
     GREEDY,
     LABELS,
@@ -28,7 +27,7 @@ from salesrl_trl.launch.evaluate.findings import (
     modes,
 )
 from salesrl_trl.launch.evaluate.policies import EvaluatedPolicy
-from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, load_policy
 from salesrl_trl.names import Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.telemetry.instruments import Instruments

@@ -8,9 +8,8 @@ import tempfile
 from dataclasses import dataclass, replace
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.launch.building import build_instruments, build_trainer
 from salesrl_trl.launch.data.lengths import FittingPrompts
-from salesrl_trl.launch.plan import Plan, overlaid
+from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes

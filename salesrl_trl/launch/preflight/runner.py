@@ -9,8 +9,7 @@ from pathlib import Path
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
-from salesrl_trl.config.checks import check
-from salesrl_trl.config.ranges import LORA, check_ranges
+from salesrl_trl.config.checks import LORA, check, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals

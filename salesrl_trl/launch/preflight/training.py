@@ -12,11 +12,10 @@ import torch
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.patched import patched
-from salesrl_trl.launch.building import load_policy
 from salesrl_trl.launch.checks.model import empty_model, linear_layers, put_adapter
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.memory_estimate import SCORING, STOCHASTIC_OPTIM
-from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.plan import Plan, load_policy
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
 from salesrl_trl.parts.weight_change import LEAST_SHARE

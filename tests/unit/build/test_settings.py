@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.config.former import FORMER
+from salesrl_trl.config.keys import FORMER
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig

@@ -10,10 +10,9 @@ from types import UnionType
 import pytest
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.checks import load_object
-from salesrl_trl.config.entries import KLSettings, RecordSettings
-from salesrl_trl.config.ranges import Range, entry_of
+from salesrl_trl.config.checks import Range, entry_of, load_object
 from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_divisible
+from salesrl_trl.config.training import KLSettings, RecordSettings
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.budget import CALLS, USD, Limit
@@ -24,7 +23,7 @@ from salesrl_trl.launch.assembly import budget_of
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.judge_config import JudgeModeSettings, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RagSettings, RewardConfig
-from salesrl_trl.launch.telemetry_config import TelemetryConfig
+from salesrl_trl.launch.settings import TelemetryConfig
 
 
 def training(**kwargs):

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from salesrl_trl.config import former
-from salesrl_trl.config.former import FORMER, with_entries
+from salesrl_trl.config import keys
+from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -56,7 +56,7 @@ def test_an_entry_beside_another_form_of_its_setting_is_refused(given, message):
 
 
 def test_classes_take_former_names_and_one_line_says_the_new_one(caplog):
-    former._place.cache_clear()
+    keys._place.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(

@@ -9,7 +9,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.machine import settle
+from salesrl_trl.config.trl_settings import settle
 from salesrl_trl.errors import ConfigError
 
 
