@@ -77,17 +77,13 @@ def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
     """An object of the class that a dotted path names, made without arguments. `setting` holds the path. `kind`: a
     class, perhaps an abstract one, that it has to derive from. Raises `ConfigError` where it can't be made."""
     loaded = load_object(path, setting)
-    wanted = f"{kind.__module__}.{kind.__qualname__}"
     assert isinstance(kind, type)  # mypy takes no abstract class for a `type[T]`, but for a callable that makes one
-    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-        raise ConfigError(f"`{setting}` is {path!r}, which is no {wanted}. Expected a class that derives from it.")
+    expected = f"Expected a class that derives from {kind.__module__}.{kind.__qualname__}, and needs no arguments."
+    check(isinstance(loaded, type) and issubclass(loaded, kind), f"`{setting}` is {path!r}. {expected}")
     try:
-        return cast(T, loaded())
+        return cast(Callable[[], T], loaded)()
     except TypeError as error:
-        raise ConfigError(
-            f"`{setting}` is {path!r}, which can't be made without arguments ({error}). Expected one that can, with "
-            f"every method of {wanted}. Give its arguments defaults, or derive a class that sets them."
-        ) from error
+        raise ConfigError(f"`{setting}` is {path!r}, which can't be made ({error}). {expected}") from error
 
 
 def find_modules_in(folder: Path) -> None:
@@ -110,22 +106,21 @@ def load_object(path: str, setting: str) -> object:
         loaded = getattr(importlib.import_module(module), name)
         if not is_called:
             return cast(object, loaded)
+        call = cast(ast.Call, ast.parse(path, mode="eval").body)
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
             "finds elsewhere. Install it, or add its folder to PYTHONPATH."
         ) from error
-    except AttributeError as error:
-        near = nearest(name, vars(sys.modules[module]) if module in sys.modules else ())
-        raise ConfigError(
-            f"{where}, and {module!r} has no {name!r}.{near} Expected a class or function of that module."
-        ) from error
-    try:
-        call = cast(ast.Call, ast.parse(path, mode="eval").body)
-        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}, which does not work ({error}). Expected plain values, as in `f(a=1)`.") from error
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        near = "" if name in known else nearest(name, known)
+        raise ConfigError(
+            f"{where}, which does not work ({error}).{near} Expected a class or function of a module, or a call with "
+            "plain values, as in `m.f(a=1)`."
+        ) from error
 
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
@@ -144,11 +139,9 @@ class Range(NamedTuple):
     @property
     def text(self) -> str:
         """`"more than 0, and at most 10: ..."`."""
-        least = {0.0: "0 or more", MORE_THAN_0: "more than 0", -sys.float_info.max: ""}.get(
-            self.least, f"at least {self.least:g}"
-        )
+        least = "more than 0" if self.least == MORE_THAN_0 else f"at least {self.least:g}"
         most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
-        ends = [least] * bool(least) + [most] * (self.most < sys.float_info.max)
+        ends = [least] * (self.least > -sys.float_info.max) + [most] * (self.most < sys.float_info.max)
         return (", and ".join(ends) or "finite") + (f": {self.why}" if self.why else "")
 
 

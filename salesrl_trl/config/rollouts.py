@@ -65,14 +65,8 @@ def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | N
 
 
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
-    """What makes up for failed completions. Says once what it can't do."""
+    """What makes up for failed completions."""
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
-    if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
-        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
-        logger.info(
-            f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
-            "failed, each of these parts counts as if none had, and not each completion as much as any other"
-        )
     return Normaliser(args.loss_type, can_rescale=can_rescale, has_bonus=has_entropy_bonus)
 
 

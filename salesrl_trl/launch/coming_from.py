@@ -104,7 +104,8 @@ def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
     found = dict[str, Any]()
     for name, value in given.items():
-        inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        is_inner = isinstance(value, Mapping) and value
+        inner = flat(value, f"{before}{name}.") if is_inner else {f"{before}{name}": value}
         found |= inner if name != "_target_" else {}
     return found
 

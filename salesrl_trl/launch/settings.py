@@ -137,7 +137,6 @@ class RunConfig:
     model: "ModelConfig"
     notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
     recipe: dict[str, object] = field(default_factory=dict)  # every setting before a check changes it
-    given: set[str] = field(default_factory=set)  # names that are the user's own, and not a packaged recipe's
 
     @property
     def policy_path(self) -> str:
@@ -161,7 +160,7 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     """
     parser = SettingsParser(all_kinds())
     config = RunConfig(*parser.read(argv, default_recipe))
-    config.notes, config.recipe, config.given = parser.notes, parser.values, parser.given
+    config.notes, config.recipe = parser.notes, parser.values
     return config
 
 
@@ -188,11 +187,9 @@ class SettingsParser(TrlParser):
     def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
         super().__init__(kinds, allow_abbrev=False)
         self._unread = unread
-        # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it; names
-        # that are the user's own.
+        # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
-        self.given: set[str] = set()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
@@ -223,14 +220,12 @@ class SettingsParser(TrlParser):
             f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
             "remove it.",
         )
-        recipe, is_packaged = dict[str, object](), False
+        recipe = dict[str, Any]()
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
-            recipe, is_packaged = self._checked_recipe(file), file.resolve() in RECIPES.values()
+            recipe = self._checked_recipe(file)
             find_modules_in(file.absolute().parent)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
-        self.given = on_command_line | {FORMER.get(name, name).split(".")[0] for name in entries}
-        self.given |= set() if is_packaged else recipe.keys()
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         with _own_errors():
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})
@@ -278,13 +273,13 @@ class SettingsParser(TrlParser):
             more = preset.pop(SALES_CHAIN, {})
             of_chain += more
             overlay = with_entries({**preset, **more})
-            self.notes.append(f"preset {name}: {_changes(overlay, config, on_command_line)}")
+            self.notes.append(f"preset {name}: {', '.join(overlay)}")
             config |= overlay
         self._of_chain = {name: self.get_default(name) for name in of_chain if name not in self._unread}
         is_named = "model_name_or_path" in on_command_line or config.get("model_name_or_path") is not None
         if small_policy and not is_named:
-            changes = _changes(small_policy, config, on_command_line)
-            self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {changes}")
+            names = ", ".join(small_policy)
+            self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {names}")
             config |= small_policy
         return config
 
@@ -393,13 +388,3 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
 def _setting(option: object, before: str = "no_") -> str:
     """The setting of an argument: `learning_rate` of `--learning-rate`."""
     return str(option).removeprefix("--").replace("-", "_").removeprefix(before)
-
-
-def _changes(overlay: Mapping[str, object], recipe: Mapping[str, object], on_command_line: Collection[str]) -> str:
-    """What an overlay changes, without what the command line gives: `"temperature 0.6 (not 1.0), ..."`."""
-    changed = []
-    for name, value in overlay.items():
-        if name not in on_command_line and value != recipe.get(name):
-            otherwise = f" (not {recipe[name]})" if name in recipe else ""
-            changed.append(name if isinstance(value, dict) else f"{name} {value}{otherwise}")
-    return ", ".join(changed) or "nothing that the command line does not give"
