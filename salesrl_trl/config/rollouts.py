@@ -1,8 +1,5 @@
-"""From settings to the arguments of rollouts, their scoring and the passes through the model.
-
-Owns this mapping, the reasons why something can't be done, and warnings about settings that do not suit each other.
-`wiring` and the trainer call it.
-"""
+"""From settings to the arguments of rollouts, their scoring and the passes through the model, and the reasons why
+something can't be done."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +11,6 @@ from torch import nn
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
-from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.rollout.buffer_policy import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
@@ -27,6 +23,10 @@ from salesrl_trl.update.ranks import highest
 
 logger = get_logger(__name__)
 
+SAMPLING_HINTS = (
+    "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
+    "`max_sampling_logp_difference` only hides it."
+)
 NO_TOOLS = (
     "{} calls tools that TRL was not given: completions are generated before TRL asks for them. Expected `tools` or "
     "an `environment_factory` of the trainer. Give them, or use a plain `GRPOConfig`."
@@ -71,22 +71,15 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
-    """Warnings about settings that leave tokens out of the loss, or give them unexpected weights."""
-    warnings = []
-    if args.most_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
-        warnings.append(
-            f"`rollout_lookahead` is {args.most_lookahead} with `vllm_importance_sampling_mode: "
-            f"{args.vllm_importance_sampling_mode}`, which leaves tokens out of the loss if the policy's probability "
-            f"of them has changed much: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
-        )
+    """Warnings about settings that give tokens unexpected weights."""
     reshaped = ", ".join(reshaped_sampling(args))
-    if args.use_vllm and reshaped and compares_with_sampler(args):
-        warnings.append(
-            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
-            "so the importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
-            "`vllm_importance_sampling_correction: false` uses no ratios."
-        )
-    return warnings
+    if not args.use_vllm or not reshaped or not compares_with_sampler(args):
+        return []
+    return [
+        f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, so the "
+        "importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
+        "`vllm_importance_sampling_correction: false` uses no ratios."
+    ]
 
 
 def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
@@ -141,15 +134,6 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
         "pictures of a batch are encoded together": reads_pictures,
     }
     return _first(reasons)
-
-
-def sampling_hints(args: SalesGRPOConfig) -> str:
-    """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
-    hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
-    hints += "`max_sampling_logp_difference` only hides it."
-    if reshaped_sampling(args):
-        hints = f"Its log-probs are of what {', '.join(reshaped_sampling(args))} leaves. {hints}"
-    return hints
 
 
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
@@ -221,23 +205,22 @@ def buffer_policy_of(
     `why_not` tells why groups go in turn all the same, from why rewards come for a whole batch. `at_once` is that, and
     `refilled_at_once` where groups are refilled.
     """
-    if policy is not None:
-        check(
-            policy.max_age >= args.most_lookahead,
-            f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
-            f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
-        )
-
-    def has_effect(name: str, whole_batch: str | None) -> bool:
+    check(
+        policy is None or policy.max_age >= args.most_lookahead,
+        f"`buffer_policy` has a `max_age` below the {args.most_lookahead} steps that rollouts are ahead. Expected at "
+        "least as many",
+    )
+    wishes = {"buffer_policy": at_once} if policy is not None else {}
+    if policy is None and args.max_staleness > args.most_lookahead > 0:
+        wishes["max_staleness"] = at_once
+    if policy is None and args.refill_groups:
+        wishes["refill_groups"] = refilled_at_once
+    in_force = dict[str, int]()
+    for name, whole_batch in wishes.items():
         if (reason := why_not(whole_batch)) is not None:
             logger.info(f"`{name}` has no effect here, because {reason}")
-        return reason is None
-
-    if policy is not None and has_effect("buffer_policy", at_once):
-        return policy
-    in_force = {}
-    if policy is None and args.max_staleness > args.most_lookahead > 0 and has_effect("max_staleness", at_once):
-        in_force["max_staleness"] = args.max_staleness
-    if policy is None and args.refill_groups and has_effect("refill_groups", refilled_at_once):
-        in_force["refill_groups"] = args.refill_groups
+        elif policy is not None:
+            return policy
+        else:
+            in_force[name] = getattr(args, name)
     return policy_of(args.most_lookahead, **in_force)

@@ -37,12 +37,13 @@ from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import PenaltySettings
 from salesrl_trl.types import ALL
 
-KL_SETTINGS = "settings"
-"""An entry of `branch_kl` that is no branch."""
-FIXED = "fixed"
-"""A law by which the coefficients stay."""
-COOLDOWN = "cooldown_steps"
-"""An entry of `law_settings` that is no argument of the law: it holds for every law."""
+KL_SETTINGS = "settings"  # an entry of `branch_kl` that is no branch
+FIXED = "fixed"  # a law by which the coefficients stay
+COOLDOWN = "cooldown_steps"  # an entry of `law_settings` that is no argument of the law: it holds for every law
+_SWITCH: dict[str, Any] = {
+    "true": True,
+    "false": False,
+}  # texts of a command line
 
 _CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
 
@@ -79,19 +80,19 @@ class KLSettings:
     def law_of(self, law_object: KLLaw | None = None) -> KLLaw | None:
         """The law that moves the coefficients; `None` if they stay. `law_object` takes the place of the settings' law.
         Raises `ConfigError` for a law that can't work, and for settings that the law does not have."""
-        law, arguments = law_object, {name: value for name, value in self.law_settings.items() if name != COOLDOWN}
+        arguments = {name: value for name, value in self.law_settings.items() if name != COOLDOWN}
+        law = law_object
         if law_object is not None or self.law == FIXED:
-            what = f"the KL's law is `{FIXED}`" if law_object is None else "a KL law is given as an object"
             check(
                 (law_object is None or self.law is None) and not arguments,
-                f"{what}, and by `law` or `law_settings` of `branch_kl.settings` too. Expected one.",
+                "the KL's law is an object or `fixed`, and by `law` or `law_settings` of `branch_kl.settings` too. "
+                "Expected one.",
             )
+        elif self.law is None:
+            check_names("branch_kl.settings.law_settings", arguments, ("max_step", COOLDOWN))
+            law = AdaptiveLaw(**arguments)
         else:
-            make: Callable[..., KLLaw] = AdaptiveLaw
-            if self.law is not None:
-                make = cast(Callable[..., KLLaw], load_object(self.law, "branch_kl.settings.law"))
-            else:
-                check_names("branch_kl.settings.law_settings", arguments, ("max_step", COOLDOWN))
+            make = cast(Callable[..., KLLaw], load_object(self.law, "branch_kl.settings.law"))
             try:
                 law = make(**arguments)
             except TypeError as error:
@@ -113,28 +114,19 @@ class RecordSettings:
 
     @property
     def clean(self) -> Callable[[str], str] | None:
-        """The function of `filter`. Raises `ConfigError` if it is none from text to text."""
+        """The function of `filter`. Raises `ConfigError` if it makes no text of one."""
         if self.filter is None:
             return None
         clean = cast("Callable[[str], str]", load_object(self.filter, "record.filter"))
         try:
-            is_text = isinstance(clean("a text"), str)
-        except Exception as error:  # whatever a function of a user's own raises
-            raise ConfigError(f"`record.filter` is {self.filter!r}, which fails: {type(error).__name__}.") from error
-        check(is_text, f"`record.filter` is {self.filter!r}. Expected a function that returns a text.")
+            check(isinstance(clean("a text"), str), f"`record.filter` {self.filter!r} returns no text. Expected one.")
+        except TypeError as error:
+            raise ConfigError(f"`record.filter` {self.filter!r} takes no text: {error}. Expected one.") from error
         return clean
-
-
-_SWITCH: dict[str, Any] = {"true": True, "false": False}
-"""Texts of a command line that are a switch, for a setting that may be a mapping too."""
 
 
 def _check_branches(setting: str, names: list[str]) -> None:
     check(len(set(names)) == len(names), f"`{setting}` is {names}. Expected each name once.")
-
-
-def _by_branch(branch_kl: object) -> dict[str, object]:
-    return {} if branch_kl is None else structure("branch_kl", branch_kl, dict)
 
 
 def _check_passes(setting: str, value: str) -> None:
@@ -355,7 +347,7 @@ class SalesGRPOConfig(GRPOConfig):
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises
         `ConfigError` for targets that can't work."""
-        by_branch = {name: entry for name, entry in _by_branch(self.branch_kl).items() if name != KL_SETTINGS}
+        by_branch = {name: entry for name, entry in self._by_branch.items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
         unknown = sorted(set(by_branch) - set(branches))
         check(
@@ -378,7 +370,11 @@ class SalesGRPOConfig(GRPOConfig):
     @property
     def kl_settings(self) -> KLSettings:
         """What holds for the KL of every branch."""
-        return entry_of("branch_kl.settings", KLSettings, _by_branch(self.branch_kl).get(KL_SETTINGS))
+        return entry_of("branch_kl.settings", KLSettings, self._by_branch.get(KL_SETTINGS))
+
+    @property
+    def _by_branch(self) -> dict[str, object]:
+        return structure("branch_kl", self.branch_kl or {}, dict)
 
     def kl_penalty(self) -> PenaltySettings:
         """The estimator of a token's KL, and its weight in the loss."""

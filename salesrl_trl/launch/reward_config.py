@@ -25,7 +25,6 @@ from salesrl_trl.config.checks import (
 )
 from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.demo.packaged import CASSETTE, FILE
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
@@ -47,19 +46,7 @@ class ReplaySettings:
 
     @property
     def record(self) -> Path:
-        """Where the record is."""
         return FILE if self.run == CASSETTE else Path(self.run).expanduser()
-
-
-def _check_replay(replay: ReplaySettings | None) -> None:
-    if replay is None or record_files(replay.record):
-        return
-    folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
-    runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
-    raise ConfigError(
-        f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or the "
-        "output folder of another run with `record: true`."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +108,6 @@ class RagSettings:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether neither an address nor a client is given."""
         return self.base_url is None and self.client is None
 
     @property
@@ -226,17 +212,14 @@ class RewardConfig:
 
     @property
     def rag_service(self) -> RagSettings:
-        """`rag`, checked."""
         return entry_of("rag", RagSettings, self.rag, text="client")
 
     @property
     def judges(self) -> Judges:
-        """`judge_providers`, checked."""
         return judges_of(self.judge_providers)
 
     @property
     def judging(self) -> JudgeModeSettings:
-        """`judge_mode`, checked."""
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
     def parsed_replay(self) -> ReplaySettings | None:
@@ -275,17 +258,20 @@ class RewardConfig:
 
     @property
     def embeds_rag(self) -> bool:
-        """Whether the embedded RAG service answers."""
         return self.uses_rag and self.rag_service.is_embedded
 
     @property
     def embeds_judge(self) -> bool:
-        """Whether the embedded judge scores."""
         return self.uses_services and self.judges.own is None and not self.judges.providers
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _check_replay(self.parsed_replay())
+        replay = self.parsed_replay()
+        check(
+            replay is None or bool(record_files(replay.record)),
+            f"`replay` is {self.replay!r}, which holds no record. Expected `{CASSETTE}`, or the output folder of "
+            "another run with `record: true`.",
+        )
         self.parsed_attempts()
         judges, judging, _ = self.judges, self.judging, self.rag_service
         self.parsed_judge_meter()

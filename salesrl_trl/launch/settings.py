@@ -6,8 +6,7 @@ import itertools
 import os
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,8 +44,7 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.settings import TelemetryConfig
 
 
-ALL_STEPS = 2**62
-"""More steps than any run has."""
+ALL_STEPS = 2**62  # more than any run has
 
 
 @dataclass
@@ -210,8 +208,10 @@ class SettingsParser(TrlParser):
         words.add_argument(f"--{PRESET}", nargs="*", action="append", default=[])
         chosen, argv = words.parse_known_args(argv)
         argv, entries = self._without_entries(argv)
-        check(len(chosen.config) < 2, "`--config` is given more than once. Expected one recipe. Leave out the others.")
-        check(chosen.config != [None], "`--config` names no file. Expected the YAML file of a recipe. Add its path.")
+        check(
+            len(chosen.config) < 2 and chosen.config != [None],
+            "`--config` names no file, or several. Expected the YAML file of one recipe.",
+        )
         self._check_arguments(argv)
         names = [*itertools.chain(*chosen.preset)]
         strange = [name for name in names if name not in PRESETS]
@@ -227,7 +227,7 @@ class SettingsParser(TrlParser):
             find_modules_in(file.absolute().parent)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
-        with _own_errors():
+        try:
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})
             self.set_defaults_with_config(**self._overlaid(recipe, names, on_command_line))
             namespace = self._settled(self.parse_known_args(argv)[0], entries, on_command_line)
@@ -236,6 +236,10 @@ class SettingsParser(TrlParser):
                 kind(**{each.name: namespace[each.name] for each in fields(kind) if each.init})
                 for kind in self.dataclass_types
             )
+        except SalesRLError:
+            raise
+        except (ValueError, TypeError, OSError) as error:  # of other libraries; the last one is of the environment
+            raise ConfigError(f"the settings do not work: {error}") from error
 
     def _without_entries(self, argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
         """The command line without entries of settings, such as `--branch_kl.settings.law fixed`, and without settings
@@ -355,17 +359,6 @@ class SettingsParser(TrlParser):
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
         is_verl = any("(of verl;" in text for text in texts)
         return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Make a `ConfigError` of what other libraries raise for settings."""
-    try:
-        yield
-    except SalesRLError:
-        raise
-    except (ValueError, TypeError, OSError) as error:  # the last one is of the environment
-        raise ConfigError(f"the settings do not work: {error}") from error
 
 
 def _is_own_task(settings: Namespace) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
-from salesrl_trl.config.rollouts import sampling_hints
+from salesrl_trl.config.rollouts import SAMPLING_HINTS
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import vllm_engine_options
@@ -69,7 +69,7 @@ class Policy:
 
     def _look(self, model: PreTrainedModel) -> None:
         args, self.model = self._args, model
-        self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args))
+        self.weight_check = WeightCheck(args.max_sampling_logp_difference, SAMPLING_HINTS)
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())

@@ -26,7 +26,7 @@ from torch.utils.file_baton import FileBaton
 from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
-from salesrl_trl.launch import env, software
+from salesrl_trl.launch import software
 from salesrl_trl.launch.checks import environment
 from salesrl_trl.launch.checks.addresses import PROBE_TIMEOUT_S
 from salesrl_trl.launch.checks.outcome import StageVerdict
@@ -266,8 +266,6 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
     ("arguments", "message"),
     [
         ("--report_to comet_ml", "`report_to` names comet_ml, which is not installed"),
-        ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
-        ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
@@ -471,7 +469,6 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (check_memory, [], "no model is named, and the packaged small policy fits every card"),
         (check_memory, ["--sharding", "zero4"], "argument --sharding: invalid choice: 'zero4'"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
-        (env.main, ["--diff", "absent", "none"], "absent holds no readable config.yaml and run.json"),
     ],
 )
 def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, message, capsys, tmp_path):
