@@ -282,7 +282,7 @@ class SettingsParser(TrlParser):
         self._of_chain = {name: self.get_default(name) for name in of_chain if name not in self._unread}
         is_named = "model_name_or_path" in on_command_line or config.get("model_name_or_path") is not None
         if small_policy and not is_named:
-            names = ", ".join(small_policy)
+            names = ", ".join(name for name in small_policy if name not in on_command_line)
             self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {names}")
             config |= small_policy
         return config
