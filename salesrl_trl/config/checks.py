@@ -13,7 +13,6 @@ import math
 import re
 import sys
 import tomllib
-import urllib.parse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
@@ -39,19 +38,15 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_url(setting: str, url: str | None) -> None:
+    """Refuse what is no address, without showing it: a key may stand there by mistake."""
     if url is None:
         return
     from salesrl_trl.service.statuses import address_fault
 
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
-        has_host = False
-    check(  # without showing it: a key may stand there by mistake
-        re.fullmatch(r"https?://\S+", url) is not None and has_host,
+    check(
+        re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:0*[1-9]\d{0,4})?([/?]\S*)?", url) is not None,
         f"`{setting}` is no address. Expected one that starts with http:// or https://, with a host, and behind a "
         "colon nothing but its port.",
     )

@@ -4,8 +4,6 @@
 
 import functools
 import json
-import logging
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -49,32 +47,29 @@ def without_keys(value: object) -> object:
         }
     if isinstance(value, list | tuple):
         return [without_keys(entry) for entry in value]
-    if isinstance(value, str) and (plain := from_json(value)) is not value:
-        shown = without_keys(plain)
-        return value if shown == plain else json.dumps(shown)
     if not isinstance(value, str):
         return value
+    if (plain := from_json(value)) is not value:
+        shown = without_keys(plain)
+        return value if shown == plain else json.dumps(shown)
     return _IN_A_QUERY.sub(lambda pair: f"{pair[1]}=***" if is_secret(pair[1]) else pair[0], _USER.sub("***@", value))
 
 
-def from_json(text: str) -> object:
-    """The structure in a text that is one, or the text."""
-    if not text.lstrip().startswith(("{", "[")):
-        return text
+def from_json(value: object) -> object:
+    """The structure in a text that is one, or the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError:
-        return text
+        return value
 
 
 Kind = TypeVar("Kind", bound=type)
 
-logger = logging.getLogger(__name__)
-
 FORMER: dict[str, str] = tomllib.loads(Path(__file__).with_name("former.toml").read_text("utf-8"))
 """By a former name: the setting, and behind a dot its entry."""
-_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}
-"""Settings that may be a text, and the entry that it stands for."""
+_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}  # entries that texts are
 
 
 def takes_former_names(kind: Kind) -> Kind:
@@ -98,23 +93,11 @@ def with_entries(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if name not in inner}
     for name, value in inner.items():
         if value is not None or name not in FORMER:
-            setting, *path = _place(name).split(".")
+            setting, *path = FORMER.get(name, name).split(".")
             if not path and settings.get(setting) is not None:
                 raise ConfigError(f"`{name}` is given beside `{setting}`. Expected one of them.")
-            settings[setting] = _placed(name, settings.get(setting), setting, path, _plain(value))
+            settings[setting] = _placed(name, settings.get(setting), setting, path, from_json(value))
     return settings
-
-
-@functools.cache
-def _place(name: str) -> str:
-    """Where a name belongs. A former one is logged, once."""
-    if name in FORMER and os.environ.get("RANK", "0") == "0":
-        logger.warning(f"`{name}` is `{FORMER[name]}` now. The old name goes with the next release")
-    return FORMER.get(name, name)
-
-
-def _plain(value: object) -> object:
-    return from_json(value) if isinstance(value, str) else value
 
 
 def _placed(name: str, current: object, setting: str, path: Sequence[str], value: object) -> object:

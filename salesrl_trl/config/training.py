@@ -53,21 +53,18 @@ class KLSettings:
     """`branch_kl.settings`, checked."""
 
     estimator: Annotated[str, ESTIMATORS] = "k3"
-    """`k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. With `use_bias_correction_kl`, k1
-    and k3 have the KL's gradient on average, and k2 has another one. Without it k2 has the KL's gradient, and k1 has
-    none."""
+    """`k1`, `k2` or `k3`, as in http://joschu.net/blog/kl-approx.html. TRL has k3. Without `use_bias_correction_kl` k1
+    has no gradient; with it k2 has another one than the KL's."""
     clamp: Annotated[float, _CLAMP] = 10.0
     """Log-ratio in nats, up to 40: beyond, the penalty is linear. 0 is TRL's own formula, which overflows at 88."""
     update_steps: Count = 5
     """Optimizer steps in a window: a branch's KL is measured over a window before its coefficient moves."""
     law: str | None = None
-    """Dotted path of a class that moves the coefficients instead of the packaged law, for example
-    `"my_package.laws.MyLaw"`. `kl.law.KLLaw` describes such a class. `fixed` moves nothing: each branch's KL is still
-    compared with its band in the logs."""
+    """Dotted path of a class that moves the coefficients instead of the packaged law: see `kl.law.KLLaw`. `fixed`
+    moves nothing: each branch's KL is still compared with its band in the logs."""
     law_settings: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the law. The packaged one has `max_step`: the largest factor by which a coefficient is
-    raised or lowered at the end of a window, 2 by default. `cooldown_steps` holds for every law: optimizer steps after
-    a change that no window includes, 0 by default."""
+    """Keyword arguments of the law. The packaged one has `max_step`: the largest factor of a change, 2 by default.
+    `cooldown_steps` holds for every law: optimizer steps after a change that no window includes, 0 by default."""
 
     def __post_init__(self) -> None:
         check_value(f"law_settings.{COOLDOWN}", self.law_settings.get(COOLDOWN, 0), NumberOrNone)
@@ -147,10 +144,10 @@ class SalesGRPOConfig(GRPOConfig):
     without this column. In recipes: `["fairness", "hallucination"]`, and each needs a rubric."""
     branch_kl: dict[str, object] | str | None = None
     """Branch to KL coefficient and target band in nats per token, for example `{"fairness": {"beta": 0.1, "low": 0.02,
-    "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient; they default to a hundredth and a hundred times
-    `beta`. Without `low` and `high` a coefficient is fixed. A branch that is not named has the fixed coefficient
-    `beta`. If all coefficients are 0, there is no KL and no reference model. `settings` beside the branches holds for
-    all of them, and for `beta`: `{"settings": {"estimator": "k2", "law": "fixed"}}`."""
+    "high": 0.06}}`. `beta_min` and `beta_max` bound the coefficient: a hundredth and a hundred times `beta`. Without
+    `low` and `high` it is fixed. A branch that is not named has the fixed coefficient `beta`. `settings` beside the
+    branches holds for all: `{"settings": {"estimator": "k2", "law": "fixed"}}`. Without any coefficient there is no
+    reference model."""
     hybrid_reference_weight: Share = 0.0
     """w in [0, 1]. A group's baseline is (1 - w) times its mean reward, plus w times the reward of the 32B endpoint's
     answer. 0 is GRPO. A group without a reference has w = 0, and is counted."""
@@ -158,67 +155,58 @@ class SalesGRPOConfig(GRPOConfig):
     """Dotted path of a class that generates instead of TRL's engines, with `use_vllm: false`.
     `salesrl_trl.generation.sampler.Sampler` describes such a class."""
     compile_cache_dir: str | None = None
-    """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it. It
-    may be copied to another machine. `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Each
-    library uses its own place when not given, or empty."""
+    """One folder for the compiled code of vLLM, torch, Triton, FlashInfer and CUDA, so that later starts load it.
+    `auto` is `compiled` in the package's cache folder (`SALESRL_CACHE_DIR`). Without it each library uses its own
+    place."""
     vllm_engine_kwargs: dict[str, object] | str | None = None
     """Arguments of `vllm.LLM` for a colocated engine, for example `{"enforce_eager": true}`. They replace TRL's.
-    Without `enforce_eager` a CPU is eager, and a GPU captures CUDA graphs of decoding steps and compiles nothing;
-    `false` compiles too, a minute at the first start. Without `load_format` weights are made up (`dummy`) where the
-    first push sets every one, else read from disk (`auto`). Without `dtype` vLLM computes as training does.
-    `quantization` takes `fp8_per_channel`, `fp8_per_tensor` or `fp8_per_block`, on a GPU that has it: each push
-    quantises the weights anew, and the importance ratio corrects for the difference."""
+    Without `enforce_eager` a CPU is eager, and a GPU captures CUDA graphs and compiles nothing; `false` compiles too,
+    a minute at the first start. Without `load_format` weights are made up (`dummy`) where the first push sets every
+    one. `quantization` takes `fp8_per_channel`, `fp8_per_tensor` or `fp8_per_block` on a GPU: each push quantises the
+    weights anew, and the importance ratio corrects for the difference."""
     max_sampling_logp_difference: Limit = 0.5
     """Largest mean absolute difference between vLLM's and the trainer's log-probs of the first batch, in nats. Above
-    it the run stops, because vLLM samples from other weights than the trainer's. The usual difference is 0.002 in
-    float32 and 0.01 in bf16. Without vLLM nothing is compared."""
+    it the run stops: vLLM samples from other weights. Usual are 0.002 in float32 and 0.01 in bf16."""
     min_valid_reward_fraction: Share = 0.5
     """Smallest share of scored completions in a generation batch. A batch below it does not move the policy."""
     max_skipped_generations: Count = 3
     """Skipped batches in a row after which the run saves a checkpoint and stops with the reason. At its last step two
     are enough, and so is an hour since the first of them."""
     rollout_lookahead: NumberOrNone = 0
-    """Optimizer steps that rollouts may be ahead of training. Rollouts of so many later steps are generated and scored
-    meanwhile. 0 is on-policy, with TRL's own results. A higher number hides slow rewards, and the rollouts' weights
-    are up to so many steps old. Importance ratios correct for that, from vLLM's log-probs, or without vLLM as the
-    ratio of the clipped loss."""
+    """Optimizer steps that rollouts may be ahead of training: so many later steps are generated and scored meanwhile.
+    0 is on-policy, with TRL's own results. A higher number hides slow rewards; the rollouts' weights are up to so many
+    steps old, and importance ratios correct for that."""
     max_rollout_lookahead: NumberOrNone = 0
     """Above 0 the run chooses its lookahead itself, at most this one, from `rollout_lookahead` on: the least number
-    with which training hardly waits for rewards. It is measured again all the time, and a line says when it changes.
-    It does not see what is waited for tools, which counts as generation. 0 keeps `rollout_lookahead`."""
+    with which training hardly waits for rewards. It is measured all the time. 0 keeps `rollout_lookahead`."""
     max_staleness: NumberOrNone = 0
     """Above the lookahead: the most optimizer steps between the weights that sampled a group and the step that trains
-    on it. A step then trains on the first whole groups in flight that are scored, and on any that can't wait. Every
-    row still comes once an epoch, and groups are as old on average. 0, or the lookahead, keeps the order of rows."""
+    on it. A step then trains on the first whole groups that are scored, and on any that can't wait. Every row still
+    comes once an epoch. 0, or the lookahead, keeps the order of rows."""
     refill_groups: NumberOrNone = 0
     """Above 0: a group whose rewards are all equal, which teaches nothing, is replaced by a group of another row,
     drawn at random. In a step at most so many times as many groups are generated beside those that it trains on."""
     partial_rollouts: LessThan1 = 0.0
     """Above 0: the largest share of a batch's completions that vLLM in the training process may leave unfinished when
-    training goes on. It finishes them beside the next batch. It needs a `rollout_lookahead`. Their later tokens come
-    from later weights, and so do the log-probs of these tokens."""
+    training goes on, and finishes beside the next batch. It needs a `rollout_lookahead`. Their later tokens, and these
+    tokens' log-probs, come from later weights."""
     scored_groups_first: bool = True
-    """Whether to train on micro-batches with scored groups while other rewards are still missing. The update is the
-    same; only the order of its micro-batches, and of the completions in them, differs. It is switched off for losses
-    that depend on this order."""
+    """Whether to train on micro-batches with scored groups while other rewards are missing. The update is the same;
+    only the order of its micro-batches differs. It is off for losses that depend on this order."""
     shared_prompts: Annotated[str, _check_passes] = "auto"
-    """`auto` sends the prompt of a group through the model once, for policy, reference and old log-probs, and
-    leaves out old log-probs where the pass that trains gives the same ones. The first use is compared with TRL's
-    own passes; a line says when a model or a batch can't. Micro-batches of an update go through the model together,
-    up to as many tokens as fill a large GPU, and each keeps its own loss; docs/PASSES.md says how many. A number is
-    another limit of tokens: 1 is one micro-batch a pass, and one group a pass without gradients, which takes the
-    least memory. `off` makes TRL's own passes."""
+    """`auto` sends the prompt of a group through the model once, and leaves out old log-probs where the pass that
+    trains gives the same ones. The first use is compared with TRL's own passes. A number is the most tokens of a pass:
+    1 is one micro-batch a pass, which takes the least memory. `off` makes TRL's own passes. docs/PASSES.md has
+    more."""
     save_rollouts: bool = False
-    """Whether checkpoints hold the rollouts in flight: tokens, log-probs, and the step of their weights. Then a
-    resumed run with a lookahead generates none of them again."""
+    """Whether checkpoints hold the rollouts in flight, so that a resumed run with a lookahead generates none again."""
     allow_changed_resume: bool = False
     """Whether to resume a checkpoint of other rows, branches, first weights or another order of prompts. Prompts may
     then come twice or not at all."""
     record: dict[str, object] | str | None = None
-    """Whether to keep what became of every completion in `OUTPUT_DIR/record`: conversation, text, answers, verdicts,
-    calls, reward. It holds customers' texts. `true`, or `{gib: 4, filter: my_package.privacy.mask}`. `gib` is the
-    largest size of each process's file, 4 by default; beyond it the oldest steps go. `filter` is the dotted path of a
-    function from text to text: every text goes through it before it is written."""
+    """Whether to keep what became of every completion in `OUTPUT_DIR/record`, customers' texts included. `true`, or
+    `{gib: 4, filter: my_package.privacy.mask}`: the largest size of each process's file, beyond which the oldest steps
+    go, and the dotted path of a function from text to text that every text goes through."""
     held_out_examples: int = 0
     """Held-out conversations that are shown at the end, with what the policy wrote before and after training. They
     quote customers."""
@@ -227,8 +215,7 @@ class SalesGRPOConfig(GRPOConfig):
     Defaults to `True` in recipes, else to `False`."""
     reward_process: bool | None = None
     """Whether the rewards run in a process of their own, where they take no time of vLLM's and of training. Reward
-    functions then have to be importable. Defaults to `True` for the packaged reward of a recipe that trains on a GPU,
-    else to `False`."""
+    functions then have to be importable. Defaults to `True` for the packaged reward of a recipe on a GPU."""
     mode: Annotated[str, RUN_MODES] = "train"
     """Extent of a recipe. `rollouts` generates and scores as in training, without passes, update and evaluation.
     `rewards` scores made-up completions, without a model, as `preflight --stage judge --load 5` does."""

@@ -154,13 +154,12 @@ class DataConfig:
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
     prompt_template: str | None = None
-    """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
-    the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
-    there are two: `instruct` explains its task to a general chat model. `compact` is the conversation alone."""
+    """A file with a prompt of your own: a Jinja template with the row's fields (docs/DATA.md). Without one the prompt
+    is the row's `prompt`, or the turns of its `conversation`. The packaged reward chain has two: `instruct` explains
+    its task to a general chat model, `compact` is the conversation alone."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"
-    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or without it
-    in the model's positions. `error` ends the run before a model is loaded. `drop` leaves these rows out.
-    `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
+    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or in the
+    model's positions: `error` ends the run, `drop` leaves them out, `truncate_oldest_turns` shortens their prompts."""
 
     def __post_init__(self) -> None:
         check_settings(self)

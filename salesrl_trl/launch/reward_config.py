@@ -72,7 +72,7 @@ class RagSettings:
     """Most passages of an answer."""
     score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
     """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
-    good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
+    good queries 0.2 to 0.6."""
     timeout_s: Positive = 30.0
     """Seconds that one attempt at an endpoint may take."""
     max_concurrency: Count = 64
@@ -80,9 +80,8 @@ class RagSettings:
     knowledge_file: str | None = None
     """Documents for the embedded service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
     action_fields: list[str] | str = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
-    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
-    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
-    and services of your own that accept them."""
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query` is
+    searched with, or else the first. Other names need a `prompt_template` and services of your own."""
 
     def __post_init__(self) -> None:
         names = self.action_format.fields
@@ -131,21 +130,18 @@ class RewardConfig:
     the dotted path of a client of your own. Without an address the recipe starts the embedded service."""
     judge_providers: dict[str, object] | str | list[object] | None = None
     """The judge: a mapping with the fields of `JudgeProviderConfig`, such as `{base_url: http://HOST:PORT/v1, model:
-    NAME}`. Several judges are a list of such mappings, each with a `name`, in fallback order. The dotted path of a
-    class that derives from `salesrl_trl.Judge` is a judge of your own. Without an address the recipe starts the
-    embedded judge."""
+    NAME}`; a list of them, each with a `name`, in fallback order; or the dotted path of a class that derives from
+    `salesrl_trl.Judge`. Without an address the recipe starts the embedded judge."""
     judge_mode: dict[str, object] | str | None = "single"
-    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, which is a quarter
-    of the calls for groups of 8 in two orders. Where such a call fails, its completions are judged one by one. So are
-    those of an evaluation with one completion of a prompt. A mapping with the fields of `JudgeModeSettings` says more:
-    `{mode: group, orders: 4, aggregation: min}`."""
+    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, a quarter of the
+    calls for groups of 8 in two orders; where it fails, its completions are judged one by one. A mapping with the
+    fields of `JudgeModeSettings` says more: `{mode: group, orders: 4, aggregation: min}`."""
     judge_meter: dict[str, object] | str | None = None
     """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
-    on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
-    judges some completions again, by the rubrics of `rubric_dir` where given. Every `anchor_steps` batches the judge
-    scores fixed answers again. Both together are at most `share` of the judge's calls. After an alarm the run goes on
-    (`warn`), saves and ends (`stop`), or goes on with rewards of the second judge (`second_judge`), which then scores
-    all evaluations too. None by default: it costs calls, and needs a second judge."""
+    on_alarm: warn, rubric_dir: FOLDER}`. `second`, an entry of `judge_providers`, judges some completions again, and
+    gives no rewards. Every `anchor_steps` batches the judge scores fixed answers again. Both are at most `share` of
+    the judge's calls. After an alarm the run goes on (`warn`), saves and ends (`stop`), or goes on with the second
+    judge's rewards (`second_judge`)."""
     reward_funcs: list[str] = field(default_factory=list)
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
@@ -160,15 +156,15 @@ class RewardConfig:
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None
     """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
-    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. A branch that is not
-    named has the weight of `judge` alone."""
+    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. Defaults to `judge`
+    alone."""
     missing_component: Annotated[str, MISSING_RULES] = "none"
     """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
     judge_timeout_s: Positive = 60.0
     """Seconds that one attempt at the judge may take."""
     max_attempts: dict[str, object] | str | int | None = 3
     """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
-    1}` gives judges another number. 1 is for no retries: a completion whose verdict failed is then missing at once."""
+    1}` gives judges another number."""
     judge_max_concurrency: Count = 64
     """Most calls in flight to a judge, of all processes together."""
     initial_concurrency: Count = 8
@@ -178,8 +174,7 @@ class RewardConfig:
     """Largest share of calls that are repeated because they are late; 0 for none."""
     outage_patience_s: NotNegative = 30.0
     """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
-    at once, except for single probes. Calls do not wait for a judge with a fallback, nor for the 32B endpoint if no
-    reward and no baseline counts its answer."""
+    at once, except for single probes. Calls that have a fallback, or whose answer counts nowhere, do not wait."""
     max_calls: Count | None = None
     """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
     At the limit the run saves and ends."""
@@ -189,18 +184,15 @@ class RewardConfig:
     """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
     can't answer."""
     cache_answers: bool = True
-    """Whether to keep answers of a configured RAG service. 8B answers and their verdicts are kept in `output_dir`, so
-    that a resumed run does not ask again. 32B answers are kept for later runs, as `references.sqlite` in the package's
-    cache folder: `$SALESRL_CACHE_DIR`, or else `salesrl_trl` under `$XDG_CACHE_HOME` or `~/.cache`. Delete that file
-    when the endpoint's knowledge changes: the warm-up compares only 8 of its answers. The files hold texts of
-    customers and services in plain form. `false` shares only the answers of this run's calls."""
+    """Whether to keep answers of a configured RAG service, in plain form: those of the 8B endpoint and their verdicts
+    in `output_dir`, for a resumed run; those of the 32B endpoint for later runs, as `references.sqlite` in the
+    package's cache folder. Delete that file when the endpoint's knowledge changes. `false` shares only answers of this
+    run's calls."""
     replay: dict[str, object] | str | None = None
-    """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
-    recorded is the reward, and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. `on_miss`
-    is what becomes of a completion that the record does not have. `fail`: it has no reward, reason `not_recorded`.
-    `nearest`: the reward of the recorded completion of the same row whose text is most similar; for trying things,
-    because it is another completion's. `live`: the services are asked. It is `nearest` for the packaged record unless
-    given, and `fail` for a run's. With `delays` rewards take as long as they did."""
+    """Output folder of a run with `record: true`, or `demo` for the packaged record: what is recorded is the reward,
+    and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. A completion that the record does
+    not have has no reward (`fail`), that of the most similar completion of its row (`nearest`, for trying things), or
+    is scored by the services (`live`). With `delays` rewards take as long as they did."""
     reward_deadline_s: Positive = 300.0
     """Seconds that a completion's reward may take from its start, and a batch from the start of its last one. Keep it
     well below the time-out of the process group (600 s for NCCL)."""

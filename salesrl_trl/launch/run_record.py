@@ -79,11 +79,11 @@ def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
 
 def _read(folder: Path) -> dict[str, dict[str, object]]:
     try:
-        settings = dict(cast("dict[str, object]", read_yaml(folder / SETTINGS_FILE)))
+        settings = cast("dict[str, object]", read_yaml(folder / SETTINGS_FILE))
         record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
         started = {name: record[name] for name in ("processes", "launcher")} | {"command": " ".join(record["command"])}
-        settings = {name: from_json(value) if isinstance(value, str) else value for name, value in settings.items()}
-        parts = {"settings": settings, "versions": record["versions"], "code": record["code"], "command": started}
+        plain = {name: from_json(value) for name, value in settings.items()}
+        parts = {"settings": plain, "versions": record["versions"], "code": record["code"], "command": started}
         return {part: flat(values) for part, values in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(
