@@ -29,7 +29,6 @@ BAD_INPUT = 2
 
 
 def main() -> NoReturn:
-    """Become the command of this process's arguments."""
     end_tidily()
     word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
     offered = {name: entry for name, entry in COMMANDS.items() if find_spec(entry[0])}

@@ -32,7 +32,6 @@ Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise `ConfigError` with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -166,7 +165,6 @@ RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:
-    """Raise `ConfigError` unless every setting of these names lies in its range, or is not given."""
     for name, allowed in ranges.items():
         check_range(name, getattr(config, name), allowed)
 
@@ -214,7 +212,6 @@ def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> 
 
 
 def check_names(path: str, names: Iterable[object], known: Sequence[str]) -> None:
-    """Refuse a name that a nested setting does not know, with the nearest one."""
     for name in names:
         near = nearest(str(name), known)
         check(name in known, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(known)}.")

@@ -11,8 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, compiled_engine, engine_start
-from salesrl_trl.config.rollouts import why_not_partial
+from salesrl_trl.config.rollouts import Start, compiled_engine, engine_start, why_not_partial
 from salesrl_trl.config.trl_settings import device_line
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.generation import compiled

@@ -20,8 +20,6 @@ UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 
 class Name(NamedTuple):
-    """A line of the table; its head explains the fields."""
-
     system: str
     here: str = ""
     see: str = ""
@@ -45,7 +43,6 @@ def beside() -> dict[str, object]:
 
 @functools.cache
 def names() -> dict[str, Name]:
-    """The table."""
     return {name: Name(GONE, here=place) for name, place in FORMER.items()} | {
         key: Name(system, **({"here": line} if isinstance(line, str) else line))
         for system, lines in _content().items()
@@ -111,7 +108,6 @@ def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """The value of a word of a command line."""
     try:
         return yaml.safe_load(text) if text else None
     except yaml.YAMLError:
@@ -124,7 +120,6 @@ def flow(settings: Mapping[str, object]) -> str:
 
 
 def updates(given: Given) -> int:
-    """Optimizer steps in a step of verl."""
     prompts, mini = given.get("data.train_batch_size") or 1, given.get("actor.ppo_mini_batch_size")
     return ceil(prompts / (mini or prompts)) * (given.get("actor.ppo_epochs") or 1)
 

@@ -43,7 +43,6 @@ def _check_format(setting: str, name: str) -> None:
 
 
 def _columns(setting: str, value: object) -> dict[str, Column] | None:
-    """The columns of a setting. Raises `ConfigError` for another form."""
     return None if value is None else read_columns(setting, structure(setting, value, dict))
 
 
@@ -101,12 +100,10 @@ class DatasetSource:
 
     @property
     def train_source(self) -> tuple[str, str]:
-        """The source of the training rows, and its split."""
         return _source_and_split(self.entry.path, "train")
 
     @property
     def eval_source(self) -> tuple[str, str]:
-        """The source of the held-out rows, and its split."""
         path = self.eval.path
         return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
@@ -166,7 +163,6 @@ class DataConfig:
         self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
 
     def _read_sources(self, evaluated: EvalSource) -> list[DatasetSource]:
-        """The datasets. Raises `ConfigError` if they do not work, alone or together."""
         if not (isinstance(self.dataset, list) or str(self.dataset).startswith("[")):
             given = self.dataset
             if given is None or not str(given).startswith("{"):

@@ -41,7 +41,6 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def page() -> str:
-    """What a run would have here: code, versions, GPUs, environment."""
     code, memory = own_code.code(), psutil.virtual_memory().total / 2**30
     cores = len(os.sched_getaffinity(0))
     lines = [
@@ -64,7 +63,6 @@ def _version(package: software.Package) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the facts or the differences. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     return ended(argv, lambda: _show(argv))
 

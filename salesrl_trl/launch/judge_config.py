@@ -123,7 +123,6 @@ class Judges:
     are_several: bool = False  # whether they are a list, and have names
 
     def place_of(self, provider: JudgeProviderConfig) -> str:
-        """Where a provider is in the settings, for messages."""
         return f"judge_providers[{provider.name}]" if self.are_several else "judge_providers"
 
     def service_of(self, provider: JudgeProviderConfig) -> str:

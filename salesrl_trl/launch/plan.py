@@ -108,14 +108,12 @@ class Plan(ServicesPlan):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the policy is evaluated on held-out rows."""
         training = self.config.training
         is_asked = training.held_out_eval or training.eval_strategy != "no"
         return bool(is_asked or self.config.telemetry.quick_eval_steps)
 
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:
-        """All held-out rows. None if nothing is to be evaluated."""
         return rows_of(self.held_out_records, self.config.training.branches, self.config.data.max_eval_rows)
 
     @cached_property
@@ -129,7 +127,6 @@ class Plan(ServicesPlan):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer. It has a chat template."""
         if self.processor is not None:
             tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
             tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
@@ -138,7 +135,6 @@ class Plan(ServicesPlan):
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The policy's generation settings, from its configuration if need be."""
         own = policy_checks.generation_config_of(*self.config.policy_source[:2])
         return own or GenerationConfig.from_model_config(self.model_config)
 
@@ -181,7 +177,6 @@ class Plan(ServicesPlan):
 
 
 def build_instruments(config: RunConfig) -> Instruments:
-    """The instruments that the settings ask for."""
     telemetry = config.telemetry
     settings = InstrumentSettings(
         trace_steps=telemetry.traced_steps(),
@@ -207,7 +202,6 @@ def take_policy(plan: Plan, instruments: Instruments) -> None:
 
 
 def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instruments) -> "SalesGRPOTrainer":
-    """Build the trainer, with vLLM's engine, after `take_policy`."""
     take_policy(plan, instruments)
     assert plan.policy is not None
     from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer

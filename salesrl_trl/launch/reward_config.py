@@ -51,8 +51,6 @@ class ReplaySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """`max_attempts`, checked: the attempts of a call, by service."""
-
     rag: Count = 3
     judge: Count = 3
 
@@ -297,7 +295,6 @@ class RewardConfig:
         self.parsed_branch_weights()
 
     def parsed_attempts(self) -> Attempts:
-        """The attempts of a call, by service."""
         text = str(self.max_attempts)
         value: Any = int(text) if text.isdecimal() else self.max_attempts
         if isinstance(value, int | float):

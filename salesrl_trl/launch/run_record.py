@@ -63,13 +63,11 @@ def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:
-    """The settings as YAML, without keys."""
     plain = without_keys(recipe)
     return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
-    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name."""
     found, (first, second) = dict[str, dict[str, Difference]](), (_read(folder), _read(other))
     for part, values in first.items():
         both = {name: (values.get(name, ABSENT), second[part].get(name, ABSENT)) for name in values | second[part]}

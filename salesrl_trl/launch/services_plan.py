@@ -121,8 +121,6 @@ class StepSettings:
 
 @dataclass
 class ServicesConfig:
-    """The part of `RunConfig`."""
-
     data: DataConfig
     reward: RewardConfig
     training: StepSettings
@@ -130,8 +128,6 @@ class ServicesConfig:
 
 @dataclass
 class ServicesPlan:
-    """The part of a plan."""
-
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True
     calls: int | None = None  # to each service, 0 for a single one; `None` for as many as a step has in flight
@@ -141,7 +137,6 @@ class ServicesPlan:
 
     @cached_property
     def reward(self) -> RewardParts:
-        """Rubrics, weights and keys. No address is asked."""
         training = self.config.training
         return read_reward(self.config.reward, training.branches, training.hybrid_reference_weight > 0)
 
@@ -172,7 +167,6 @@ class ServicesPlan:
 
     @cached_property
     def train_rows(self) -> list[SalesRow]:
-        """All training rows, with those whose prompts are too long."""
         from salesrl_trl.launch.checks.dataset import rows_of
 
         data, branches = self.config.data, self.config.training.branches

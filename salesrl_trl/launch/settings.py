@@ -87,7 +87,6 @@ class TelemetryConfig:
         return steps
 
     def quick_eval(self) -> QuickEvalSettings:
-        """The steps and the figures of quick evaluations."""
         return QuickEvalSettings(
             steps=self.quick_eval_steps,
             rows=self.quick_eval_rows,
@@ -126,8 +125,6 @@ def all_kinds() -> tuple[type, ...]:
 
 @dataclass
 class RunConfig:
-    """All settings of a run, by owner."""
-
     data: "DataConfig"
     reward: "RewardConfig"
     telemetry: "TelemetryConfig"
@@ -290,7 +287,6 @@ class SettingsParser(TrlParser):
     def _settled(
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
     ) -> dict[str, Any]:
-        """The value of every setting, before the classes check and change them."""
         values = vars(namespace)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}

@@ -36,8 +36,6 @@ OWN_TEXTS: dict[str, str] = _HELP["texts"]
 
 
 class Setting(NamedTuple):
-    """What is known of a setting from its source."""
-
     name: str
     group: str
     text: str
@@ -102,7 +100,6 @@ def _text(name: str, text: str) -> str:
 
 
 def _default(given: dict[str, ast.expr]) -> str:
-    """The default of a `field`, by its arguments."""
     made = given.get("default_factory")
     if made is None:
         return shown(_value(given.get("default")))
@@ -110,7 +107,6 @@ def _default(given: dict[str, ast.expr]) -> str:
 
 
 def _value(node: ast.expr | None) -> object:
-    """The value of a literal, or the source of another expression."""
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

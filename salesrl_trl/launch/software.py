@@ -25,8 +25,6 @@ _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 @dataclass(frozen=True)
 class Package:
-    """A package that this one needs, or can use."""
-
     name: str
     wanted: str  # range of versions: ">=1.16.0,<1.17"
     installed: str | None
@@ -69,8 +67,6 @@ def ask_driver(*arguments: str) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card to train on."""
-
     name: str
     gib: float
     uuid: str | None = None  # the driver's name of it; `None` if it is not in this machine
@@ -101,7 +97,6 @@ def named_card(text: str) -> Card:
 
 
 def card_here(device: "torch.device") -> Card | None:
-    """The card of this process; `None` on a CPU."""
     if device.type != "cuda":
         return None
     import torch

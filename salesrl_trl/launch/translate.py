@@ -51,7 +51,6 @@ def read(path: Path) -> dict[str, object]:
 
 
 def _words(text: str) -> dict[str, object]:
-    """Those of a script, each by the words before it, as in a shell."""
     values: dict[str, object] = {"HOME": "~", "PWD": "."}
     for name, is_set, value in (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True)):
         if is_set:
@@ -154,7 +153,6 @@ def _part(title: str, comments: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the recipe. Returns the exit code."""
     return exit_code("translate", argv, _write)
 
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, compiled_engine, engine_options, engine_start
-from salesrl_trl.config.rollouts import SAMPLING_HINTS
+from salesrl_trl.config.rollouts import SAMPLING_HINTS, Start, compiled_engine, engine_options, engine_start
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation import compiled
 from salesrl_trl.generation.vllm import vllm_engine_options

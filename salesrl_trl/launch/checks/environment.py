@@ -22,7 +22,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import Start, engine_start
+from salesrl_trl.config.rollouts import Start, engine_start
 from salesrl_trl.errors import nearest
 from salesrl_trl.ground.process import installed
 from salesrl_trl.launch import software

@@ -13,8 +13,14 @@ from transformers import Qwen2Config
 from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import GRAPHS_ALONE, Start, compiled_engine, engine_options, engine_start
-from salesrl_trl.config.rollouts import why_not_partial
+from salesrl_trl.config.rollouts import (
+    GRAPHS_ALONE,
+    Start,
+    compiled_engine,
+    engine_options,
+    engine_start,
+    why_not_partial,
+)
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 
