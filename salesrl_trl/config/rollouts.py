@@ -1,5 +1,5 @@
-"""From settings to the arguments of rollouts, their scoring, the passes through the model and the colocated engine, and
-the reasons why something can't be done."""
+"""From settings to the arguments of rollouts, their scoring, the passes through the model and the colocated engine,
+and the reasons why something can't be done."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -37,7 +37,7 @@ _NOTHING: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logpr
 class SalesVLLMGeneration(VLLMGeneration):
     """TRL's vLLM generation, with engine options, a loop over tasks, and a weight push on a CPU.
 
-    - Beside TRL's arguments the engine gets `engine_options` (from `config.engine`). Every process has a client of the
+    - Beside TRL's arguments the engine gets `engine_options`. Every process has a client of the
       server, with as many connections as it has requests in flight.
     - While a `batch` is set, `generate` begins it on the `loop`, and returns nothing.
     - `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy. On a CPU,

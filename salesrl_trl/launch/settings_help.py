@@ -148,23 +148,17 @@ def _first_page(values: dict[str, object]) -> str:
 def _asked(words: Sequence[str], values: dict[str, object]) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
     known, word = settings(), FORMER.get(words[0], words[0])
-    if len(words) == 1 and word in GROUPS:
-        lines = [f"{word}: {GROUPS[word]['about']}", ""]
-        for setting in known.values():
-            if setting.group == word:
-                lines.append(_entry(setting.name, shown(values.get(setting.name, setting.default)), setting.first))
-        return "\n".join([*lines, "", "`--help SETTING` says all about one."])
     if len(words) == 1 and word in known:
         return _setting_page(known[word], values)
-    lowered = [word.lower() for word in words]
-    found = [
-        setting
-        for setting in known.values()
-        if all(word in f"{setting.name} {setting.text}".lower() for word in lowered)
-    ]
-    found.sort(key=lambda setting: not all(word in setting.name for word in lowered))
-    entries = [_entry(setting.name, "", setting.first) for setting in found]
-    return "\n".join([f"{len(found)} settings have {' and '.join(words)}:", "", *entries]) if found else ""
+    if len(words) == 1 and word in GROUPS:
+        title, found = f"{word}: {GROUPS[word]['about']}", [each for each in known.values() if each.group == word]
+    else:
+        lowered = [word.lower() for word in words]
+        every = [(f"{each.name} {each.text}".lower(), each) for each in known.values()]
+        found = [each for text, each in every if all(word in text for word in lowered)]
+        title = f"{len(found)} settings have {' and '.join(words)}. `--help SETTING` says all about one:"
+    entries = [_entry(each.name, shown(values.get(each.name, each.default)), each.first) for each in found]
+    return "\n".join([title, "", *entries]) if found else ""
 
 
 def _setting_page(setting: Setting, values: dict[str, object]) -> str:
