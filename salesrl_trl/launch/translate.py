@@ -84,7 +84,7 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     is_verl = any(line_of(key).system == "verl" for key in given)
     usual = {name: _resolved(line.default, given) for name, line in table.names().items() if line.default is not None}
     known = {key: value for key, value in given.items() if not _is_unknown(key, value)}
-    every = {key: value for key, value in usual.items() if is_verl and not _is_unknown(key, value)} | known
+    every: dict[str, Any] = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
     look = [f"{key}: {given[key]} is not known" for key in given if key not in known]
     if is_verl and every[_GROUP] < 2:
         every[_GROUP] = 8

@@ -47,7 +47,6 @@ def test_the_defaults_work():
         ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "Expected a schedule of steps"),
         ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "a group of equal rewards may teach there"),
-        ({"refill_groups": 1, "multi_objective_aggregation": "normalize_then_sum"}, "a group of equal rewards may"),
         ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
         ({"branches": ["a", "a"]}, "each name once"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
@@ -56,7 +55,6 @@ def test_the_defaults_work():
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
         ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
-        ({"branch_kl": "[]"}, "`branch_kl` is a list. Expected a mapping"),
         ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
         ({"branch_kl": {"fairness": 0.1}}, r"`branch_kl\.fairness` is a float. Expected a mapping"),
         ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, r"`branch_kl\.fairness` lacks beta"),
@@ -75,8 +73,6 @@ def test_the_defaults_work():
         ({"branches": ["a"], "beta": 0.1, "branch_kl": {"a": {"beta": 0.1}}}, "`beta` has no effect"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         ({"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'}, "mode 'raw_logprobs'"),
-        ({"vllm_engine_kwargs": "{"}, "is not JSON"),
-        ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
     ],
 )
 def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
@@ -145,11 +141,6 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
-def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it():
-    with pytest.raises(ConfigError, match="Expected none; or on a GPU"):  # this is a CPU
-        training(use_vllm=True, vllm_engine_kwargs={"quantization": "fp8_per_channel"})
-
-
 def test_a_temperature_alone_reshapes_nothing():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
     config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
@@ -162,7 +153,6 @@ def test_a_temperature_alone_reshapes_nothing():
         (RewardConfig, {"action_fields": []}, "Expected at least one name"),
         (RewardConfig, {"action_fields": ["a", "a"]}, "each name once"),
         (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
-        (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
         (RewardConfig, {"max_attempts": 0}, "`max_attempts`"),
         (RewardConfig, {"verbose": ["rags"]}, "`verbose` names 'rags'. Expected some of: completions, rag, scoring"),
         (RewardConfig, {"max_attempts": 1.5}, "`max_attempts` is 1.5. Expected a whole number"),
@@ -173,11 +163,8 @@ def test_a_temperature_alone_reshapes_nothing():
             "`max_attempts` has an unknown 'judges'. Did you",
         ),
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
-        (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
         (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
-        (TelemetryConfig, {"trace_steps": "9:5"}, "Expected FIRST:LAST"),
-        (TelemetryConfig, {"trace_steps": "a:b"}, "Expected FIRST:LAST"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
@@ -243,15 +230,6 @@ def test_an_address_that_is_refused_is_not_shown(address):
         assert "sk-1" not in str(caught.value)
 
 
-def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
-    for given, query in (
-        ({}, "rewritten_query"),
-        ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
-        ({"action_fields": ["a", "b"]}, "a"),
-    ):
-        assert RewardConfig(**given).rag_service.action_format.query == query
-
-
 @pytest.mark.parametrize(
     ("text", "inside", "outside"),
     [("1:50", (1, 50), (0, 51)), ("100:", (100, 10**9), (99,)), ("7:7", (7,), (6, 8)), ("", (), (0, 1))],
@@ -311,7 +289,6 @@ def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments()
     [
         ("Law", r"`kl_law` is 'Law'. Expected a dotted path"),
         ("no_such_module.Law", r"no module 'no_such_module'.*PYTHONPATH"),
-        ("salesrl_trl.no_such_module.Law", r"no module 'salesrl_trl.no_such_module'"),
         ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no attribute 'Law'"),
         ("datetime.timedelta(days=1", r"does not work \('\(' was never closed"),
         ("datetime.timedelta(weeks=open('x'))", r"does not work \(malformed node"),
@@ -331,7 +308,6 @@ PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
     ("settings", "message"),
     [
         ({"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
-        ({"max_usd": 1.0, "judge_providers": [PROVIDER]}, "no judge has a price"),
         ({"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
         ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
         ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),

@@ -127,11 +127,6 @@ def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path)
     assert compiled.content_of(args.compiled) == "2 files, 1 MiB, 1 compiled engine"
 
 
-def test_without_the_setting_each_library_keeps_its_own_place(config):
-    assert config().compiled is None
-    assert {os.environ[name] for name in compiled.FOLDERS} == {"elsewhere"}
-
-
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be written"):

@@ -64,12 +64,6 @@ def test_fp16_is_refused_on_a_cpu(gpus):
         settle(False, None, True)
 
 
-def test_accelerate_on_the_cpu_keeps_a_run_there_beside_an_idle_gpu(gpus, monkeypatch):
-    gpus(1)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert settle(False, False, False)[0]
-
-
 def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start(gpus, monkeypatch):
     """Else the operator is built when processes find each other: 70 s of CPU for one that gloo stands in for."""
     import deepspeed.ops
