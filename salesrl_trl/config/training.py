@@ -334,7 +334,8 @@ class SalesGRPOConfig(GRPOConfig):
     def kl_targets(self) -> dict[str, KLTarget]:
         """Coefficient and band of every branch, in the order of `branches`; empty if all coefficients are 0. Raises
         `ConfigError` for targets that can't work."""
-        by_branch = {name: entry for name, entry in self._by_branch.items() if name != KL_SETTINGS}
+        by_branch = structure("branch_kl", self.branch_kl or {}, dict)
+        by_branch = {name: entry for name, entry in by_branch.items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # without rows the branches are not known yet
         unknown = sorted(set(by_branch) - set(branches))
         check(
@@ -357,11 +358,8 @@ class SalesGRPOConfig(GRPOConfig):
     @property
     def kl_settings(self) -> KLSettings:
         """What holds for the KL of every branch."""
-        return entry_of("branch_kl.settings", KLSettings, self._by_branch.get(KL_SETTINGS))
-
-    @property
-    def _by_branch(self) -> dict[str, object]:
-        return structure("branch_kl", self.branch_kl or {}, dict)
+        by_branch = structure("branch_kl", self.branch_kl or {}, dict)
+        return entry_of("branch_kl.settings", KLSettings, by_branch.get(KL_SETTINGS))
 
     def kl_penalty(self) -> PenaltySettings:
         """The estimator of a token's KL, and its weight in the loss."""

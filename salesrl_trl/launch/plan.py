@@ -67,8 +67,8 @@ def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, obje
     made = copy.copy(training)  # `replace` would settle settings again that are settled
     overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
     for name, value in (overlays[overlay] | dict(changes)).items():
-        was = vars(training)[name]
-        vars(made)[name] = type(was)(value) if isinstance(was, Enum) else value
+        was = training.__dict__[name]
+        made.__dict__[name] = type(was)(value) if isinstance(was, Enum) else value
     return made
 
 

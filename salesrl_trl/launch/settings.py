@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
     from salesrl_trl.launch.data_config import DataConfig
     from salesrl_trl.launch.reward_config import RewardConfig
-    from salesrl_trl.launch.settings import TelemetryConfig
 
 
 ALL_STEPS = 2**62  # more than any run has
@@ -118,7 +117,6 @@ def all_kinds() -> tuple[type, ...]:
     from salesrl_trl.config import SalesGRPOConfig
     from salesrl_trl.launch.data_config import DataConfig
     from salesrl_trl.launch.reward_config import RewardConfig
-    from salesrl_trl.launch.settings import TelemetryConfig
 
     return DataConfig, RewardConfig, TelemetryConfig, SalesGRPOConfig, ModelConfig
 
@@ -270,7 +268,7 @@ class SettingsParser(TrlParser):
         config |= chain
         of_chain = [*chain]
         for name in presets:
-            preset: dict[str, Any] = self._checked_recipe(FOLDER / f"{name}.yaml")
+            preset = self._checked_recipe(FOLDER / f"{name}.yaml")
             more = preset.pop(SALES_CHAIN, {})
             of_chain += more
             overlay = with_entries({**preset, **more})
@@ -286,7 +284,7 @@ class SettingsParser(TrlParser):
 
     def _settled(
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         values = vars(namespace)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}
