@@ -370,7 +370,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts/test_components.py"
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_a_stage_alone_reads_the_same_settings_as_a_run(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
-    given = ["--output_dir", str(tmp_path), "--judge_timeout_s", "7", "--no_held_out_eval", "--max-steps", "3"]
+    given = ["--output_dir", str(tmp_path), "--judge_timeout_s", "7", "--held_out_eval", "false", "--max-steps", "3"]
     config, alone = parse(given, recipe), read_alone(given, recipe)
     assert (alone.data, alone.reward) == (config.data, config.reward)
     for each in dataclasses.fields(StepSettings):
