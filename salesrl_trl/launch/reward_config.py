@@ -256,12 +256,6 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        replay = self.parsed_replay()
-        check(
-            replay is None or bool(record_files(replay.record)),
-            f"`replay` is {self.replay!r}, which holds no record. Expected `{CASSETTE}`, or the output folder of "
-            "another run with `record: true`.",
-        )
         self.parsed_attempts()
         judges, judging, _ = self.judges, self.judging, self.rag_service
         self.parsed_judge_meter()
@@ -269,6 +263,12 @@ class RewardConfig:
             self.judge_meter is None or self.replay is None,
             "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
             "judge's score.",
+        )
+        replay = self.parsed_replay()
+        check(
+            replay is None or bool(record_files(replay.record)),
+            f"`replay` is {self.replay!r}, which holds no record. Expected `{CASSETTE}`, or the output folder of "
+            "another run with `record: true`.",
         )
         check(
             not {SALES, JUDGE} <= {*self.reward_funcs},
