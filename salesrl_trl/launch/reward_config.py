@@ -258,12 +258,12 @@ class RewardConfig:
         check_settings(self)
         self.parsed_attempts()
         judges, judging, _ = self.judges, self.judging, self.rag_service
-        self.parsed_judge_meter()
         check(
             self.judge_meter is None or self.replay is None,
             "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
             "judge's score.",
         )
+        self.parsed_judge_meter()
         replay = self.parsed_replay()
         check(
             replay is None or bool(record_files(replay.record)),
