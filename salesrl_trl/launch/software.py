@@ -40,8 +40,12 @@ class Package:
 
 def packages() -> list[Package]:
     """The packages that the metadata of this one asks for, without tools for tests and pictures."""
+    try:
+        texts = importlib.metadata.requires(PACKAGE.name) or []
+    except importlib.metadata.PackageNotFoundError:  # it is on PYTHONPATH alone
+        texts = []
     named = dict[str, Package]()
-    for text in importlib.metadata.requires(PACKAGE.name) or []:
+    for text in texts:
         requirement, extra_of = Requirement(text), re.search(r"extra == ['\"]([\w-]+)", text)
         extra, name = extra_of[1] if extra_of else "", requirement.name
         if extra not in _TOOLS and name not in named:  # two extras may ask for one package
