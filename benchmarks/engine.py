@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import device, device_name, parser, save_model, write_json
 from benchmarks.service import GENERATIONS
-from salesrl_trl.config.engine import GRAPHS_ALONE
+from salesrl_trl.config.rollouts import GRAPHS_ALONE
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -7,8 +7,6 @@ asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import_module(f"{__name__}.moved")
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -65,68 +63,48 @@ if TYPE_CHECKING:
     from salesrl_trl.types import Verdict as Verdict
     from salesrl_trl.wiring.part import Part as Part
 
-_MODULES = {
+_NAMES = [
     # the trainer and its settings
-    "SalesGRPOTrainer": "trainer",
-    "SalesGRPOConfig": "config.training",
-    "RewardConfig": "launch.reward_config",
-    "QuickEvalSettings": "config.quick_evaluations",
+    ("trainer", "SalesGRPOTrainer"),
+    ("config.training", "SalesGRPOConfig"),
+    ("launch.reward_config", "RewardConfig"),
+    ("config.quick_evaluations", "QuickEvalSettings"),
     # reward functions of your own: docs/REWARDS.md
-    "per_completion": "reward.functions",
-    "per_group": "reward.functions",
-    "per_batch": "reward.functions",
-    "per_episode": "agents.episodes",
-    "RewardFunction": "reward.functions",
-    "soft_overlong_punishment": "reward.reward_funcs",
-    "Reward": "types",
-    "Transport": "service.transport",
-    "tool": "agents.tools",
-    "Budget": "judged.budget",
-    "Limit": "judged.budget",
-    "Price": "judged.budget",
+    ("reward.functions", "per_completion", "per_group", "per_batch"),
+    ("agents.episodes", "per_episode"),
+    ("reward.functions", "RewardFunction"),
+    ("reward.reward_funcs", "soft_overlong_punishment"),
+    ("types", "Reward"),
+    ("service.transport", "Transport"),
+    ("agents.tools", "tool"),
+    ("judged.budget", "Budget", "Limit", "Price"),
     # from rows to the packaged reward
-    "load_rows": "launch.data.sources",
-    "build_dataset": "launch.data.sources",
-    "Form": "launch.data.form",
-    "open_reward": "launch.assembly",
-    "SalesReward": "judged.chain",
-    "judge_reward": "launch.assembly",
-    "JudgeReward": "judged.judge_reward",
+    ("launch.data.sources", "load_rows", "build_dataset"),
+    ("launch.data.form", "Form"),
+    ("launch.assembly", "open_reward"),
+    ("judged.chain", "SalesReward"),
+    ("launch.assembly", "judge_reward"),
+    ("judged.judge_reward", "JudgeReward"),
     # parts of your own: docs/ARCHITECTURE.md, "Seams"
-    "DatasetFormat": "launch.data.formats",
-    "Figure": "config.quick_evaluations",
-    "Judge": "judged.judge",
-    "ByArrival": "rollout.buffer",
-    "KLLaw": "kl.law",
-    "Part": "wiring.part",
-    "RagBackend": "judged.rag_client",
-    "RewardStage": "judged.scoring",
-    "Sampler": "generation.sampler",
+    ("launch.data.formats", "DatasetFormat"),
+    ("config.quick_evaluations", "Figure"),
+    ("judged.judge", "Judge"),
+    ("rollout.buffer", "ByArrival"),
+    ("kl.law", "KLLaw"),
+    ("wiring.part", "Part"),
+    ("judged.rag_client", "RagBackend"),
+    ("judged.scoring", "RewardStage"),
+    ("generation.sampler", "Sampler"),
     # the values that pass between them
-    "SalesRow": "types",
-    "Action": "types",
-    "InvalidAction": "types",
-    "Answer": "types",
-    "Criterion": "types",
-    "Verdict": "types",
-    "Outcome": "types",
-    "Case": "judged.scoring",
-    "Added": "judged.scoring",
-    "Missing": "judged.scoring",
-    # time
-    "TimingContext": "timing",
+    ("types", "SalesRow", "Action", "InvalidAction", "Answer", "Criterion", "Verdict", "Outcome"),
+    ("judged.scoring", "Case", "Added", "Missing"),
+    ("timing", "TimingContext"),
     # errors
-    "SalesRLError": "errors",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "ServiceError": "errors",
-    "TooFewRewardsError": "errors",
-    "DivergedError": "errors",
-    "JudgeAlarm": "errors",
-    "WeightSyncError": "errors",
-    "RunStopped": "errors",
-}
-"""Each name, and its module below the package. docs/API.md has this order. A new name has a line here and above."""
+    ("errors", "SalesRLError", "ConfigError", "DataError", "ServiceError", "TooFewRewardsError"),
+    ("errors", "DivergedError", "JudgeAlarm", "WeightSyncError", "RunStopped"),
+]
+"""A module below the package, and names of it. docs/API.md has this order. A new name has a place here and above."""
+_MODULES = {name: module for module, *names in _NAMES for name in names}
 
 __all__ = ["__version__", *_MODULES]
 

@@ -22,17 +22,13 @@ COMMANDS = {
     "view": ("salesrl_trl.record.view", "show a run's completions in a browser, as they come"),
     "translate": ("salesrl_trl.launch.translate", "make a recipe of a verl configuration"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
-    "env": (
-        "salesrl_trl.launch.env",
-        "show code, versions and settings, what two runs differ in, or whether a commit is in",
-    ),
+    "env": ("salesrl_trl.launch.env", "show code, versions, settings, and what two runs differ in"),
 }
 """Each word, its module and what it does. A word without its module is not offered."""
 BAD_INPUT = 2
 
 
 def main() -> NoReturn:
-    """Become the command of this process's arguments."""
     end_tidily()
     word, rest = (sys.argv[1], sys.argv[2:]) if sys.argv[1:] else ("--help", [])
     offered = {name: entry for name, entry in COMMANDS.items() if find_spec(entry[0])}

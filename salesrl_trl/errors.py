@@ -4,11 +4,10 @@ A message says what was found, what was expected, and what to do. It never conta
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-Settings = TypeVar("Settings")
 E = TypeVar("E", bound=BaseException)
 
 
@@ -17,8 +16,6 @@ class SalesRLError(Exception):
 
     is_resumable = False
     """Whether the same command goes on where the run ended."""
-    settings: object = None
-    """The object whose check raised it, as far as its values are right."""
 
 
 class ConfigError(SalesRLError, ValueError):
@@ -194,10 +191,6 @@ class Refusals:
 
     def __init__(self) -> None:
         self.errors: list[SalesRLError] = []
-        self.names = set[str]()
-        """Settings that were refused before there was an object of theirs."""
-        self.is_partial = False
-        """Whether settings are half built: then any other error of a check comes of that, and is left out too."""
 
     def __enter__(self) -> None:
         return
@@ -206,7 +199,7 @@ class Refusals:
         if isinstance(error, SalesRLError) and not error.is_resumable:
             self.errors += [part for part in parts_of(error) if str(part) not in map(str, self.errors)]
             return True
-        return isinstance(error, Exception if self.is_partial else RefusedRead)
+        return isinstance(error, RefusedRead)
 
     def check(self, holds: Callable[[], bool], message: str) -> None:
         """Keep a `ConfigError` with this message, unless the condition holds."""
@@ -221,10 +214,7 @@ class Refusals:
             try:
                 yield
             except (SalesRLError, RefusedRead):
-                if settings is None:
-                    self.names.add(name)
-                else:
-                    hide(settings, name)
+                hide(settings, name)
                 raise
 
     def each(self, *checks: Callable[[], object]) -> None:
@@ -233,13 +223,10 @@ class Refusals:
             with self:
                 check()
 
-    def tell(self, settings: object = None) -> None:
-        """Raise the error of a single refusal, or `ConfigErrors`. It carries `settings`, whose other values a later
-        check may read. Does nothing where all is well."""
+    def tell(self) -> None:
+        """Raise the error of a single refusal, or `ConfigErrors`. Does nothing where all is well."""
         if self.errors:
-            error = self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
-            error.settings = settings
-            raise error
+            raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
 
 
 def parts_of(error: E) -> "Sequence[E | SalesRLError]":
@@ -249,18 +236,14 @@ def parts_of(error: E) -> "Sequence[E | SalesRLError]":
 
 def hide(settings: object, name: str) -> None:
     """Let every later look at this attribute of an object raise `RefusedRead`. Its class becomes one of its own."""
-    object.__setattr__(settings, "__class__", without(type(settings), {name}))
+    kind = type(settings)
 
-
-def without(kind: type[Settings], names: Collection[str]) -> type[Settings]:
-    """A class like `kind`, in whose objects a look at one of these attributes raises `RefusedRead`."""
-
-    def look(self: object, name: str) -> object:
-        if name in names:
+    def look(self: object, looked_at: str) -> object:
+        if looked_at == name:
             raise RefusedRead(name)
-        return kind.__getattribute__(self, name)
+        return kind.__getattribute__(self, looked_at)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": look})
+    object.__setattr__(settings, "__class__", type(kind.__name__, (kind,), {"__getattribute__": look}))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

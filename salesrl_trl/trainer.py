@@ -19,7 +19,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.config.trl_settings import follow
 from salesrl_trl.data.branches import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
@@ -361,12 +360,6 @@ class SalesGRPOTrainer(SavingTrainer):
         if name in output.metrics:
             output.metrics[name] = self.components.normaliser.loss_of_evaluation(output.metrics[name])
         return output
-
-    def _evaluate(self, *args, skip_scheduler=False, **kwargs):
-        """Lets an adaptive learning rate follow evaluations that could be scored, and no others."""
-        metrics = super()._evaluate(*args, skip_scheduler=True, **kwargs)
-        follow(metrics, self.args, None if skip_scheduler else self.lr_scheduler)
-        return metrics
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         """Adds a quick evaluation when one is due."""

@@ -23,7 +23,7 @@ from salesrl_trl.ground.shutdown import EXIT_FAILED, end_tidily
 if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
 
-from salesrl_trl.config.ranges import Range, check_range
+from salesrl_trl.config.checks import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.memory_estimate import Estimate, Setup, estimate
 from salesrl_trl.launch.plan import Plan

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import salesrl_trl
+
 ROOT = Path(__file__).resolve().parents[1]
 SECTION = re.compile(r"(Args|Returns|Raises):")
 ARGUMENT = re.compile(r"(\*{0,2}\w+)( \(.*\))?:")
@@ -24,9 +26,7 @@ Entry = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def names() -> dict[str, str]:
     """Each public name of the package and its module, in the order of the table in `salesrl_trl/__init__.py`."""
-    tree = ast.parse((ROOT / "salesrl_trl/__init__.py").read_text("utf-8"))
-    [table] = [node.value for node in tree.body if isinstance(node, ast.Assign) and _names(node) == ["_MODULES"]]
-    return dict(ast.literal_eval(table))
+    return dict(salesrl_trl._MODULES)
 
 
 def page() -> str:
@@ -44,10 +44,6 @@ def page() -> str:
         "\n".join(index),
     ]
     return "\n\n".join([*head, *sections]) + "\n"
-
-
-def _names(node: ast.Assign) -> list[str]:
-    return [target.id for target in node.targets if isinstance(target, ast.Name)]
 
 
 def _entry(path: Path, name: str) -> Entry:

@@ -26,8 +26,8 @@ if __name__ == "__main__":
 
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.generation import compiled
-from salesrl_trl.launch.building import read_ahead, weight_files
 from salesrl_trl.launch.console import exit_with, set_up_logging
+from salesrl_trl.launch.plan import read_ahead, weight_files
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.preflight.training import rehearse
 from salesrl_trl.launch.settings import parse

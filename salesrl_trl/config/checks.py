@@ -1,76 +1,51 @@
-"""Checks of settings whose messages say what was got and what was expected. All classes of settings call them."""
+"""Checks of settings whose messages say what was got and what was expected, and what values a setting may have.
+
+The package's own settings say so in their type: `Annotated[int, Range(1, 50)]`, or with one of the names below. The
+classes of settings call `check_settings`. The numbers of TRL and transformers that neither of them checks stand in
+`ranges.toml`. A range ends where nobody can mean a number any more.
+"""
 
 import ast
 import importlib
+import inspect
 import json
+import math
 import re
 import sys
-import urllib.parse
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TypeVar, cast
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin
 
 from salesrl_trl.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
 T = TypeVar("T")
 
-LONGEST_SHOWN = 200
-"""Characters of a path that a message shows."""
 Kind = TypeVar("Kind", bound=list[object] | dict[str, object])
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise `ConfigError` with this message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
 
-def check_path(setting: str, path: str) -> None:
-    """Refuse a path that no file can have, or that may not be looked at. There need be nothing at the path."""
-    try:
-        Path(path).expanduser().stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except (OSError, RuntimeError) as error:  # the latter is pathlib's, for a `~NAME` without a home
-        shown = path if len(path) <= LONGEST_SHOWN else path[:LONGEST_SHOWN] + "..."
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"`{setting}` is {shown!r}, which can't be looked at ({reason}). Expected a path that this user may read. "
-            "Correct it."
-        ) from None
-
-
-def check_text(where: str, value: object, name: str = "") -> None:
-    """Refuse a NUL, and half a character, in the texts of a structure: no file's name, request or environment variable
-    may hold one. `where`: what holds the structure. `name`: the setting, with dots."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            check_text(where, key, name)
-            check_text(where, item, f"{name}.{key}".removeprefix("."))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            check_text(where, item, name)
-    elif isinstance(value, str):
-        check(
-            not re.search(r"[\0\ud800-\udfff]", value),
-            f"`{name}` of {where} holds a NUL or half a character. Expected a text without. Remove it.",
-        )
-
-
 def check_url(setting: str, url: str | None) -> None:
+    """Refuse what is no address, without showing it: a key may stand there by mistake."""
     if url is None:
         return
     from salesrl_trl.service.statuses import address_fault
 
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
-        has_host = False
-    check(  # without showing it: a key may stand there by mistake
-        re.fullmatch(r"https?://\S+", url) is not None and has_host,
+    check(
+        re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:0*[1-9]\d{0,4})?([/?]\S*)?", url) is not None,
         f"`{setting}` is no address. Expected one that starts with http:// or https://, with a host, and behind a "
         "colon nothing but its port.",
     )
@@ -96,17 +71,13 @@ def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
     """An object of the class that a dotted path names, made without arguments. `setting` holds the path. `kind`: a
     class, perhaps an abstract one, that it has to derive from. Raises `ConfigError` where it can't be made."""
     loaded = load_object(path, setting)
-    wanted = f"{kind.__module__}.{kind.__qualname__}"
     assert isinstance(kind, type)  # mypy takes no abstract class for a `type[T]`, but for a callable that makes one
-    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-        raise ConfigError(f"`{setting}` is {path!r}, which is no {wanted}. Expected a class that derives from it.")
+    expected = f"Expected a class that derives from {kind.__module__}.{kind.__qualname__}, and needs no arguments."
+    check(isinstance(loaded, type) and issubclass(loaded, kind), f"`{setting}` is {path!r}. {expected}")
     try:
-        return cast(T, loaded())
+        return cast(Callable[[], T], loaded)()
     except TypeError as error:
-        raise ConfigError(
-            f"`{setting}` is {path!r}, which can't be made without arguments ({error}). Expected one that can, with "
-            f"every method of {wanted}. Give its arguments defaults, or derive a class that sets them."
-        ) from error
+        raise ConfigError(f"`{setting}` is {path!r}, which can't be made ({error}). {expected}") from error
 
 
 def find_modules_in(folder: Path) -> None:
@@ -129,19 +100,155 @@ def load_object(path: str, setting: str) -> object:
         loaded = getattr(importlib.import_module(module), name)
         if not is_called:
             return cast(object, loaded)
+        call = cast(ast.Call, ast.parse(path, mode="eval").body)
+        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
             "finds elsewhere. Install it, or add its folder to PYTHONPATH."
         ) from error
-    except AttributeError as error:
-        near = nearest(name, vars(sys.modules[module]) if module in sys.modules else ())
-        raise ConfigError(
-            f"{where}, and {module!r} has no {name!r}.{near} Expected a class or function of that module."
-        ) from error
-    try:
-        call = cast(ast.Call, ast.parse(path, mode="eval").body)
-        keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}, which does not work ({error}). Expected plain values, as in `f(a=1)`.") from error
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        near = "" if name in known else nearest(name, known)
+        raise ConfigError(
+            f"{where}, which does not work ({error}).{near} Expected a class or function of a module, or a call with "
+            "plain values, as in `m.f(a=1)`."
+        ) from error
+
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+
+MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
+
+
+class Range(NamedTuple):
+    """The numbers that a setting may have, both ends included."""
+
+    least: float
+    most: float = sys.float_info.max
+    why: str = ""
+    """Reason of the upper end."""
+
+    @property
+    def text(self) -> str:
+        """`"more than 0, and at most 10: ..."`."""
+        least = "more than 0" if self.least == MORE_THAN_0 else f"at least {self.least:g}"
+        most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
+        ends = [least] * (self.least > -sys.float_info.max) + [most] * (self.most < sys.float_info.max)
+        return (", and ".join(ends) or "finite") + (f": {self.why}" if self.why else "")
+
+
+Count = Annotated[int, Range(1)]
+NumberOrNone = Annotated[int, Range(0)]
+"""Of steps, for example; 0 for none."""
+Positive = Annotated[float, Range(MORE_THAN_0)]
+Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
+"""Infinite for none."""
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+LessThan1 = Annotated[float, Range(0, LESS_THAN_1)]
+
+
+def _range(why: str = "", **ends: float) -> Range:
+    """The range of an entry of `ranges.toml`, whose head says what the ends are."""
+    least = ends["least"] if "least" in ends else math.nextafter(ends["above"], math.inf)
+    most = math.nextafter(ends["below"], -math.inf) if "below" in ends else ends.get("most", sys.float_info.max)
+    return Range(least, most, why)
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("ranges.toml").read_text("utf-8"))
+TRAINING, LORA = ({name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "lora"))
+"""Of `GRPOConfig`, and of `ModelConfig`."""
+RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
+"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
+
+
+def check_ranges(config: object, ranges: dict[str, Range]) -> None:
+    for name, allowed in ranges.items():
+        check_range(name, getattr(config, name), allowed)
+
+
+def check_range(name: str, value: object, allowed: Range) -> None:
+    """Raise `ConfigError` unless a setting's value is `None`, or a number in the range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    check(
+        value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
+        f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
+    )
+
+
+TYPES: dict[object, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "true or false"),
+}
+
+
+def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
+    """A dataclass whose fields have names of `source`, but for those in `others`."""
+    taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
+    return kind(**taken, **others)
+
+
+def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> Settings:
+    """The dataclass of a nested setting, from a mapping or its JSON; from `None` that of no entries. `path`: the
+    setting, with dots. `text`: the entry that another text stands for. The `ConfigError` of a wrong entry names its
+    whole path."""
+    if text and isinstance(value, str) and not value.startswith("{"):
+        value = {text: value}
+    entry: dict[str, Any] = structure(path, {} if value is None else value, dict)
+    check_names(path, entry, [field.name for field in fields(kind)])
+    needed = [at.name for at in fields(kind) if at.default is MISSING and at.default_factory is MISSING]
+    lacking = [name for name in needed if name not in entry]
+    check(not lacking, f"`{path}` lacks {', '.join(lacking)}. Expected a mapping with {', '.join(needed)}.")
+    for name, hint in inspect.get_annotations(kind).items():
+        if name in entry:
+            check_value(f"{path}.{name}", entry[name], hint)
+    try:
+        return kind(**entry)
+    except ConfigError as error:
+        raise error if str(error).startswith(f"`{path}") else ConfigError(f"`{path}`: {error}") from error
+
+
+def check_names(path: str, names: Iterable[object], known: Sequence[str]) -> None:
+    for name in names:
+        near = nearest(str(name), known)
+        check(name in known, f"`{path}` has an unknown {name!r}.{near} Expected some of: {', '.join(known)}.")
+
+
+def check_settings(config: "DataclassInstance", where: str = "") -> None:
+    """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
+    text is a switch.
+
+    `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
+    name in messages.
+    """
+    for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
+        for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
+            check_value(f"{where}{name}", getattr(config, name), hint)
+
+
+def check_value(name: str, value: object, hint: object) -> None:
+    """Refuse a value that a type does not allow, such as `Annotated[int, Range(1)]`. `name`: the setting's."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
+    if kind is str and len(kinds) == 1 + (NoneType in kinds):
+        check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
+    if get_origin(kind) is dict and len(kinds) == 1:
+        check(isinstance(value, dict), f"`{name}` is a {type(value).__name__}. Expected a mapping.")
+    if kind in TYPES:
+        number, expected = TYPES[kind]
+        is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
+        is_text = kind is float and isinstance(value, str) and re.fullmatch(r"\d+e-?\d+", value)
+        note = f" YAML reads {value} as a text: write {str(value).replace('e', '.0e')}." if is_text else ""
+        check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.{note}")
+    for limit in limits:
+        if isinstance(limit, Range):
+            check_range(name, value, limit)
+        elif callable(limit):
+            limit(name, value)
+        else:
+            check(value in limit, f"`{name}` is {value!r}. Expected one of: {', '.join(limit)}.")

@@ -1,12 +1,19 @@
-"""Settings without keys, for records and logs. Owns what the name of a key is. Needs no torch.
-
-Called by `env`, `run.run_record`, `launch.building` and `config.training`.
+"""Names of settings: those of keys, which no record and no log may hold, and those with a dot, such as
+`branch_kl.settings.law`, or of earlier versions (`former.toml`), which are entries of other settings. Needs no torch.
 """
 
+import functools
 import json
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from salesrl_trl.config.checks import structure
+from salesrl_trl.errors import ConfigError
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = re.compile(
@@ -40,19 +47,69 @@ def without_keys(value: object) -> object:
         }
     if isinstance(value, list | tuple):
         return [without_keys(entry) for entry in value]
-    if isinstance(value, str) and (plain := from_json(value)) is not value:
-        shown = without_keys(plain)
-        return value if shown == plain else json.dumps(shown)
     if not isinstance(value, str):
         return value
+    if (plain := from_json(value)) is not value:
+        shown = without_keys(plain)
+        return value if shown == plain else json.dumps(shown)
     return _IN_A_QUERY.sub(lambda pair: f"{pair[1]}=***" if is_secret(pair[1]) else pair[0], _USER.sub("***@", value))
 
 
-def from_json(text: str) -> object:
-    """The structure in a text that is one, or the text."""
-    if not text.lstrip().startswith(("{", "[")):
-        return text
+def from_json(value: object) -> object:
+    """The structure in a text that is one, or the value."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except ValueError:
-        return text
+        return value
+
+
+Kind = TypeVar("Kind", bound=type)
+
+FORMER: dict[str, str] = tomllib.loads(Path(__file__).with_name("former.toml").read_text("utf-8"))
+"""By a former name: the setting, and behind a dot its entry."""
+_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}  # entries that texts are
+
+
+def takes_former_names(kind: Kind) -> Kind:
+    """Let a dataclass of settings take former names too."""
+    made = kind.__init__  # type: ignore[misc]
+    names = [field.name for field in fields(kind) if field.init]
+
+    @functools.wraps(made)
+    def init(self: object, *args: object, **given: object) -> None:
+        given = {**dict(zip(names, args, strict=False)), **given}
+        made(self, **(given if given.keys().isdisjoint(FORMER) else with_entries(given)))
+
+    kind.__init__ = init  # type: ignore[misc]
+    return kind
+
+
+def with_entries(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with those by dotted and by former names inside the ones that they belong to. `None` for a former
+    name sets nothing. Raises `ConfigError` where a setting has no entries."""
+    inner = {name: value for name, value in given.items() if name in FORMER or "." in name}
+    settings = {name: value for name, value in given.items() if name not in inner}
+    for name, value in inner.items():
+        if value is not None or name not in FORMER:
+            setting, *path = FORMER.get(name, name).split(".")
+            if not path and settings.get(setting) is not None:
+                raise ConfigError(f"`{name}` is given beside `{setting}`. Expected one of them.")
+            settings[setting] = _placed(name, settings.get(setting), setting, path, from_json(value))
+    return settings
+
+
+def _placed(name: str, current: object, setting: str, path: Sequence[str], value: object) -> object:
+    """The value of a setting, or of one of its entries, with a new one at a path. `name`: as it was given."""
+    if not path:
+        return {**current, **value} if isinstance(current, Mapping) and isinstance(value, Mapping) else value
+    if setting in _TEXTS and isinstance(current, str) and not current.startswith(("{", "[")):
+        current = {_TEXTS[setting]: current}
+    is_text = isinstance(current, str) and not current.startswith("{")
+    if is_text or not isinstance(current, str | Mapping | None):
+        raise ConfigError(
+            f"`{name}` is given beside `{setting}`, a {type(current).__name__}. Expected it in an entry of that."
+        )
+    entries = structure(setting, current or {}, dict)
+    return {**entries, path[0]: _placed(name, entries.get(path[0]), path[0], path[1:], value)}

@@ -1,6 +1,5 @@
 """What quick evaluations are asked for: their settings, and the interface of a figure of your own."""
 
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -60,24 +59,17 @@ def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> 
             made = item() if isinstance(item, type) else item
             if not isinstance(made, Figure):
                 raise TypeError("it lacks one of `name`, `form` and `__call__`")
-            inspect.signature(made).bind([])
-        except TypeError as error:
+            format(0.5, made.form)
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"`quick_eval_figures` holds {item!r}: {error}. Expected a class that is made without arguments and "
-                "has `name`, `form` and `__call__(answers)`: see `salesrl_trl.config.quick_evaluations`."
+                "has `name`, a `form` such as '.2f', and `__call__(answers)`."
             ) from error
         if not str(made.name).isidentifier() or made.name in taken:
             raise ConfigError(
                 f"`quick_eval_figures`: {item!r} has the name {made.name!r}. Expected letters, digits and "
                 f"underscores, and none of: {', '.join(sorted(taken))}. Give it another `name`."
             )
-        try:
-            format(0.5, made.form)
-        except ValueError:
-            raise ConfigError(
-                f"`quick_eval_figures`: {made.name!r} has the form {made.form!r}. Expected a format of Python for a "
-                "number, such as '.2f' or '.0%'."
-            ) from None
         taken.add(made.name)
         figures.append(made)
     return tuple(figures)

@@ -1,20 +1,20 @@
-"""From settings to the arguments of rollouts, their scoring and the passes through the model.
-
-Owns this mapping, the reasons why something can't be done, and warnings about settings that do not suit each other.
-`wiring` and the trainer call it.
-"""
+"""From settings to the arguments of rollouts, their scoring, the passes through the model and the colocated engine,
+and the reasons why something can't be done."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import PreTrainedModel
 
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.training import SalesGRPOConfig
 from salesrl_trl.config.trl_settings import compares_with_sampler, reshaped_sampling
-from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.rollout.buffer import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
@@ -26,6 +26,11 @@ from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import highest
 
 logger = get_logger(__name__)
+
+SAMPLING_HINTS = (
+    "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
+    "`max_sampling_logp_difference` only hides it."
+)
 
 
 def first(reasons: Mapping[str, object]) -> str | None:
@@ -61,7 +66,6 @@ def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | N
 
 
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
-    """What makes up for failed completions. Says once what it can't do."""
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
         why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
@@ -73,22 +77,15 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
-    """Warnings about settings that leave tokens out of the loss, or give them unexpected weights."""
-    warnings = []
-    if args.most_lookahead and args.use_vllm and args.vllm_importance_sampling_mode.endswith("_mask"):
-        warnings.append(
-            f"`rollout_lookahead` is {args.most_lookahead} with `vllm_importance_sampling_mode: "
-            f"{args.vllm_importance_sampling_mode}`, which leaves tokens out of the loss if the policy's probability "
-            f"of them has changed much: see `{LEFT_OUT}`. `token_truncate` keeps them, with bounded weights."
-        )
+    """Warnings about settings that give tokens unexpected weights."""
     reshaped = ", ".join(reshaped_sampling(args))
-    if args.use_vllm and reshaped and compares_with_sampler(args):
-        warnings.append(
-            f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, "
-            "so the importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
-            "`vllm_importance_sampling_correction: false` uses no ratios."
-        )
-    return warnings
+    if not args.use_vllm or not reshaped or not compares_with_sampler(args):
+        return []
+    return [
+        f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, so the "
+        "importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
+        "`vllm_importance_sampling_correction: false` uses no ratios."
+    ]
 
 
 def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
@@ -143,15 +140,6 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
         "pictures of a batch are encoded together": reads_pictures,
     }
     return first(reasons)
-
-
-def sampling_hints(args: SalesGRPOConfig) -> str:
-    """Possible reasons for a difference between the log-probs of vLLM and of the trainer."""
-    hints = "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
-    hints += "`max_sampling_logp_difference` only hides it."
-    if reshaped_sampling(args):
-        hints = f"Its log-probs are of what {', '.join(reshaped_sampling(args))} leaves. {hints}"
-    return hints
 
 
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
@@ -222,23 +210,95 @@ def buffer_policy_of(
     `why_not` tells why groups go in turn all the same, from why rewards come for a whole batch. `at_once` is that, and
     `refilled_at_once` where groups are refilled.
     """
-    if policy is not None:
-        check(
-            policy.max_age >= args.most_lookahead,
-            f"`buffer_policy` trains on groups of an age up to {policy.max_age}, and rollouts are up to "
-            f"{args.most_lookahead} steps ahead. Expected a `max_age` of at least as many",
-        )
-
-    def has_effect(name: str, whole_batch: str | None) -> bool:
+    check(
+        policy is None or policy.max_age >= args.most_lookahead,
+        f"`buffer_policy` has a `max_age` below the {args.most_lookahead} steps that rollouts are ahead. Expected at "
+        "least as many",
+    )
+    wishes = {"buffer_policy": at_once} if policy is not None else {}
+    if policy is None and args.max_staleness > args.most_lookahead > 0:
+        wishes["max_staleness"] = at_once
+    if policy is None and args.refill_groups:
+        wishes["refill_groups"] = refilled_at_once
+    in_force = dict[str, int]()
+    for name, whole_batch in wishes.items():
         if (reason := why_not(whole_batch)) is not None:
             logger.info(f"`{name}` has no effect here, because {reason}")
-        return reason is None
-
-    if policy is not None and has_effect("buffer_policy", at_once):
-        return policy
-    in_force = {}
-    if policy is None and args.max_staleness > args.most_lookahead > 0 and has_effect("max_staleness", at_once):
-        in_force["max_staleness"] = args.max_staleness
-    if policy is None and args.refill_groups and has_effect("refill_groups", refilled_at_once):
-        in_force["refill_groups"] = args.refill_groups
+        elif policy is not None:
+            return policy
+        else:
+            in_force[name] = getattr(args, name)
     return policy_of(args.most_lookahead, **in_force)
+
+
+GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's `compilation_config` for CUDA graphs of whole decoding steps, and no compiler."""
+_FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "dtype"}
+"""Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
+
+
+class Start(Enum):
+    """What an engine makes at its start."""
+
+    EAGER = "eager"
+    GRAPHS = "with CUDA graphs, and compiles nothing"
+    COMPILED = "compiled, with CUDA graphs"
+
+
+def engine_start(args: SalesGRPOConfig) -> Start:
+    eager = args.parsed_engine_kwargs().get("enforce_eager")
+    if eager is None:
+        return Start.EAGER if args.device.type == "cpu" else Start.GRAPHS
+    return Start.EAGER if eager else Start.COMPILED
+
+
+def _sequences(args: SalesGRPOConfig) -> int:
+    """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
+    of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+    return of_trl + args.most_unfinished
+
+
+def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
+    """The settings that vLLM compiles an engine for: with others it compiles again. `model`: folder or hub name."""
+    parallel = args.vllm_tensor_parallel_size
+    return {
+        "model": model,
+        "number_format": [args.bf16, args.fp16],
+        "max_model_length": args.vllm_max_model_length,
+        "sequences": _sequences(args),
+        "tensor_parallel_size": parallel,
+        "sleep_mode": args.vllm_enable_sleep_mode,
+        "implementation": args.vllm_model_impl,
+        "further": args.parsed_engine_kwargs(),
+        "device": torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type,
+    }
+
+
+def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
+    """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
+    of a colocated engine are given for a server."""
+    from salesrl_trl.generation.merging import pushes_all_weights
+
+    extra = args.parsed_engine_kwargs()
+    own = extra.keys() - _FOR_SERVERS_TOO
+    if args.use_vllm and args.vllm_mode == "server" and own:
+        raise ConfigError(
+            f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server` "
+            "give it to the server's command line."
+        )
+    start = engine_start(args)
+    group = args.process_index // args.vllm_tensor_parallel_size
+    in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")
+    options: dict[str, object] = {
+        "enforce_eager": start is Start.EAGER,
+        # random until the first push, which TRL always makes before the first generation
+        "load_format": "dummy" if pushes_all_weights(model) else "auto",
+        "dtype": in_training,
+        # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
+        "seed": args.seed * 1000 + group,
+    }
+    if args.most_unfinished:
+        options["max_num_seqs"] = _sequences(args)
+    if start is Start.GRAPHS:
+        options["compilation_config"] = GRAPHS_ALONE
+    return options | extra

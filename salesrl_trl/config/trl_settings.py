@@ -1,24 +1,18 @@
-"""Checks of TRL's and transformers' settings: numbers, sizes that go together, the schedule, sampling.
-
-Owns what would be refused later, or without advice. `training` calls it, `preflight` for evaluations, and the trainer
-after an evaluation.
-"""
+"""TRL's and transformers' settings: checks that these do not make, and the machine's device and number format."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import get_scheduler
-from transformers.trainer_utils import SchedulerType
+from accelerate.utils import str_to_bool
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import check, load_object, structure
-from salesrl_trl.config.ranges import EVERY, RESHAPING, TRAINING, check_ranges
-from salesrl_trl.errors import ConfigError, Refusals
+from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_ranges, load_object
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
+
 
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
@@ -26,74 +20,13 @@ _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mod
 
 def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
-    of_steps = {name: getattr(args, name.replace("_steps", "_strategy")) == "steps" for name in EVERY}
-    every, refused = {name: EVERY[name] for name, is_used in of_steps.items() if is_used}, Refusals()
-    with refused.of(args, "num_train_epochs"):
-        epochs = args.num_train_epochs
-        check(epochs != 0, f"`num_train_epochs` is {epochs!r}. Expected a number, more than 0. {_WITHOUT_UPDATES}")
-    refused.each(lambda: check_ranges(args, TRAINING | every))
-    with refused.of(args, "max_steps"):
-        steps = args.max_steps
-        check(
-            isinstance(steps, int) and (steps == -1 or steps > 0),
-            f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
-            f"{_WITHOUT_UPDATES}",
-        )
-    refused.tell()
-
-
-def check_sizes(args: GRPOConfig) -> None:
-    """Raise `ConfigError` unless groups, batches and processes go together."""
-    refused, processes = Refusals(), int(os.environ.get("WORLD_SIZE", "1"))  # transformers' number is set later
-    with refused.of(args, "num_generations"):
-        check(
-            args.num_generations >= 2,
-            f"`num_generations` is {args.num_generations}. Expected at least 2: GRPO compares a prompt's completions.",
-        )
-    refused.check(
-        lambda: not args.auto_find_batch_size,
-        "`auto_find_batch_size` is true, which would take groups apart. Expected false. Set a lower "
-        "`per_device_train_batch_size` and more `gradient_accumulation_steps` instead.",
-    )
-    with refused.of(args, "generation_batch_size"):
-        check(
-            args.generation_batch_size is None or args.steps_per_generation is None,
-            "`generation_batch_size` and `steps_per_generation` are both given. Expected one of them: leave one out.",
-        )
-    with refused:
-        split = args.vllm_tensor_parallel_size
-        check(
-            not args.use_vllm or args.vllm_mode == "server" or processes % split == 0,
-            f"`vllm_tensor_parallel_size` is {split}, and there are {processes} processes. Expected a divisor: each "
-            "engine takes the GPUs of so many processes. Launch more, or set it to 1.",
-        )
-    with refused:
-        _check_batch(args, processes)
-    with refused:
-        if args.eval_strategy != "no":
-            check_evaluation(args, processes)
-    refused.tell()
-
-
-def _check_batch(args: GRPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless a generation batch holds whole micro-batches and whole groups."""
-    steps = args.steps_per_generation or args.gradient_accumulation_steps
-    micro_batch = args.per_device_train_batch_size * processes
-    made = f"{args.per_device_train_batch_size} per device x {processes} processes"
-    if args.generation_batch_size is None:
-        batch, made = micro_batch * steps, f"{made} x {steps} steps"
-    else:
-        batch = args.generation_batch_size
-        check(
-            batch % micro_batch == 0,
-            f"`generation_batch_size` is {batch}, no multiple of a micro-batch of {micro_batch} ({made}). "
-            f"Expected whole micro-batches: {max(batch // micro_batch, 1) * micro_batch}, for example.",
-        )
+    check_ranges(args, TRAINING)
+    check(args.num_train_epochs != 0, f"`num_train_epochs` is 0. Expected a number, more than 0. {_WITHOUT_UPDATES}")
+    steps = args.max_steps
     check(
-        batch % args.num_generations == 0,
-        f"a generation batch holds {batch} completions ({made}), which `num_generations` {args.num_generations} "
-        "does not divide. Expected whole groups. Change `per_device_train_batch_size`, "
-        "`gradient_accumulation_steps` or `num_generations`.",
+        isinstance(steps, int) and (steps == -1 or steps > 0),
+        f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
+        f"{_WITHOUT_UPDATES}",
     )
 
 
@@ -108,68 +41,8 @@ def check_evaluation(args: GRPOConfig, processes: int) -> None:
     )
 
 
-def check_mode(mode: str) -> None:
-    """Refuse several processes for rewards."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    check(
-        mode != "rewards" or processes == 1,
-        f"`mode: rewards` was launched with {processes} processes, and needs no GPU. Expected one: launch with "
-        "`python recipes/RECIPE.py --mode rewards`.",
-    )
-
-
 ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that move the learning rate by a figure of evaluations."""
-
-
-def settle_schedule(args: GRPOConfig) -> None:
-    """Let an adaptive schedule follow the reward of evaluations, unless the settings name another figure.
-
-    Raises `ConfigError` if the schedule can't be built from its arguments, or there are no evaluations to follow.
-    """
-    try:
-        name = SchedulerType(args.lr_scheduler_type).value
-    except ValueError:
-        names = ", ".join(kind.value for kind in SchedulerType)
-        raise ConfigError(f"`lr_scheduler_type` is {args.lr_scheduler_type!r}. Expected one of: {names}.") from None
-    kwargs: dict[str, object] = structure("lr_scheduler_kwargs", args.lr_scheduler_kwargs or {}, dict)
-    if name in ADAPTIVE:
-        check(
-            getattr(args.eval_strategy, "value", args.eval_strategy) != "no",
-            f"`lr_scheduler_type: {name}` moves the learning rate by a figure of evaluations, and `eval_strategy` is "
-            "no. Expected evaluations during training. Set `eval_strategy: steps` and `eval_steps`.",
-        )
-        args.metric_for_best_model = f"eval_{(args.metric_for_best_model or 'reward').removeprefix('eval_')}"
-        if args.greater_is_better is None:
-            args.greater_is_better = not args.metric_for_best_model.endswith("loss")
-        kwargs.setdefault("mode", "max" if args.greater_is_better else "min")
-    args.lr_scheduler_kwargs = kwargs or None
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
-    try:
-        get_scheduler(name, optimizer, 0, 1, kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"`lr_scheduler_type: {name}` with `lr_scheduler_kwargs: {kwargs}` can't be built: {error}. Expected the "
-            "arguments of transformers' schedule of this name. Correct `lr_scheduler_kwargs`."
-        ) from error
-
-
-def follow(figures: Mapping[str, float | None], args: GRPOConfig, schedule: Any) -> None:
-    """Let an adaptive schedule see an evaluation. One in which nothing could be scored moves nothing. `schedule` is
-    `None` before the first step. Raises `ConfigError` where evaluations have no such figure."""
-    if SchedulerType(args.lr_scheduler_type).value not in ADAPTIVE:
-        return
-    name = args.metric_for_best_model
-    check(
-        name in figures,
-        f"`metric_for_best_model` is {name}, which evaluations do not have. Expected one of: "
-        f"{', '.join(sorted(figures))}.",
-    )
-    value = figures[name]
-    if schedule is not None and value is not None:
-        schedule.step(value)
-
-
+"""Schedules that move the learning rate by a figure of evaluations, and take a reward for a loss."""
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Formats that vLLM makes of 16-bit weights while it reads them."""
 
@@ -198,7 +71,13 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
     )
     can_correct = args.vllm_mode == "colocate" and corrects and not args.use_cpu
-    check_quantization(engine.get("quantization"), can_correct=can_correct)
+    quantization = engine.get("quantization")
+    check(  # bitsandbytes is TRL's for `load_in_4bit`
+        quantization in (None, "bitsandbytes", *(QUANTIZATIONS if can_correct else ())),
+        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
+        "policy. Expected none; or on a GPU, with `vllm_mode: colocate` and `vllm_importance_sampling_correction: "
+        f"true`, one of: {', '.join(QUANTIZATIONS)}.",
+    )
     temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
     check(
         temperature == args.temperature,
@@ -232,29 +111,11 @@ def load_sampler(path: str | None) -> "Callable[[Upstream], Sampler] | None":
     if path is None:
         return None
     sampler = load_object(path, "sampler")
-    lacking = [name for name in ("start", "greedily") if not callable(getattr(sampler, name, None))]
     check(
-        not lacking,
-        f"`sampler` is {path!r}, which has no {' and no '.join(f'`{name}`' for name in lacking)}. "
-        "Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
+        all(callable(getattr(sampler, name, None)) for name in ("start", "greedily")),
+        f"`sampler` is {path!r}. Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
     )
     return cast("Callable[[Upstream], Sampler]", sampler)
-
-
-def check_quantization(quantization: object, *, can_correct: bool) -> None:
-    """Refuse a quantised engine without a GPU of this process, or without the correction for its distribution."""
-    if quantization in (None, "bitsandbytes"):  # the latter is TRL's for `load_in_4bit`
-        return
-    expected = ", ".join(QUANTIZATIONS)
-    check(
-        quantization in QUANTIZATIONS,
-        f"`vllm_engine_kwargs` has the quantization {quantization!r}. Expected one of: {expected}.",
-    )
-    check(
-        can_correct,
-        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
-        "policy. Expected none, or a GPU with `vllm_mode: colocate` and `vllm_importance_sampling_correction: true`.",
-    )
 
 
 def keep_folders(trackers: Iterable[str]) -> list[str]:
@@ -265,3 +126,83 @@ def keep_folders(trackers: Iterable[str]) -> list[str]:
     on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
     os.environ |= dict.fromkeys(on, "false")
     return [f"off: {name}: it uploads prompts and completions under way too; `push_to_hub` does not" for name in on]
+
+
+_OLDEST_WITH_BF16 = (8, 0)
+"""CUDA compute capability of Ampere. Older cards emulate bf16, which is slower than float32."""
+
+
+def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bool, list[str]]:
+    """Settle the device and the precision on this machine: `use_cpu`, `bf16`, `fp16`, and lines about differences from
+    TRL's. Without a GPU the CPU is used in any case. A `bf16` of `None` is TRL's default: bf16, unless `fp16` is set.
+    It becomes float32 where bf16 is slow; a `bf16` of `True` stays.
+
+    accelerate and DeepSpeed follow the result: it replaces the precision in the environment variables that `accelerate
+    launch` sets for this process. Raises `ConfigError` if FSDP can't work as it is set up, or `fp16` is set on a CPU.
+    """
+    on_cpu = use_cpu or _is_on("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if has_fsdp():
+        _check_fsdp(on_cpu)
+    check(
+        not (on_cpu and fp16),
+        "`fp16` is true, and this run is on a CPU, where accelerate has no fp16. Expected a GPU, or neither `fp16` "
+        "nor `bf16`, which is float32. Leave `fp16` out.",
+    )
+    notes, is_bf16 = list[str](), not fp16 if bf16 is None else bf16
+    if is_bf16 and bf16 is None and (on_cpu or _emulates_bf16()):
+        is_bf16 = False
+        notes.append("precision: float32. TRL's default is bf16, slow on this device. `bf16: true` keeps it")
+    if on_cpu and _is_on("ACCELERATE_USE_DEEPSPEED"):
+        import deepspeed.ops  # a run without DeepSpeed does without it
+
+        # one operator is compiled at the start of a run; without this entry all are tried, by compilers
+        vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if is_bf16 else "fp16" if fp16 else "no"
+    if fields := os.environ.get("ACCELERATE_CONFIG_DS_FIELDS"):
+        # with `mixed_precision` in this list, DeepSpeed refuses another precision than the file's
+        kept = [name for name in fields.split(",") if name != "mixed_precision"]
+        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
+    return on_cpu, is_bf16, fp16, notes
+
+
+def _is_on(variable: str) -> bool:
+    return bool(str_to_bool(os.environ.get(variable, "false")))
+
+
+def _emulates_bf16() -> bool:
+    """Of NVIDIA's cards. transformers checks the chips of other makers."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) < _OLDEST_WITH_BF16
+
+
+def has_fsdp() -> bool:
+    return _is_on("ACCELERATE_USE_FSDP")
+
+
+def _check_fsdp(on_cpu: bool) -> None:
+    check(
+        not on_cpu,
+        "the accelerate configuration asks for FSDP, and this run is on a CPU, where accelerate would train whole "
+        "copies without a word. Expected GPUs. On a CPU use accelerate_configs/zero3.yaml.",
+    )
+    check(
+        not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
+        "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`, with which one process alone "
+        "loads weights, and the reference policy of all others has none. Expected false, as in "
+        "accelerate_configs/fsdp2.yaml.",
+    )
+
+
+def device_line(device: torch.device, processes: int) -> str:
+    """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
+    several = f"{processes} processes" if processes > 1 else "1 process"
+    if device.type == "cpu":
+        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        return f"{several} on the CPU: {cores} cores, {threads} threads each; {gib:.0f} GiB of memory"
+    if device.type != "cuda":
+        return f"{several} on {device.type}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"

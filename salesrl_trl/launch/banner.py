@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from salesrl_trl.config.machine import device_line
 from salesrl_trl.config.rollouts import why_not_partial
+from salesrl_trl.config.trl_settings import device_line
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed

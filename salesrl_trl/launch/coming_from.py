@@ -1,10 +1,5 @@
 """Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
-versions. What each is here.
-
-`coming_from.yaml` is the table. Owns how a value is converted. `settings` and `settings_help` answer an unknown name
-by it, `translate` converts a configuration, and `scripts/make_coming_from.py` makes docs/COMING_FROM.md. Imports no
-torch.
-"""
+versions. `coming_from.yaml` says what each is here, and this module how a value is converted."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 
-from salesrl_trl.config.former import FORMER, with_entries
+from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.data.files import read_yaml
 
 GONE = "gone"  # the part of the table with the settings of earlier versions
@@ -25,8 +20,6 @@ UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErr
 
 
 class Name(NamedTuple):
-    """A line of the table; its head explains the fields."""
-
     system: str
     here: str = ""
     see: str = ""
@@ -50,7 +43,6 @@ def beside() -> dict[str, object]:
 
 @functools.cache
 def names() -> dict[str, Name]:
-    """The table."""
     return {name: Name(GONE, here=place) for name, place in FORMER.items()} | {
         key: Name(system, **({"here": line} if isinstance(line, str) else line))
         for system, lines in _content().items()
@@ -109,13 +101,13 @@ def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
     found = dict[str, Any]()
     for name, value in given.items():
-        inner = flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        is_inner = isinstance(value, Mapping) and value
+        inner = flat(value, f"{before}{name}.") if is_inner else {f"{before}{name}": value}
         found |= inner if name != "_target_" else {}
     return found
 
 
 def value_of(text: str) -> Any:
-    """The value of a word of a command line."""
     try:
         return yaml.safe_load(text) if text else None
     except yaml.YAMLError:
@@ -128,7 +120,6 @@ def flow(settings: Mapping[str, object]) -> str:
 
 
 def updates(given: Given) -> int:
-    """Optimizer steps in a step of verl."""
     prompts, mini = given.get("data.train_batch_size") or 1, given.get("actor.ppo_mini_batch_size")
     return ceil(prompts / (mini or prompts)) * (given.get("actor.ppo_epochs") or 1)
 
@@ -171,14 +162,12 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
     return {here: [function, overlong], "reward_weights": [1.0, given.get(f"{_OVERLONG}.penalty_factor", 1.0)]}
 
 
-def _files(here: str, value: Any, given: Given) -> dict[str, object]:
-    """Several files are entries of `dataset`, with those to evaluate on if these are as many. Else it raises."""
-    files, train = ([each] if isinstance(each, str) else each for each in (value, given.get("data.train_files", "")))
-    if len(train) < 2:
-        return _named(here, *files)
-    if here == "dataset":
+def _files(here: str, value: Any, _: Given) -> dict[str, object]:
+    """Several files are entries of `dataset`. Several to evaluate on raise."""
+    files = [value] if isinstance(value, str) else value
+    if here == "dataset" and len(files) > 1:
         return {here: [{"path": path} for path in files]}
-    return {"dataset": [{"path": path, "eval": own} for path, own in zip(train, files, strict=True)]}
+    return _named(here, *files)
 
 
 CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from salesrl_trl.config.checks import build_object, check, check_path, structure
-from salesrl_trl.config.former import takes_former_names
-from salesrl_trl.config.ranges import (
+from salesrl_trl.config.checks import (
     MORE_THAN_0,
     Count,
     LessThan1,
     Range,
+    build_object,
+    check,
     check_settings,
     entry_of,
+    structure,
 )
+from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.data.files import DEMO, ENDINGS
-from salesrl_trl.errors import Refusals
 from salesrl_trl.launch.data.form import Column, Form, read_columns
 from salesrl_trl.launch.data.formats import FORMATS, ROWS, DatasetFormat
 from salesrl_trl.launch.data.prompts import LONG_PROMPT_RULES
@@ -23,14 +24,13 @@ from salesrl_trl.launch.data.sources import PACKAGED
 
 
 def _check_source(setting: str, source: object) -> None:
-    """Refuse an empty name, a path that can't be looked at, and a split of a local file, which is one split."""
+    """Refuse an empty name, and a split of a local file, which is one split."""
     if isinstance(source, list) or str(source).startswith("["):  # several datasets
         return
     kind = type(source).__name__
     check(isinstance(source, str | PurePath), f"`{setting}` is of type {kind}. Expected a text, or a list.")
     source = str(source)
     check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
-    check_path(setting, source)
     file, split = _source_and_split(source, "")
     message = f"`{setting}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
     check(not split or Path(file).suffix not in ENDINGS, message)
@@ -42,7 +42,6 @@ def _check_format(setting: str, name: str) -> None:
 
 
 def _columns(setting: str, value: object) -> dict[str, Column] | None:
-    """The columns of a setting. Raises `ConfigError` for another form."""
     return None if value is None else read_columns(setting, structure(setting, value, dict))
 
 
@@ -100,12 +99,10 @@ class DatasetSource:
 
     @property
     def train_source(self) -> tuple[str, str]:
-        """The source of the training rows, and its split."""
         return _source_and_split(self.entry.path, "train")
 
     @property
     def eval_source(self) -> tuple[str, str]:
-        """The source of the held-out rows, and its split."""
         path = self.eval.path
         return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
@@ -140,7 +137,7 @@ class DatasetSource:
 class DataConfig:
     """The rows to train and evaluate on."""
 
-    dataset: dict[str, object] | str | list[object] | None = DEMO
+    dataset: dict[str, object] | str | list[object] | None = "demo"
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
     `NAME:SPLIT` is another split than `train`. A mapping with the fields of `DatasetEntry` has another format or other
     columns; several datasets are a list of such mappings."""
@@ -152,25 +149,19 @@ class DataConfig:
     """Number of training rows to take, from the first one on. Defaults to all."""
     max_eval_rows: Count | None = None
     """Number of held-out rows to take, from the first one on. Defaults to all."""
-    prompt_template: Annotated[str, check_path] | None = None
-    """A file with a prompt of your own: a Jinja template with the row's fields, which docs/DATA.md lists. Without one
-    the prompt is the row's `prompt`, or the turns of its `conversation`, as they are. For the packaged reward chain
-    there are two: `instruct` explains its task to a general chat model. `compact` is the conversation alone."""
+    prompt_template: str | None = None
+    """A file with a prompt of your own: a Jinja template with the row's fields (docs/DATA.md). Without one the prompt
+    is the row's `prompt`, or the turns of its `conversation`. The packaged reward chain has two: `instruct` explains
+    its task to a general chat model, `compact` is the conversation alone."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"
-    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or without it
-    in the model's positions. `error` ends the run before a model is loaded. `drop` leaves these rows out.
-    `truncate_oldest_turns` leaves their oldest turns out of the prompt."""
+    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or in the
+    model's positions: `error` ends the run, `drop` leaves them out, `truncate_oldest_turns` shortens their prompts."""
 
     def __post_init__(self) -> None:
-        self.sources = list[DatasetSource]()
-        refused = Refusals()
-        refused.each(lambda: check_settings(self))
-        with refused.of(self, "sources"):
-            self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
-        refused.tell(self)
+        check_settings(self)
+        self.sources = self._read_sources(_eval_source("eval_dataset", self.eval_dataset))
 
     def _read_sources(self, evaluated: EvalSource) -> list[DatasetSource]:
-        """The datasets. Raises `ConfigError` if they do not work, alone or together."""
         if not (isinstance(self.dataset, list) or str(self.dataset).startswith("[")):
             given = self.dataset
             if given is None or not str(given).startswith("{"):

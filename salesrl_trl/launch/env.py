@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.launch.env [--config RECIPE] [--SETTING VALUE ...] [--json]`, or `--diff RUN_A RUN_B`, or
+"""`python -m salesrl_trl.launch.env [--config RECIPE] [--SETTING VALUE ...]`, or `--diff RUN_A RUN_B`, or
 `--has COMMIT`.
 
 Says which code and versions a run would have here, what two runs differ in, or whether the code holds a change. Owns
@@ -6,14 +6,11 @@ the command line and its text. torch is imported only for the settings of a reci
 or the change is not there; 2 for bad input, and where nobody can know.
 """
 
-import dataclasses
-import json
 import os
 import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import psutil
 
@@ -23,7 +20,7 @@ from salesrl_trl.ground import own_code
 from salesrl_trl.ground.command_line import ended, parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch import software
-from salesrl_trl.launch.run_record import Difference, differences, settings_text
+from salesrl_trl.launch.run_record import differences, settings_text
 
 DIFFERENT = 1
 _VARIABLES = re.compile(
@@ -32,23 +29,6 @@ _VARIABLES = re.compile(
 )
 """Beginnings of the names of environment variables that change a run."""
 _MAY_HOLD_PASSWORDS = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All that can be said without torch."""
-
-    code: own_code.Code = field(default_factory=own_code.code)
-    folder: str = str(own_code.PACKAGE)  # folder of the package that this command runs
-    recipes_import: str | None = field(default_factory=software.recipe_imports)  # as `folder`, of a recipe's script
-    python: str = platform.python_version()
-    executable: str = sys.executable
-    system: str = platform.platform()
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-    memory_gib: float = field(default_factory=lambda: round(psutil.virtual_memory().total / 2**30, 1))
-    gpus: list[dict[str, str]] = field(default_factory=software.gpus)
-    packages: list[software.Package] = field(default_factory=software.packages)
-    environment: dict[str, str] = field(default_factory=lambda: variables(os.environ))
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -60,19 +40,17 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def page(facts: Facts) -> str:
-    """The facts as text."""
-    code = facts.code
-    lines = [("package", f"salesrl_trl {code} in {facts.folder}"), ("code", f"{code.digest} (hash of all files)")]
-    if facts.recipes_import != facts.folder:
-        remedy = "Install this one (pip install --no-deps -e .), or put its checkout on PYTHONPATH."
-        lines.append(("NOT THIS ONE", f"a recipe would import {facts.recipes_import or 'none at all'}. {remedy}"))
-    lines += [
-        ("python", f"{facts.python}, {facts.executable}"),
-        ("platform", f"{facts.system}, {facts.cores} cores, {facts.memory_gib} GiB of memory"),
-        *(("GPU", ", ".join(gpu.values())) for gpu in facts.gpus or [{"": "none (nvidia-smi shows none)"}]),
-        *(("version", _version(package)) for package in facts.packages),
-        *(("environment", f"{name}={value}") for name, value in facts.environment.items()),
+def page() -> str:
+    code, memory = own_code.code(), psutil.virtual_memory().total / 2**30
+    cores = len(os.sched_getaffinity(0))
+    lines = [
+        ("package", f"salesrl_trl {code} in {own_code.PACKAGE}"),
+        ("code", f"{code.digest} (hash of all files)"),
+        ("python", f"{platform.python_version()}, {sys.executable}"),
+        ("platform", f"{platform.platform()}, {cores} cores, {memory:.1f} GiB of memory"),
+        *(("GPU", ", ".join(gpu.values())) for gpu in software.gpus() or [{"": "none (nvidia-smi shows none)"}]),
+        *(("version", _version(package)) for package in software.packages()),
+        *(("environment", f"{name}={value}") for name, value in variables(os.environ).items()),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
@@ -84,19 +62,7 @@ def _version(package: software.Package) -> str:
     return f"NOT MET: {package.name} {package.wanted} is wanted{extra}, installed: {package.installed}"
 
 
-def difference_page(parts: Mapping[str, Mapping[str, Difference]]) -> str:
-    """The differences of two runs as text, a line for each."""
-    lines = []
-    for part, values in parts.items():
-        lines += [part] * bool(values)
-        for name, (first, other) in values.items():
-            arrow = "\n    -> " if len(f"{first}{other}") > 80 else " -> "
-            lines.append(f"  {name}: {first}{arrow}{other}")
-    return "\n".join(lines) or "no difference"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the facts or the differences. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     return ended(argv, lambda: _show(argv))
 
@@ -104,34 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(argv: Sequence[str]) -> int:
     options, settings = parser_of("env").parse_known_args(argv)
     if settings and (options.diff or options.has):
-        # a value may be a key
-        names = ", ".join(argument.split("=")[0] for argument in settings if argument.startswith("-"))
-        alone = "--diff" if options.diff else "--has"
-        raise ConfigError(f"unknown arguments beside {alone}: {names or 'values'}. Leave them out.")
+        raise ConfigError("there are settings beside `--diff` or `--has`. Expected none. Leave them out.")
     if options.has:
-        has, here = own_code.holds(options.has), own_code.code()
-        text = f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {here}"
-        print(json.dumps({"has": has, **dataclasses.asdict(here)}) if options.json else text)
+        has = own_code.holds(options.has)
+        print(f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {own_code.code()}")
         return 0 if has else DIFFERENT
     if options.diff:
         changes = differences(*options.diff)
-        print(json.dumps(changes) if options.json else difference_page(changes))
+        for part, values in changes.items():
+            for name, (first, other) in values.items():
+                print(f"{part}: {name}: {first} -> {other}")
         return DIFFERENT if any(changes.values()) else 0
-    shown, recipe = Facts(), _recipe(settings) if settings else None
-    if options.json:
-        unmet = [package.name for package in shown.packages if not package.is_met]
-        print(json.dumps({**dataclasses.asdict(shown), "unmet": unmet, "settings": recipe}, indent=2))
-    else:
-        print(page(shown) + (f"\n\n{settings_text(recipe)}" if recipe is not None else ""))
+    print(page())
+    if settings:
+        from salesrl_trl.launch.settings import parse
+
+        print(f"\n{settings_text(parse(settings, None).recipe)}")
     return 0
-
-
-def _recipe(argv: Sequence[str]) -> Mapping[str, object]:
-    from salesrl_trl.launch.settings import parse
-
-    plain = without_keys(parse(argv, None).recipe)
-    assert isinstance(plain, dict)
-    return plain
 
 
 if __name__ == "__main__":

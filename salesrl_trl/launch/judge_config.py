@@ -4,9 +4,18 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from salesrl_trl.config.checks import check, check_path, check_url, structure
-from salesrl_trl.config.ranges import Count, NotNegative, Positive, Share, check_settings, entry_of
-from salesrl_trl.errors import Refusals
+from salesrl_trl.config.checks import (
+    Count,
+    NotNegative,
+    Positive,
+    Share,
+    check,
+    check_settings,
+    check_url,
+    entry_of,
+    structure,
+)
+from salesrl_trl.config.ranges import Count
 from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS
@@ -26,7 +35,7 @@ class JudgeMeterSettings:
     share: Share = 0.02
     anchor_steps: Count = 50
     on_alarm: Annotated[str, (WARN, STOP, SECOND_JUDGE)] = WARN
-    rubric_dir: Annotated[str, check_path] | None = None
+    rubric_dir: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +107,12 @@ class JudgeProviderConfig:
             bool(re.fullmatch(NAME, str(self.name))),
             "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
         )
-        refused = Refusals()
-        refused.each(lambda: check_settings(self, f"{where}."))
-        refused.check(
-            lambda: self.max_usd is None or self.has_price,
+        check_settings(self, f"{where}.")
+        check(
+            self.max_usd is None or self.has_price,
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "
             "or `usd_per_million_completion_tokens`: without one nothing is ever spent.",
         )
-        refused.tell(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +124,6 @@ class Judges:
     are_several: bool = False  # whether they are a list, and have names
 
     def place_of(self, provider: JudgeProviderConfig) -> str:
-        """Where a provider is in the settings, for messages."""
         return f"judge_providers[{provider.name}]" if self.are_several else "judge_providers"
 
     def service_of(self, provider: JudgeProviderConfig) -> str:
@@ -135,13 +141,11 @@ def judges_of(given: object) -> Judges:
         of_embedded = {"name": JUDGE, "model": EMBEDDED_MODEL, "base_url": "http://embedded/v1"}
         judge = entry_of("judge_providers", JudgeProviderConfig, of_embedded | entry)
         return Judges(providers=(judge,) * ("base_url" in entry))
-    providers, refused = [], Refusals()
+    providers = []
     for index, entry in enumerate(structure("judge_providers", given, list)):
-        with refused:
-            name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
-            path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
-            providers.append(entry_of(path, JudgeProviderConfig, entry))
-    refused.tell()
+        name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
+        path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
+        providers.append(entry_of(path, JudgeProviderConfig, entry))
     names = [provider.name for provider in providers]
     check(
         bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),

@@ -1,27 +1,43 @@
-"""The plan of a run: its settings, and the parts that are made of them without a model's weights.
+"""The plan of a run: its settings, the parts that are made of them without a model's weights, and the trainer.
 
-`launch.preflight.runner` makes it; `launch.building` makes the trainer of it. A part is made when it is first asked
-for, and kept. One that can't be made raises a `SalesRLError`. Its check is in `checks`, `config` or `data`.
+A part is made when it is first asked for, and kept. One that can't be made raises a `SalesRLError`. Its check is in
+`checks`, `config` or `data`. `assembly` builds the reward chain.
 """
 
+import contextlib
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+import psutil
+from accelerate import PartialState
 from datasets import Dataset
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.utils.hub import try_to_load_from_cache
+from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.data.files import read_yaml
 from salesrl_trl.data.pictures import picture_counter
+from salesrl_trl.launch.banner import banner
 from salesrl_trl.launch.checks import model as policy_checks
 from salesrl_trl.launch.checks.addresses import check_vllm_server
 from salesrl_trl.launch.checks.dataset import prompt_limit, prompt_of, rows_of
+from salesrl_trl.launch.checks.model import model_class
 from salesrl_trl.launch.data.form import Portion, Records, part_of
 from salesrl_trl.launch.data.processor import load_processor
 from salesrl_trl.launch.data.prompts import (
@@ -35,7 +51,20 @@ from salesrl_trl.launch.data.sources import load_records, prompt_dataset
 from salesrl_trl.launch.memory_estimate import Estimate
 from salesrl_trl.launch.services_plan import ServicesPlan
 from salesrl_trl.launch.settings import RunConfig
+from salesrl_trl.names import StartUp
+from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import SalesRow
+
+if TYPE_CHECKING:
+    from salesrl_trl.trainer import SalesGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+_READERS = 4  # files that are read at once: one stream does not use up a fast disk
 
 
 def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
@@ -43,8 +72,8 @@ def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, obje
     made = copy.copy(training)  # `replace` would settle settings again that are settled
     overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
     for name, value in (overlays[overlay] | dict(changes)).items():
-        kind = type(getattr(made, name))
-        setattr(made, name, kind(value) if issubclass(kind, Enum) else value)
+        was = training.__dict__[name]
+        made.__dict__[name] = type(was)(value) if isinstance(was, Enum) else value
     return made
 
 
@@ -83,14 +112,12 @@ class Plan(ServicesPlan):
 
     @property
     def evaluates(self) -> bool:
-        """Whether the policy is evaluated on held-out rows."""
         training = self.config.training
         is_asked = training.held_out_eval or training.eval_strategy != "no"
         return bool(is_asked or self.config.telemetry.quick_eval_steps)
 
     @cached_property
     def held_out_rows(self) -> list[SalesRow]:
-        """All held-out rows. None if nothing is to be evaluated."""
         return rows_of(self.held_out_records, self.config.training.branches, self.config.data.max_eval_rows)
 
     @cached_property
@@ -104,7 +131,6 @@ class Plan(ServicesPlan):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer. It has a chat template."""
         if self.processor is not None:
             tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
             tokenizer.chat_template = tokenizer.chat_template or self.processor.chat_template
@@ -113,20 +139,14 @@ class Plan(ServicesPlan):
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The policy's generation settings, from its configuration if need be."""
         own = policy_checks.generation_config_of(*self.config.policy_source[:2])
         return own or GenerationConfig.from_model_config(self.model_config)
 
     @cached_property
     def limit(self) -> LengthLimit | None:
-        """The longest prompt. Asks the vLLM server for its length, if there is one. Lengths of a packaged recipe that
-        the model has no positions for become shorter."""
+        """The longest prompt. Asks the vLLM server for its length, if there is one."""
         training, server_room = self.config.training, None
         positions = policy_checks.positions_of(self.model_config)
-        if positions is not None:
-            self._shorten("vllm_max_model_length", positions, positions)
-            room = min(positions, training.vllm_max_model_length or positions)
-            self._shorten("max_completion_length", room - 1, room // 2)
         if training.use_vllm and training.vllm_mode == "server":
             check(
                 training.vllm_server_base_url is not None
@@ -137,13 +157,6 @@ class Plan(ServicesPlan):
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(training, positions, server_room)
-
-    def _shorten(self, name: str, most: int, length: int) -> None:
-        config, was = self.config, getattr(self.config.training, name)
-        if was is not None and was > most and name not in config.given:
-            setattr(config.training, name, length)
-            config.recipe[name] = length
-            self.notes.append(f"`{name}` is {length}, and not the recipe's {was}: the model has fewer positions")
 
     @cached_property
     def train(self) -> FittingPrompts:
@@ -165,3 +178,113 @@ class Plan(ServicesPlan):
         pictures = None if self.processor is None else picture_counter(self.processor, kwargs)
         count = token_counter(self.tokenizer, kwargs)
         return fit_prompts(rows, self.prompt, count, self.limit, self.config.data.long_prompts, name, pictures)
+
+
+def build_instruments(config: RunConfig) -> Instruments:
+    telemetry = config.telemetry
+    settings = InstrumentSettings(
+        trace_steps=telemetry.traced_steps(),
+        peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
+    )
+    return Instruments(settings, config.training.device, Path(config.training.output_dir))
+
+
+def take_policy(plan: Plan, instruments: Instruments) -> None:
+    """Load the policy of the plan, unless it is there. The main process logs the banner first."""
+    phase = instruments.timeline.phase
+    with phase(StartUp.IMPORTS):
+        import salesrl_trl.trainer  # noqa: F401 (imports vLLM, which takes seconds)
+    with phase(StartUp.POLICY):
+        if plan.policy is None:
+            if PartialState().is_main_process:
+                notes = [*plan.config.notes, *plan.config.training.machine_notes, *plan.notes]
+                for line in banner(plan.config, (plan.train.rows, plan.held_out.rows), notes):
+                    logger.info(line)
+                plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
+            plan.config.training.is_introduced = True
+            plan.policy = load_policy(plan.config, plan.dtype)
+
+
+def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instruments) -> "SalesGRPOTrainer":
+    take_policy(plan, instruments)
+    assert plan.policy is not None
+    from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer
+
+    config, (train, held_out) = plan.config, plan.datasets
+    config.training.beside = settings_beside_the_trainers(config)
+    kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
+    with instruments.timeline.phase(StartUp.ENGINE):
+        return kind(
+            plan.policy, reward, config.training, instruments=instruments, quick_eval=config.telemetry.quick_eval(),
+            train_dataset=train, eval_dataset=held_out, processing_class=plan.processor or plan.tokenizer,
+            peft_config=get_peft_config(config.model), tools=[*plan.reward.tools] or None,
+        )  # fmt: skip
+
+
+def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
+    """The policy's model in this number format, loaded straight to this rank's device. DeepSpeed and FSDP place it
+    themselves, later."""
+    model, training = config.model, config.training
+    stays = training.device.type == "cpu" or training.is_sharded
+    path, where = config.policy_path, {"revision": model.model_revision}
+    where["trust_remote_code"] = training.trust_remote_code
+    kind = model_class(AutoConfig.from_pretrained(path, **where))
+    return kind.from_pretrained(
+        path, **where, attn_implementation=model.attn_implementation, dtype=dtype,
+        quantization_config=get_quantization_config(model), device_map=None if stays else {"": training.device},
+    )  # fmt: skip
+
+
+def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
+    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.max_calls`."""
+    owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
+    return {
+        f"{owner}.{field.name}": config.recipe[field.name]
+        for owner, part in owners.items()
+        for field in fields(part)
+        if field.name in config.recipe
+    }
+
+
+def weight_files(name_or_path: str, revision: str | None = None) -> list[Path]:
+    """The model's files of weights on this machine: in its folder, or in the hub's cache. Empty if there are none."""
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        config = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+
+
+def begin_read_ahead(name_or_path: str, revision: str | None, timed: TimingContext) -> None:
+    """Read the model's files in the background. Other code tells of a wrong name, and of a file that can't be read."""
+
+    def work() -> None:
+        with contextlib.suppress(OSError, ValueError), timed:
+            read_ahead(weight_files(name_or_path, revision))
+
+    threading.Thread(target=work, name="read ahead", daemon=True).start()
+
+
+def read_ahead(files: Sequence[Path]) -> int:
+    """Read files into the page cache, unless they are more than free memory. Returns their bytes, or 0."""
+    size = sum(file.stat().st_size for file in files)
+    if size > psutil.virtual_memory().available:
+        return 0
+
+    def read(part: Sequence[Path]) -> None:
+        buffer = bytearray(16 * 2**20)
+        with contextlib.suppress(OSError):  # other code tells of a file that can't be read
+            for file in part:
+                with file.open("rb", buffering=0) as opened:
+                    while opened.readinto(buffer):  # without Python's lock
+                        pass
+
+    parts = [files[first::_READERS] for first in range(_READERS)]
+    readers = [threading.Thread(target=read, args=[part], daemon=True) for part in parts]  # a run may end meanwhile
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return size

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from salesrl_trl.config.checks import check, check_path, check_url, structure
-from salesrl_trl.config.former import takes_former_names
-from salesrl_trl.config.ranges import (
+from salesrl_trl.config.checks import (
     Count,
     NotNegative,
     Positive,
     Range,
     Share,
+    check,
     check_settings,
+    check_url,
     check_value,
     entry_of,
+    structure,
 )
+from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.demo.packaged import CASSETTE, FILE
-from salesrl_trl.errors import ConfigError, Refusals
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
 from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
@@ -45,25 +46,11 @@ class ReplaySettings:
 
     @property
     def record(self) -> Path:
-        """Where the record is."""
         return FILE if self.run == CASSETTE else Path(self.run).expanduser()
-
-
-def _check_replay(replay: ReplaySettings | None) -> None:
-    if replay is None or record_files(replay.record):
-        return
-    folders = {*Path("runs").glob("*"), *replay.record.parent.glob("*")}
-    runs = sorted(str(folder) for folder in folders if folder.is_dir() and record_files(folder))
-    raise ConfigError(
-        f"`replay` is {replay.run!r}, which holds no record. Expected one of: {', '.join([CASSETTE, *runs])}; or the "
-        "output folder of another run with `record: true`."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """`max_attempts`, checked: the attempts of a call, by service."""
-
     rag: Count = 3
     judge: Count = 3
 
@@ -83,44 +70,41 @@ class RagSettings:
     """Most passages of an answer."""
     score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
     """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
-    good queries 0.2 to 0.6. With most embedding models unrelated texts score 0.2 to 0.6."""
+    good queries 0.2 to 0.6."""
     timeout_s: Positive = 30.0
     """Seconds that one attempt at an endpoint may take."""
     max_concurrency: Count = 64
     """Most calls in flight to each endpoint, of all processes together."""
-    knowledge_file: Annotated[str, check_path] | None = None
+    knowledge_file: str | None = None
     """Documents for the embedded service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
     action_fields: list[str] | str = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
-    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`
-    is searched with and never empty, or else the first. Other names need a `prompt_template` that asks for them,
-    and services of your own that accept them."""
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query` is
+    searched with, or else the first. Other names need a `prompt_template` and services of your own."""
 
     def __post_init__(self) -> None:
-        names, refused = self.action_format.fields, Refusals()
-        with refused:
-            check(
-                len(names) > 0 and len(set(names)) == len(names),
-                f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
-            )
+        names = self.action_format.fields
+        check(
+            len(names) > 0 and len(set(names)) == len(names),
+            f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
+        )
         bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
-        refused.check(
-            lambda: not bad,
+        check(
+            not bad,
             f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
             f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
         )
-        for name, others, why in (
-            ("client", ("base_url", "api_key_env"), "a class of your own needs no address and no key"),
-            ("knowledge_file", ("base_url", "client"), "only the embedded RAG service reads it"),
-        ):
-            given = [other for other in others if getattr(self, other) is not None]
-            both = f"`rag.{name}` is given beside `{'` and `'.join(given)}`. Expected one of them: {why}."
-            with refused:
-                check(getattr(self, name) is None or not given, both)
-        refused.tell()
+        check(
+            self.client is None or (self.base_url is None and self.api_key_env is None),
+            "`rag.client` is given beside an address or a key. Expected one of them: a class of your own has its own.",
+        )
+        check(
+            self.knowledge_file is None or self.is_embedded,
+            "`rag.knowledge_file` is given beside `rag.base_url` or `rag.client`. Expected one of them: only the "
+            "embedded RAG service reads it.",
+        )
 
     @property
     def is_embedded(self) -> bool:
-        """Whether neither an address nor a client is given."""
         return self.base_url is None and self.client is None
 
     @property
@@ -144,21 +128,18 @@ class RewardConfig:
     the dotted path of a client of your own. Without an address the recipe starts the embedded service."""
     judge_providers: dict[str, object] | str | list[object] | None = None
     """The judge: a mapping with the fields of `JudgeProviderConfig`, such as `{base_url: http://HOST:PORT/v1, model:
-    NAME}`. Several judges are a list of such mappings, each with a `name`, in fallback order. The dotted path of a
-    class that derives from `salesrl_trl.Judge` is a judge of your own. Without an address the recipe starts the
-    embedded judge."""
+    NAME}`; a list of them, each with a `name`, in fallback order; or the dotted path of a class that derives from
+    `salesrl_trl.Judge`. Without an address the recipe starts the embedded judge."""
     judge_mode: dict[str, object] | str | None = "single"
-    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, which is a quarter
-    of the calls for groups of 8 in two orders. Where such a call fails, its completions are judged one by one. So are
-    those of an evaluation with one completion of a prompt. A mapping with the fields of `JudgeModeSettings` says more:
-    `{mode: group, orders: 4, aggregation: min}`."""
+    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, a quarter of the
+    calls for groups of 8 in two orders; where it fails, its completions are judged one by one. A mapping with the
+    fields of `JudgeModeSettings` says more: `{mode: group, orders: 4, aggregation: min}`."""
     judge_meter: dict[str, object] | str | None = None
     """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
-    on_alarm: warn, rubric_dir: FOLDER}`. `second` is an entry of `judge_providers`, which then gives no rewards. It
-    judges some completions again, by the rubrics of `rubric_dir` where given. Every `anchor_steps` batches the judge
-    scores fixed answers again. Both together are at most `share` of the judge's calls. After an alarm the run goes on
-    (`warn`), saves and ends (`stop`), or goes on with rewards of the second judge (`second_judge`), which then scores
-    all evaluations too. None by default: it costs calls, and needs a second judge."""
+    on_alarm: warn, rubric_dir: FOLDER}`. `second`, an entry of `judge_providers`, judges some completions again, and
+    gives no rewards. Every `anchor_steps` batches the judge scores fixed answers again. Both are at most `share` of
+    the judge's calls. After an alarm the run goes on (`warn`), saves and ends (`stop`), or goes on with the second
+    judge's rewards (`second_judge`)."""
     reward_funcs: list[str] = field(default_factory=list)
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
@@ -169,19 +150,19 @@ class RewardConfig:
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of stages of your own, in their order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""
-    rubric_dir: Annotated[str, check_path] | None = None
+    rubric_dir: str | None = None
     """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None
     """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
-    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. A branch that is not
-    named has the weight of `judge` alone."""
+    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. Defaults to `judge`
+    alone."""
     missing_component: Annotated[str, MISSING_RULES] = "none"
     """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
     judge_timeout_s: Positive = 60.0
     """Seconds that one attempt at the judge may take."""
     max_attempts: dict[str, object] | str | int | None = 3
     """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
-    1}` gives judges another number. 1 is for no retries: a completion whose verdict failed is then missing at once."""
+    1}` gives judges another number."""
     judge_max_concurrency: Count = 64
     """Most calls in flight to a judge, of all processes together."""
     initial_concurrency: Count = 8
@@ -191,8 +172,7 @@ class RewardConfig:
     """Largest share of calls that are repeated because they are late; 0 for none."""
     outage_patience_s: NotNegative = 30.0
     """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
-    at once, except for single probes. Calls do not wait for a judge with a fallback, nor for the 32B endpoint if no
-    reward and no baseline counts its answer."""
+    at once, except for single probes. Calls that have a fallback, or whose answer counts nowhere, do not wait."""
     max_calls: Count | None = None
     """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
     At the limit the run saves and ends."""
@@ -206,12 +186,10 @@ class RewardConfig:
     not ask again. The files hold texts of customers and services in plain form. `false` shares only the answers of
     this run's calls."""
     replay: dict[str, object] | str | None = None
-    """Output folder of a run with `record: true`, or `demo` for the packaged record of the demo's services. What is
-    recorded is the reward, and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. `on_miss`
-    is what becomes of a completion that the record does not have. `fail`: it has no reward, reason `not_recorded`.
-    `nearest`: the reward of the recorded completion of the same row whose text is most similar; for trying things,
-    because it is another completion's. `live`: the services are asked. It is `nearest` for the packaged record unless
-    given, and `fail` for a run's. With `delays` rewards take as long as they did."""
+    """Output folder of a run with `record: true`, or `demo` for the packaged record: what is recorded is the reward,
+    and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. A completion that the record does
+    not have has no reward (`fail`), that of the most similar completion of its row (`nearest`, for trying things), or
+    is scored by the services (`live`). With `delays` rewards take as long as they did."""
     reward_deadline_s: Positive = 300.0
     """Seconds that a completion's reward may take from its start, and a batch from the start of its last one. Keep it
     well below the time-out of the process group (600 s for NCCL)."""
@@ -223,17 +201,14 @@ class RewardConfig:
 
     @property
     def rag_service(self) -> RagSettings:
-        """`rag`, checked."""
         return entry_of("rag", RagSettings, self.rag, text="client")
 
     @property
     def judges(self) -> Judges:
-        """`judge_providers`, checked."""
         return judges_of(self.judge_providers)
 
     @property
     def judging(self) -> JudgeModeSettings:
-        """`judge_mode`, checked."""
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
     def parsed_replay(self) -> ReplaySettings | None:
@@ -272,57 +247,53 @@ class RewardConfig:
 
     @property
     def embeds_rag(self) -> bool:
-        """Whether the embedded RAG service answers."""
         return self.uses_rag and self.rag_service.is_embedded
 
     @property
     def embeds_judge(self) -> bool:
-        """Whether the embedded judge scores."""
         return self.uses_services and self.judges.own is None and not self.judges.providers
 
     def __post_init__(self) -> None:
-        refused = Refusals()
-        refused.each(lambda: check_settings(self), lambda: _check_replay(self.parsed_replay()), self.parsed_attempts)
-        for name, member in (("rag", "rag_service"), ("judge_mode", "judging"), ("judge_providers", "judges")):
-            with refused.of(self, name):
-                getattr(self, member)
-        refused.each(self.parsed_judge_meter)
-        refused.check(
-            lambda: self.judge_meter is None or self.replay is None,
+        check_settings(self)
+        self.parsed_attempts()
+        judges, judging, _ = self.judges, self.judging, self.rag_service
+        check(
+            self.judge_meter is None or self.replay is None,
             "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
             "judge's score.",
         )
-        refused.check(
-            lambda: not {SALES, JUDGE} <= {*self.reward_funcs},
+        self.parsed_judge_meter()
+        replay = self.parsed_replay()
+        check(
+            replay is None or bool(record_files(replay.record)),
+            f"`replay` is {self.replay!r}, which holds no record. Expected `{CASSETTE}`, or the output folder of "
+            "another run with `record: true`.",
+        )
+        check(
+            not {SALES, JUDGE} <= {*self.reward_funcs},
             f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
             f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
         )
-        refused.check(
-            lambda: self.judging.mode == "single" or (self.judges.own is None and self.judging.repeats == 1),
+        check(
+            judging.mode == "single" or (judges.own is None and judging.repeats == 1),
             "`judge_mode: group` is given beside `repeats`, or a judge of your own. Expected it alone: `orders` says "
             "how often a group is judged, and a judge of your own says so in its `orders`.",
         )
-        with refused:
-            for kind in self.verbose:
-                check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
-        for name in ("max_calls", "max_usd"):
-            with refused:
-                check(
-                    getattr(self, name) is None or self.uses_services or self.uses_rag,
-                    f"`{name}` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
-                    f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not "
-                    "counted.",
-                )
-        refused.check(
-            lambda: self.max_usd is None or any(judge.has_price for judge in self.judges.providers),
+        for kind in self.verbose:
+            check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
+        check(
+            (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag,
+            "`max_calls` or `max_usd` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
+            f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not counted.",
+        )
+        check(
+            self.max_usd is None or any(judge.has_price for judge in judges.providers),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
-        refused.each(self.parsed_branch_weights)
-        refused.tell(self)
+        self.parsed_branch_weights()
 
     def parsed_attempts(self) -> Attempts:
-        """The attempts of a call, by service."""
         text = str(self.max_attempts)
         value: Any = int(text) if text.isdecimal() else self.max_attempts
         if isinstance(value, int | float):
@@ -351,12 +322,8 @@ class RewardConfig:
         if self.branch_reward_weights is None:
             return {}
         weights = structure("branch_reward_weights", self.branch_reward_weights, dict)
-        refused = Refusals()
         for branch, components in weights.items():
-            with refused:
-                path = f"branch_reward_weights.{branch}"
-                for name, weight in structure(path, components, dict).items():
-                    with refused:
-                        check_value(f"{path}.{name}", weight, float)
-        refused.tell()
+            path = f"branch_reward_weights.{branch}"
+            for name, weight in structure(path, components, dict).items():
+                check_value(f"{path}.{name}", weight, float)
         return weights

@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import yaml
 
@@ -19,6 +19,7 @@ from salesrl_trl.data.files import read_yaml
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.launch.coming_from import flat
 from salesrl_trl.launch.software import packages
 from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 
@@ -62,45 +63,31 @@ def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:
-    """The settings as YAML, without keys."""
     plain = without_keys(recipe)
     return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
 def differences(folder: Path, other: Path) -> dict[str, dict[str, Difference]]:
-    """The differences between the records of two runs: `settings`, `versions`, `code` and `command`, each by name."""
-    first, second = _read(folder), _read(other)
-    return {part: _unequal(first[part], second[part]) for part in first}
+    found, (first, second) = dict[str, dict[str, Difference]](), (_read(folder), _read(other))
+    for part, values in first.items():
+        both = {name: (values.get(name, ABSENT), second[part].get(name, ABSENT)) for name in values | second[part]}
+        found[part] = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    return found
 
 
 def _read(folder: Path) -> dict[str, dict[str, object]]:
     try:
-        settings = read_yaml(folder / SETTINGS_FILE)
+        settings = cast("dict[str, object]", read_yaml(folder / SETTINGS_FILE))
         record = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        started = {name: record[name] for name in ("command", "processes", "launcher")}
-        started["command"] = " ".join(record["command"])
-        parts = {"settings": settings, "versions": record["versions"], "code": record["code"], "command": started}
-        return {part: dict(_flat(values)) for part, values in parts.items()}
+        started = {name: record[name] for name in ("processes", "launcher")} | {"command": " ".join(record["command"])}
+        plain = {name: from_json(value) for name, value in settings.items()}
+        parts = {"settings": plain, "versions": record["versions"], "code": record["code"], "command": started}
+        return {part: flat(values) for part, values in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{folder} holds no readable {SETTINGS_FILE} and {RUN_FILE} ({type(error).__name__}). Expected the "
             "folder of a run, its `output_dir`. Correct the path."
         ) from None
-
-
-def _flat(values: Mapping[str, object], before: str = "") -> Iterator[tuple[str, object]]:
-    """Nested mappings by dotted names. A text that holds a JSON object counts as one."""
-    for name, value in values.items():
-        plain = from_json(value) if isinstance(value, str) else value
-        if isinstance(plain, Mapping) and plain:
-            yield from _flat(plain, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", plain
-
-
-def _unequal(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Difference]:
-    both = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in {**first, **second}}
-    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:

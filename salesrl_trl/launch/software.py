@@ -3,11 +3,9 @@
 `ground.own_code` has the package itself. Needs neither torch nor a GPU, and imports none of the packages.
 """
 
-import configparser
 import importlib.metadata
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,10 +25,8 @@ _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 @dataclass(frozen=True)
 class Package:
-    """A package that this one needs, or can use."""
-
     name: str
-    wanted: str  # range of versions of setup.cfg: ">=1.16.0,<1.17"
+    wanted: str  # range of versions: ">=1.16.0,<1.17"
     installed: str | None
     extra: str  # the extra that asks for it; empty for a package that every run needs
 
@@ -43,30 +39,18 @@ class Package:
 
 
 def packages() -> list[Package]:
-    """The packages of setup.cfg, or of the installed package's metadata, without tools for tests and pictures."""
-    setup, wanted = PACKAGE.parent / "setup.cfg", list[tuple[Requirement, str]]()
-    if setup.is_file():
-        parser = configparser.ConfigParser(interpolation=None)
-        parser.read(setup, encoding="utf-8")
-        for extra, lines in {"": parser["options"]["install_requires"], **parser["options.extras_require"]}.items():
-            wanted += [(Requirement(line), extra) for line in filter(None, lines.splitlines())]
-    else:
-        for text in importlib.metadata.requires(PACKAGE.name) or []:
-            extra_of = re.search(r"extra == ['\"]([\w-]+)", text)
-            wanted.append((Requirement(text), extra_of[1] if extra_of else ""))
+    """The packages that the metadata of this one asks for, without tools for tests and pictures."""
+    try:
+        texts = importlib.metadata.requires(PACKAGE.name) or []
+    except importlib.metadata.PackageNotFoundError:  # it is on PYTHONPATH alone
+        texts = []
     named = dict[str, Package]()
-    for requirement, extra in wanted:
-        if extra not in _TOOLS and requirement.name not in named:  # two extras may ask for one package
-            version = installed(requirement.name)
-            named[requirement.name] = Package(requirement.name, str(requirement.specifier), version, extra)
+    for text in texts:
+        requirement, extra_of = Requirement(text), re.search(r"extra == ['\"]([\w-]+)", text)
+        extra, name = extra_of[1] if extra_of else "", requirement.name
+        if extra not in _TOOLS and name not in named:  # two extras may ask for one package
+            named[name] = Package(name, str(requirement.specifier), installed(name), extra)
     return [*named.values()]
-
-
-def recipe_imports() -> str | None:
-    """Folder of the package that a recipe's script imports, if any. Python does not look in the working folder."""
-    find = "import importlib.util; print(importlib.util.find_spec('salesrl_trl').submodule_search_locations[0])"
-    done = subprocess.run([sys.executable, "-P", "-c", find], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def gpus() -> list[dict[str, str]]:
@@ -87,8 +71,6 @@ def ask_driver(*arguments: str) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card to train on."""
-
     name: str
     gib: float
     uuid: str | None = None  # the driver's name of it; `None` if it is not in this machine
@@ -119,7 +101,6 @@ def named_card(text: str) -> Card:
 
 
 def card_here(device: "torch.device") -> Card | None:
-    """The card of this process; `None` on a CPU."""
     if device.type != "cuda":
         return None
     import torch

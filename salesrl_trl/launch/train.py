@@ -26,21 +26,20 @@ from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import Refusals, RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
 from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.banner import closing_lines
-from salesrl_trl.launch.building import begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
-from salesrl_trl.launch.embedded import launched_services
 from salesrl_trl.launch.evaluation.held_out import HeldOut
-from salesrl_trl.launch.plan import Plan
+from salesrl_trl.launch.plan import Plan, begin_read_ahead, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.run_record import has_finished, write_finished, write_record
+from salesrl_trl.launch.services_plan import launched_services
 from salesrl_trl.launch.settings import RunConfig, parse
 from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
@@ -66,10 +65,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             with start.phase(StartUp.CHECKS):
-                config = parse(argv, default_recipe, refused := Refusals())
-                if refused.errors and config.recipe.get("mode") != "rewards":
-                    prepare(config, refused)  # what else can't work is told in the same message
-                refused.tell()
+                config = parse(argv, default_recipe)
                 set_log_level(config.training.log_level)
                 if config.training.mode == "rewards":
                     raise SystemExit(_score_made_up(config, default_recipe, argv))

@@ -1,21 +1,21 @@
 """`python -m salesrl_trl.launch.translate FILE [--processes N] [--output RECIPE.yaml]`.
 
 Makes a recipe of a verl configuration (YAML), or of the words such as `data.seed=1` in a script that starts verl. Its
-comments say where each setting comes from, what is left out and why, and what has to be looked at. Reads the names of
-`build/coming_from.yaml`. Imports no torch. Exit code: 0; 2, with one message, for a file that can't be read.
+comments say where each setting comes from, what is left out and why, and what has to be looked at. Exit code: 0; 2 for
+a file that can't be read.
 """
 
 import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from salesrl_trl.config.former import with_entries
+from salesrl_trl.config.keys import with_entries
 from salesrl_trl.data.files import nearest_file, read_yaml, unreadable
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import exit_code
@@ -25,7 +25,6 @@ from salesrl_trl.launch.coming_from import known_as, line_of
 
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
-_PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
 _KEY = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 _EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and a text for PyYAML
 _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
@@ -52,10 +51,8 @@ def read(path: Path) -> dict[str, object]:
 
 
 def _words(text: str) -> dict[str, object]:
-    """Those of a script, each by the words before it, as in a shell."""
-    text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
     values: dict[str, object] = {"HOME": "~", "PWD": "."}
-    for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
+    for name, is_set, value in (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True)):
         if is_set:
             value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # Hydra wants no blank, and YAML does
             values |= table.flat({name.lstrip("+"): _resolved(table.value_of(value), values)})
@@ -86,52 +83,23 @@ def recipe(named: Mapping[str, object], source: str) -> str:
         given[key] = value if value not in _OFF else given.get(key, value)
     is_verl = any(line_of(key).system == "verl" for key in given)
     usual = {name: _resolved(line.default, given) for name, line in table.names().items() if line.default is not None}
-    every: dict[str, Any] = {key: value for key, value in usual.items() if is_verl and not _is_unknown(key, value)}
     known = {key: value for key, value in given.items() if not _is_unknown(key, value)}
-    every |= known
-    order, look = list(table.names()), [f"{key}: {given[key]} is not known" for key in given if key not in known]
+    every: dict[str, Any] = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
+    look = [f"{key}: {given[key]} is not known" for key in given if key not in known]
     if is_verl and every[_GROUP] < 2:
         every[_GROUP] = 8
         look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
-    settings, origins, left = dict[str, object](), dict[str, dict[str, str]](), dict[str, list[str]]()
-    for key in sorted(every, key=lambda key: order.index(known_as(key) or "")):
-        value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
-        made = {} if value is None else table.converted(key, value, every)
-        reason = ", ".join(filter(None, (line.here, line.note)))
-        for setting, here in (made or {}).items():
-            if settings.get(setting, ...) != here:
-                settings[setting], origins[setting] = here, {}
-            if key in known or not origins[setting]:
-                default = "" if key in known else ", the default"
-                origins[setting][key] = f"{as_written}: {table.flow({'v': value})[3:]}{default}"
-        if (made is None and (line.here or line.values)) or (made and value in line.look):
-            look.append(f"{as_written}: {value}. {reason}")
-        elif made is None and (key in known or value not in _OFF):
-            left.setdefault(": ".join(filter(None, (line.see, line.note))), []).append(as_written)
-        elif not made and key in known:
-            left.setdefault(_why_nothing(line, value, every), []).append(as_written)
-    if isinstance(files := settings.get("dataset"), list):  # each has the columns
-        inner = {name: settings.pop(name) for name in [*settings] if name.startswith("dataset.")}
-        settings["dataset"] = [with_entries({"dataset": file, **inner})["dataset"] for file in files]
-        origins["dataset"] |= {key: text for name in inner for key, text in origins[name].items()}
-    told = {key for texts in origins.values() for key in texts}
-    for key in (key for key in known if key not in told):
-        if table.converted(key, every[key], every):  # another name has the last word
-            left.setdefault(line_of(key).note, []).extend(written[key])
-    if is_verl and "reward_funcs" not in settings:
+    body, left = _converted(every, known.keys(), written, look)
+    if is_verl and not any(line.startswith("reward_funcs:") for line in body):
         look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
-    body, more, steps = list[str](), table.beside() if is_verl else {}, table.updates(every)
-    for first in dict.fromkeys(setting.split(".")[0] for setting in settings):
-        entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
-        comments = dict.fromkeys(text for setting in entry for text in origins[setting].values())
-        body.append(f"{table.flow(entry)} # {'; '.join(comments)}")
+    processes, steps = table.processes(every), table.updates(every)
     return "\n".join(
         [
             f"# Made of {source} by `salesrl translate`. A step of verl is here {steps} optimizer steps.",
-            *(f"#   {command}" for command in _commands(every)),
+            f"#   accelerate launch --num_processes {processes} -m salesrl_trl.launch.train RECIPE.yaml",
             "",
             *body,
-            *_part("verl has no word for these", [], [table.flow({name: here}) for name, here in more.items()]),
+            *(table.flow({name: here}) for name, here in (table.beside() if is_verl else {}).items()),
             *_part("Look at these", look),
             *_part("Left out", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
             *_part("Left out, for these names are not known", [", ".join(sorted(unknown))] * bool(unknown)),
@@ -140,24 +108,38 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     )
 
 
-def _why_nothing(line: table.Name, value: object, every: Mapping[str, object]) -> str:
-    """Why a value makes no setting."""
-    if not every.get(line.when, True) and value not in _OFF:
-        return f"without effect, for {line.when} is off"
-    return f"part of {line.here} above" if line.by in ("within", "overlong") and value not in _OFF else "as it is here"
-
-
-def _commands(every: Mapping[str, Any]) -> list[str]:
-    """The launch, one for each machine."""
-    start, end = (
-        f"accelerate launch --num_processes {table.processes(every)}",
-        "-m salesrl_trl.launch.train RECIPE.yaml",
-    )
-    machines = every.get("trainer.nnodes") or 1
-    if machines == 1:
-        return [f"{start} {end}"]
-    start += f" --num_machines {machines} --main_process_ip FIRST_MACHINE --main_process_port 29500"
-    return [f"{start} --machine_rank {rank} {end}" for rank in range(machines)]
+def _converted(
+    every: dict[str, Any], known: Collection[str], written: Mapping[str, list[str]], look: list[str]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """The lines of the settings, each with where it comes from, and by a reason the names that make none. `known`: the
+    keys of the input; the others have verl's defaults. What is to be looked at is added to `look`."""
+    settings, origins, left = dict[str, object](), dict[str, dict[str, None]](), dict[str, list[str]]()
+    order = list(table.names())
+    for key in sorted(every, key=lambda key: order.index(known_as(key) or "")):
+        value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
+        made = {} if value is None else table.converted(key, value, every)
+        settings |= made or {}
+        text = f"{as_written}: {table.flow({'v': value})[3:]}{'' if key in known else ', the default'}"
+        for first in dict.fromkeys(setting.split(".")[0] for setting in made or {}):
+            origins.setdefault(first, {})[text] = None
+        if (made is None and (line.here or line.values)) or (made and value in line.look):
+            look.append(f"{as_written}: {value}. {', '.join(filter(None, (line.here, line.note)))}")
+        elif made is None and (key in known or value not in _OFF):
+            left.setdefault(": ".join(filter(None, (line.see, line.note))), []).append(as_written)
+        elif not made and key in known:
+            is_off = not every.get(line.when, True) and value not in _OFF
+            reason = (
+                f"without effect, for {line.when} is off" if is_off else "as it is here, or part of another setting"
+            )
+            left.setdefault(reason, []).append(as_written)
+    if isinstance(files := settings.get("dataset"), list):  # each has the columns
+        inner = {name: settings.pop(name) for name in [*settings] if name.startswith("dataset.")}
+        settings["dataset"] = [with_entries({"dataset": file, **inner})["dataset"] for file in files]
+    body = list[str]()
+    for first, texts in origins.items():
+        entry = {setting: here for setting, here in settings.items() if setting.split(".")[0] == first}
+        body.append(f"{table.flow(entry)} # {'; '.join(texts)}")
+    return body, left
 
 
 def _is_unknown(name: str, value: object) -> bool:
@@ -166,13 +148,11 @@ def _is_unknown(name: str, value: object) -> bool:
     return "$" in str(value) or value == "???" or (is_size and type(value) is not int)
 
 
-def _part(title: str, comments: Sequence[str], lines: Sequence[str] = ()) -> list[str]:
-    texts = [*(f"#   {' '.join(comment.splitlines())}" for comment in comments), *lines]
-    return ["", f"# {title}", *texts] if texts else []
+def _part(title: str, comments: Sequence[str]) -> list[str]:
+    return ["", f"# {title}", *(f"#   {' '.join(comment.splitlines())}" for comment in comments)] if comments else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the recipe. Returns the exit code."""
     return exit_code("translate", argv, _write)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.entries import FIXED
+from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE

@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig, rollouts
+from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
-from salesrl_trl.config.ranges import from_fields
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
 from salesrl_trl.generation.sampler import (

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from salesrl_trl.checkpoint.identity import shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import engine_options
-from salesrl_trl.config.rollouts import sampling_hints
+from salesrl_trl.config.rollouts import (
+    SAMPLING_HINTS,
+    engine_options,
+)
 from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.process import patched
 from salesrl_trl.update.weights import WeightCheck
@@ -60,7 +62,7 @@ class Policy:
 
     def _look(self, model: PreTrainedModel) -> None:
         args, self.model = self._args, model
-        self.weight_check = WeightCheck(args.max_sampling_logp_difference, sampling_hints(args))
+        self.weight_check = WeightCheck(args.max_sampling_logp_difference, SAMPLING_HINTS)
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())

@@ -90,5 +90,5 @@ def test_a_policy_that_fails_ends_the_run_and_one_with_too_low_an_age_is_refused
 
     with pytest.raises(ConfigError, match="Failing failed to choose groups"):
         train(Failing(MOST))
-    with pytest.raises(ConfigError, match="an age up to 1, and rollouts are up to 2 steps ahead"):
+    with pytest.raises(ConfigError, match="below the 2 steps that rollouts are ahead"):
         train(ByArrival(1))

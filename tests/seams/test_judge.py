@@ -7,7 +7,7 @@ from support.loopback import ACTION, ANSWER, action, build_reward, row
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.assembly import build_reward as build_from_settings
 from salesrl_trl.launch.checks.reward import check_stand_ins, prepare_reward
-from salesrl_trl.launch.embedded import NOWHERE, addresses
+from salesrl_trl.launch.services_plan import NOWHERE, addresses
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.types import Outcome
 

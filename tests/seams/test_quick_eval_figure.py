@@ -14,7 +14,7 @@ from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.evaluation.quick import QuickEvaluator
 from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory
-from salesrl_trl.launch.telemetry_config import TelemetryConfig
+from salesrl_trl.launch.settings import TelemetryConfig
 from salesrl_trl.telemetry.timeline import Timeline
 
 FIGURES_OF_A_USER = '''

@@ -10,7 +10,7 @@ from werkzeug import Response
 
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
-from salesrl_trl.launch.embedded import NOWHERE, addresses
+from salesrl_trl.launch.services_plan import NOWHERE, addresses
 
 ADAPTER = "examples.rag_adapter.QuestionService"
 CONTEXTS = [{"id": "d1", "text": "Python costs 100.", "score": 0.5}, {"id": "d2", "text": "Hours", "score": 0.01}]

@@ -57,7 +57,7 @@ def set_offline(out):
 def train(policy, out, trackers):
     from pytest_httpserver import HTTPServer
 
-    from salesrl_trl.launch.building import settings_beside_the_trainers
+    from salesrl_trl.launch.plan import settings_beside_the_trainers
     from salesrl_trl.launch.recipes import FULL
     from salesrl_trl.launch.settings import parse
     from support.loopback import BAD, Services, action

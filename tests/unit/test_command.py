@@ -11,7 +11,6 @@ from support.forked import COLD_PYTHON
 
 import salesrl_trl
 from salesrl_trl.__main__ import COMMANDS
-from salesrl_trl.ground import own_code
 
 QUICK_S = 60.0
 SCRIPT = "import sys; from salesrl_trl.__main__ import main; sys.exit(main())"
@@ -121,24 +120,8 @@ def test_an_unknown_word_is_refused_with_the_nearest_one() -> None:
     assert (code, out, "Did you mean" in err) == (2, "", False)
 
 
-def test_the_version_is_the_packages_with_its_commit() -> None:
-    assert salesrl("--version") == (0, f"salesrl_trl {own_code.code()}\n", "")
-
-
 def test_the_command_brings_nothing_but_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", COLD_PYTHON)
     here = "print(*{name.split('.')[0] for name in sys.modules})"
     bare, ours = (set(ended("-c", f"import sys{more}; {here}")[1].split()) for more in ("", ", salesrl_trl.__main__"))
     assert ours - bare - sys.stdlib_module_names == {"salesrl_trl"}
-
-
-def test_help_whose_reader_has_ended_ends_quietly() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [COLD_PYTHON, "-c", SCRIPT, "--help"]
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, stdout=writer, stderr=subprocess.PIPE, timeout=QUICK_S
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")  # 128 + SIGPIPE, as shells have it

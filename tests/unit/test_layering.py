@@ -17,7 +17,6 @@ from support.scripted import settings
 
 CORE = (
     *(
-        "moved",
         "errors",
         "timing",
         "types",
@@ -97,7 +96,7 @@ def test_the_core_imports_no_layer():
 def test_an_import_of_a_layer_is_seen(tmp_path):
     package = tmp_path / "salesrl_trl"
     (package / "agents").mkdir(parents=True)
-    for name in ("__init__", "agents/__init__", "agents/tools", "moved"):
+    for name in ("__init__", "agents/__init__", "agents/tools"):
         (package / f"{name}.py").write_text("")
     (package / "reward.py").write_text("def f():\n    from salesrl_trl.agents.tools import tool\n")
     assert house.layered(house.imports(tmp_path), FOLDERS) == [("salesrl_trl.reward", "salesrl_trl.agents.tools")]

@@ -16,10 +16,10 @@ from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
-from salesrl_trl.launch.building import build_instruments
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.memory_estimate import Estimate, Moment
+from salesrl_trl.launch.plan import build_instruments
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.settings import names_of_settings, parse
 from salesrl_trl.launch.software import Card

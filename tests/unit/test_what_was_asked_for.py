@@ -100,7 +100,7 @@ ROWS: dict[str, list[Check]] = {
     "4": of(setting, "num_generations", "temperature", "vllm_gpu_memory_utilization"),
     "5, 6": of(is_script, "scripts/test_rag_endpoints.py", "scripts/simulate_training_rewards.py")
     + of(says, ("scripts/test_rag_endpoints.py", "--quick")),
-    "7": of(command, ("env", "--diff"), ("env", "--json")) + of(there, "tests/unit/run/test_run_record.py"),
+    "7": of(command, ("env", "--diff")) + of(there, "tests/unit/run/test_run_record.py"),
     "8": of(setting, "warm_up_services") + of(says, ("salesrl_trl/reward/reward_loop.py", "[WarmUp]")),
     "9": of(there, "tests/unit/telemetry/test_step_lines.py", "tests/unit/telemetry/test_heartbeat.py"),
     "10, 54": of(is_script, "scripts/create_tiny_dataset.py")

@@ -107,9 +107,6 @@ PINS = {
     (Trainer, "training_step"): ("285b156bfe97", "52732193c195", "4af68cc5a846"),
     (Trainer, "get_batch_samples"): "ce1d3f8e633c",
     (Trainer, "evaluate"): "3f3b306bcfa5",
-    # SalesGRPOTrainer._evaluate: `skip_scheduler` keeps it from moving the learning rate, and it returns the figures
-    # (the second: transformers 5.23, where an evaluation without memory does not shrink the training's batch)
-    (Trainer, "_evaluate"): ("2ed1a11f0291", "93a940a223d9"),
     (Accelerator, "backward"): "79c32c236a8b",
     # a quick evaluation comes after a step's log, evaluation and checkpoint; called once more at an epoch's end
     (Trainer, "_maybe_log_save_evaluate"): "c3945a2525b7",

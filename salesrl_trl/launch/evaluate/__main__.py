@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
-            from salesrl_trl.launch.embedded import launched_services
             from salesrl_trl.launch.evaluate import answering
             from salesrl_trl.launch.evaluate.findings import text_of
+            from salesrl_trl.launch.services_plan import launched_services
 
             named = [answering.policy_of(name) for name in options.policy]
             recipe = answering.recipe_of(options.policy)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
-from salesrl_trl.config.checks import check
-from salesrl_trl.config.ranges import LORA, check_ranges, without_effect
+from salesrl_trl.config.checks import LORA, check, check_ranges
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
@@ -28,11 +27,10 @@ from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.types import DEFAULT_FORMAT
 
 
-def prepare(config: RunConfig, refused: Refusals | None = None) -> Plan:
+def prepare(config: RunConfig) -> Plan:
     """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the failures of all
-    stages and for what `refused` holds already: that of a single one, or `ConfigErrors`."""
-    plan, refused = Plan(config), Refusals() if refused is None else refused
-    refused.is_partial = bool(refused.errors)
+    stages: that of a single one, or `ConfigErrors`."""
+    plan, refused = Plan(config), Refusals()
     for stage in BEFORE_A_RUN:
         if stage.name == "memory" and refused.errors:  # an estimate without the right settings misleads
             continue
@@ -100,11 +98,6 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         if model.use_peft:
             check_ranges(model, LORA)
-        reward = config.reward
-        of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
-        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
-        of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
-        findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     with refused:
         own = next(iter(config.data.own_sources), None)
         findings.notes(check_stand_ins(config.reward, training.branches, own))

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.launch.building import build_instruments, build_trainer
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.memory_estimate import SCORING, STOCHASTIC_OPTIM
-from salesrl_trl.launch.plan import Plan, overlaid
+from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
 from salesrl_trl.parts.weight_change import LEAST_SHARE

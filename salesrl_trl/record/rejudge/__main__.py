@@ -46,7 +46,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.record.rejudge.rejudging import changes, of_all_functions, rejudged, write
     from salesrl_trl.types import JUDGE, SALES
 
-    data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings), own=vars(own))
+    data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings))
     reward = dataclasses.replace(reward, replay=None, verbose=[])  # the second judge of a meter judges nothing
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]

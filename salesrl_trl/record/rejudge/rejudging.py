@@ -22,8 +22,8 @@ from salesrl_trl.judged.rag_client import RagBackend, answer_from_json
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
 from salesrl_trl.launch.data.sources import columns_of
-from salesrl_trl.launch.embedded import addresses
 from salesrl_trl.launch.reward_config import RewardConfig
+from salesrl_trl.launch.services_plan import addresses
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
 from salesrl_trl.record.reader import Recorded, open_record, rank_of, record_file, record_files
 from salesrl_trl.record.writer import add_verdicts, reward_columns

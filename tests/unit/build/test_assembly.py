@@ -277,6 +277,12 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
         ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected it in an entry"),
+        (
+            {"branch_reward_weights": {"fairness": 1.0}},
+            r"`branch_reward_weights\.fairness` is a float. Expect",
+        ),
+        ({"branch_reward_weights": "judge"}, "is not JSON"),
+        ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, at least 0"),
         ({"rag_base_url": "http://user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "user:hunter2@127.0.0.1"}, "holds credentials"),
         ({"rag_base_url": "http://127.0.0.1/rag?key=hunter2"}, "holds credentials or a query"),

@@ -9,11 +9,9 @@ from check_gpu_memory import main
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.launch.preflight.runner import prepare
-from salesrl_trl.launch.presets import FOLDER, PRESETS
+from salesrl_trl.launch.presets import PRESETS
 from salesrl_trl.launch.reward_config import Attempts
 from salesrl_trl.launch.settings import parse
-from salesrl_trl.launch.software import named_card
-from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/full.yaml"
@@ -65,9 +63,8 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     assert (training.temperature, training.learning_rate) == (0.7, 1e-3)  # that of the small policy stays
     assert config.model.use_peft
     first, second, _ = config.notes
-    assert first.startswith("preset 80gb: use_peft True, ")
-    assert "per_device_train_batch_size 6 (not 8)" in second
-    assert "temperature" not in second
+    assert first.startswith("preset 80gb: use_peft, ")
+    assert second.startswith("preset fast_rollout: ")
     assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, Attempts(rag=3, judge=1))
 
 
@@ -87,12 +84,6 @@ def test_every_preset_works_with_every_recipe(name):
                 parse(["--preset", name], recipe)
         else:
             parse(["--preset", name], recipe)
-
-
-def test_the_presets_are_beside_the_recipes():
-    assert sorted(path.stem for path in (ROOT / "recipes/presets").glob("*.yaml")) == [*PRESETS]
-    assert "launch/presets/*.yaml" in (ROOT / "setup.cfg").read_text()
-    assert FOLDER.is_relative_to(ROOT / "salesrl_trl")
 
 
 @pytest.mark.parametrize(
@@ -151,8 +142,3 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
 def test_bad_input_of_the_script_ends_with_one_message(given, message, capsys):
     assert main(given) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_card_of_a_size_has_so_many_bytes():
-    assert named_card("80gb").gib * GIB == pytest.approx(80e9)
-    assert named_card("75 GiB").gib == 75

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from salesrl_trl.config.former import FORMER
-from salesrl_trl.config.ranges import texts_of
+from salesrl_trl.config.keys import FORMER
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import StepSettings
-from salesrl_trl.launch.settings import PATHS, all_kinds, names_of_settings, parse, parse_part
+from salesrl_trl.launch.settings import all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.launch.settings_help import (
     FIRST,
     GROUPS,
@@ -52,10 +51,10 @@ def test_another_recipe_can_be_named(words, tmp_path):
         ("judge_model: 7\n", "`judge_providers.model` is of type int. Expected a text"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
-        ('output_dir: "a\\0b"\n', "`output_dir` of .*bad.yaml holds a NUL or half a character"),
-        ('judge_providers: [{name: "a\\ud800"}]\n', "`judge_providers.name` of .* holds a NUL or half a character"),
         ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
-        ("branches: &a [*a]\n", "is nested too deeply, or holds itself"),
+        ("branches: &a [*a]\n", "is not YAML: maximum recursion depth"),
+        (LAUGHS, "is not YAML: with its aliases written out it has more than 4000000 characters"),
+        (MERGES, "is not YAML: with its aliases written out it has more than 4000000 characters"),
     ],
     ids=lambda text: text[:20],
 )
@@ -73,7 +72,7 @@ def test_a_recipe_that_is_not_yaml_is_refused_without_its_text(tmp_path):
     with pytest.raises(ConfigError, match=told) as e:
         parse([], recipe)
     recipe.with_name("other.yaml").write_text("beta: 0\nbranches: [a, b\nhub_token: secret\n")
-    with pytest.raises(ConfigError, match=r"a flow sequence \(line 2, column 11\), expected .* \(line 3, column 10\)"):
+    with pytest.raises(ConfigError, match=r"is not YAML: expected .* \(line 3, column 10\)"):
         parse([], recipe.with_name("other.yaml"))
     assert "secret" not in str(e.value)
     assert e.value.__cause__ is None and e.value.__suppress_context__
@@ -88,15 +87,6 @@ def test_aliases_of_a_recipe_are_read_and_no_device_is(tmp_path):
         parse(["--config", str(ROOT / "recipes/full.yml")], None)
     with pytest.raises(ConfigError, match="no recipe"):
         parse([], tmp_path / "endless.yaml")
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"), [("a" * 5000, "File name too long"), ("~no-such-user/x", "Could not determine home directory")]
-)
-@pytest.mark.parametrize("name", [*PATHS[:3], "config"])
-def test_a_path_that_no_file_can_have_is_refused(name, path, reason):
-    with pytest.raises(ConfigError, match=rf"`(--)?{name}` is '.{{1,203}}', which can't be looked at \({reason}"):
-        parse(["--output_dir", "x", f"--{name}={path}"], None)
 
 
 def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
@@ -133,7 +123,7 @@ def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monk
     page = capsys.readouterr().out
     assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
-    assert "--output_dir  (runs/debug)" in page  # of debug.yaml
+    assert "--output_dir  (runs/debug)" in page
     table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
     named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
     assert named <= {*FIRST, "eval_dataset.share"}
@@ -148,14 +138,10 @@ def test_help_of_a_group_names_its_settings(capsys, group):
     assert all(f"--{setting.name}(" in page for setting in settings().values() if setting.group == group)
 
 
-def test_help_of_a_setting_has_its_whole_text_its_limits_and_its_values(capsys):
-    for kind in all_kinds()[:-1]:
-        for name, text in texts_of(kind).items():
-            assert "".join(text.split()) in told(capsys, name)
+def test_help_of_a_setting_has_its_text_its_default_and_its_value(capsys):
     page = told(capsys, "--rag-top-k")
-    assert page.startswith("rag.top_k") and "default:3" in page and "awholenumber,atleast1,andatmost50" in page
-    assert "oneof:error,drop,truncate_oldest_turns" in told(capsys, "long_prompts")
-    assert "presetserver:server" in told(capsys, "vllm_mode")
+    assert page.startswith("rag.top_k") and "default:3" in page and "Mostpassagesofananswer." in page
+    assert "recipe:runs/debug" in told(capsys, "output_dir")
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
 
 
@@ -163,12 +149,6 @@ def test_help_of_a_setting_of_transformers_says_what_it_does_here(capsys):
     assert "`auto`takesthenewestwholeoneof`output_dir`" in told(capsys, "resume_from_checkpoint")
     assert OWN_TEXTS.keys() <= settings().keys()
     assert [name for name, setting in settings().items() if "your training/evaluation scripts" in setting.text] == []
-
-
-def test_help_of_presets_says_what_each_is_for(capsys):
-    page = told(capsys, "preset")
-    assert page == told(capsys, "--preset")
-    assert "--80gbAcardof80GB:LoRA" in page
 
 
 def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(capsys):
@@ -189,9 +169,9 @@ def test_an_unknown_argument_is_refused():
 
 def test_one_recipe_is_named_at_most():
     recipe = str(ROOT / "recipes/debug.yaml")
-    with pytest.raises(ConfigError, match="given more than once"):
+    with pytest.raises(ConfigError, match="names no file, or several"):
         parse(["--config", recipe, f"--config={recipe}"], ROOT / "recipes/full.yaml")
-    with pytest.raises(ConfigError, match="`--config` names no file"):
+    with pytest.raises(ConfigError, match="names no file, or several"):
         parse(["--config"], ROOT / "recipes/full.yaml")
 
 

@@ -10,10 +10,9 @@ from types import UnionType
 import pytest
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.checks import load_object
-from salesrl_trl.config.entries import KLSettings, RecordSettings
-from salesrl_trl.config.ranges import Range, entry_of
+from salesrl_trl.config.checks import Range, entry_of, load_object
 from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_divisible
+from salesrl_trl.config.training import KLSettings, RecordSettings
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.budget import CALLS, USD, Limit
@@ -24,7 +23,7 @@ from salesrl_trl.launch.assembly import budget_of
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.judge_config import JudgeModeSettings, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RagSettings, RewardConfig
-from salesrl_trl.launch.telemetry_config import TelemetryConfig
+from salesrl_trl.launch.settings import TelemetryConfig
 
 
 def training(**kwargs):
@@ -45,10 +44,9 @@ def test_the_defaults_work():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_generations": 3}, r"holds 8 completions \(8 per device x 1 processes x 1 steps\), which .* 3 does not"),
-        ({"num_generations": 1}, "`num_generations` is 1. Expected at least 2"),
+        ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "Expected a schedule of steps"),
         ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "a group of equal rewards may teach there"),
-        ({"refill_groups": 1, "multi_objective_aggregation": "normalize_then_sum"}, "a group of equal rewards may"),
         ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
         ({"branches": ["a", "a"]}, "each name once"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
@@ -57,7 +55,6 @@ def test_the_defaults_work():
         ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
         ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
-        ({"branch_kl": "[]"}, "`branch_kl` is a list. Expected a mapping"),
         ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
         ({"branch_kl": {"fairness": 0.1}}, r"`branch_kl\.fairness` is a float. Expected a mapping"),
         ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, r"`branch_kl\.fairness` lacks beta"),
@@ -76,8 +73,6 @@ def test_the_defaults_work():
         ({"branches": ["a"], "beta": 0.1, "branch_kl": {"a": {"beta": 0.1}}}, "`beta` has no effect"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         ({"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'}, "mode 'raw_logprobs'"),
-        ({"vllm_engine_kwargs": "{"}, "is not JSON"),
-        ({"vllm_engine_kwargs": "[1]"}, "is a list. Expected a mapping"),
     ],
 )
 def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
@@ -146,22 +141,10 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
-def test_a_quantised_engine_is_refused_where_nothing_could_correct_for_it():
-    for quantization, expected in (("int3", "Expected one of"), ("fp8_per_channel", "Expected none, or a GPU")):
-        with pytest.raises(ConfigError, match=expected):  # this is a CPU
-            training(use_vllm=True, vllm_engine_kwargs={"quantization": quantization})
-
-
 def test_a_temperature_alone_reshapes_nothing():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "generation_kwargs": {"top_k": -1, "seed": 7, "stop": ["x"]}}
     config = training(use_vllm=True, rollout_lookahead=2, temperature=0.6, **neutral)
     assert reshaped_sampling(config) == []
-
-
-def test_groups_are_checked_over_all_processes(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="holds 12 completions"):
-        training(per_device_train_batch_size=3, gradient_accumulation_steps=2, num_generations=8)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +153,6 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
         (RewardConfig, {"action_fields": []}, "Expected at least one name"),
         (RewardConfig, {"action_fields": ["a", "a"]}, "each name once"),
         (RewardConfig, {"action_fields": ["query", "top_k"]}, "names top_k. Expected letters"),
-        (RewardConfig, {"action_fields": ["my query"]}, "names my query. Expected letters"),
         (RewardConfig, {"max_attempts": 0}, "`max_attempts`"),
         (RewardConfig, {"verbose": ["rags"]}, "`verbose` names 'rags'. Expected some of: completions, rag, scoring"),
         (RewardConfig, {"max_attempts": 1.5}, "`max_attempts` is 1.5. Expected a whole number"),
@@ -181,11 +163,8 @@ def test_groups_are_checked_over_all_processes(monkeypatch):
             "`max_attempts` has an unknown 'judges'. Did you",
         ),
         (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
-        (RewardConfig, {"judge_base_url": "localhost"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
         (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
-        (TelemetryConfig, {"trace_steps": "9:5"}, "Expected FIRST:LAST"),
-        (TelemetryConfig, {"trace_steps": "a:b"}, "Expected FIRST:LAST"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
@@ -251,15 +230,6 @@ def test_an_address_that_is_refused_is_not_shown(address):
         assert "sk-1" not in str(caught.value)
 
 
-def test_what_is_searched_with_is_named_or_the_usual_field_or_the_first():
-    for given, query in (
-        ({}, "rewritten_query"),
-        ({"action_fields": ["a", "rewritten_query"]}, "rewritten_query"),
-        ({"action_fields": ["a", "b"]}, "a"),
-    ):
-        assert RewardConfig(**given).rag_service.action_format.query == query
-
-
 @pytest.mark.parametrize(
     ("text", "inside", "outside"),
     [("1:50", (1, 50), (0, 51)), ("100:", (100, 10**9), (99,)), ("7:7", (7,), (6, 8)), ("", (), (0, 1))],
@@ -309,23 +279,6 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     assert told is None if reason is None else told.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("given", "note"),
-    [
-        ({}, []),
-        ({"save_strategy": "no", "load_best_model_at_end": True}, ["load_best_model_at_end, because `save_strategy`"]),
-        (
-            {"vllm_enable_sleep_mode": True, "vllm_mode": "server"},
-            ["vllm_mode, vllm_enable_sleep_mode, because `use_v"],
-        ),
-        ({"use_vllm": True, "vllm_server_port": 1}, ["vllm_server_port, because `vllm_mode` is colocate"]),
-    ],
-)
-def test_settings_without_effect_are_told(given, note):
-    notes = [line for line in training(**given).machine_notes if line.startswith("without effect: ")]
-    assert len(notes) == len(note) and all(map(str.__contains__, notes, note))
-
-
 def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments():
     assert load_object("salesrl_trl.errors.ConfigError", "kl_law") is ConfigError
     assert load_object("datetime.timedelta(1, hours=2)", "kl_law") == timedelta(1, hours=2)
@@ -336,9 +289,8 @@ def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments()
     [
         ("Law", r"`kl_law` is 'Law'. Expected a dotted path"),
         ("no_such_module.Law", r"no module 'no_such_module'.*PYTHONPATH"),
-        ("salesrl_trl.no_such_module.Law", r"no module 'salesrl_trl.no_such_module'"),
-        ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no 'Law'"),
-        ("datetime.timedelta(days=1", r"does not work \('\(' was never closed.*Expected plain values"),
+        ("salesrl_trl.errors.Law", r"'salesrl_trl.errors' has no attribute 'Law'"),
+        ("datetime.timedelta(days=1", r"does not work \('\(' was never closed"),
         ("datetime.timedelta(weeks=open('x'))", r"does not work \(malformed node"),
         ("datetime.timedelta(no=1)", r"does not work .*'no'"),
         ("datetime.timedelta(1).total_seconds", r"does not work"),
@@ -356,7 +308,6 @@ PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
     ("settings", "message"),
     [
         ({"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
-        ({"max_usd": 1.0, "judge_providers": [PROVIDER]}, "no judge has a price"),
         ({"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
         ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
         ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),

@@ -13,8 +13,13 @@ from transformers import Qwen2Config
 from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.engine import GRAPHS_ALONE, Start, engine_options, engine_start, sequences
-from salesrl_trl.config.rollouts import why_not_partial
+from salesrl_trl.config.rollouts import (
+    GRAPHS_ALONE,
+    Start,
+    engine_options,
+    engine_start,
+    why_not_partial,
+)
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation import compiled
 
@@ -66,14 +71,6 @@ def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config
     assert engine_options(config(vllm_engine_kwargs=given), policy)["load_format"] == expected
 
 
-def test_a_head_size_that_vllm_does_not_have_on_a_cpu_is_told_in_one_line(config):
-    policy, colocated = Policy(), {"use_vllm": True, "vllm_mode": "colocate"}
-    with pytest.raises(ConfigError, match=r"heads have 16 numbers \(`head_dim`\).* one of: 32, 64, "):
-        engine_options(config(**colocated), policy)
-    policy.config = Qwen2Config(head_dim=32)
-    engine_options(config(**colocated), policy)
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, is_on):
     from vllm.engine.arg_utils import EngineArgs
@@ -118,11 +115,6 @@ def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path)
     }
     (args.compiled / "triton" / "kernel").write_bytes(bytes(2**20))
     assert compiled.content_of(args.compiled) == "1 files, 1 MiB"
-
-
-def test_without_the_setting_each_library_keeps_its_own_place(config):
-    assert config().compiled is None
-    assert {os.environ[name] for name in compiled.FOLDERS} == {"elsewhere"}
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config, tmp_path):

@@ -1,11 +1,8 @@
 """Entries of settings by dotted names, and settings by the names that they had before."""
 
-import logging
-
 import pytest
 
-from salesrl_trl.config import former
-from salesrl_trl.config.former import FORMER, with_entries
+from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -55,16 +52,9 @@ def test_an_entry_beside_another_form_of_its_setting_is_refused(given, message):
         with_entries(given)
 
 
-def test_classes_take_former_names_and_one_line_says_the_new_one(caplog):
-    former._place.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(
-                rag={"base_url": "http://rag:1", "top_k": 5}
-            )
-    assert [line for line in caplog.messages if "rag_top_k" in line] == [
-        "`rag_top_k` is `rag.top_k` now. The old name goes with the next release"
-    ]
+def test_classes_take_former_names():
+    rag = {"base_url": "http://rag:1", "top_k": 5}
+    assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(rag=rag)
     assert DataConfig("a.jsonl", dataset_format="bbq").dataset == {"path": "a.jsonl", "format": "bbq"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'rag_top'"):
         RewardConfig(rag_top=5)
@@ -83,6 +73,5 @@ def test_recipes_and_command_lines_take_both_and_the_command_line_wins(tmp_path)
     assert (rag.top_k, rag.timeout_s, rag.action_format.fields) == (7, 5, ("a", "b"))
     settings_of_kl = config.training.kl_settings
     assert (settings_of_kl.update_steps, settings_of_kl.law) == (9, "fixed")
-    assert {"rag", "branch_kl", "judge_providers"} <= config.given
     with pytest.raises(ConfigError, match=r"`rag` has an unknown 'timeout'. Did you mean 'timeout_s'"):
         parse(["--rag.timeout", "5", "--output_dir", "x"], recipe)

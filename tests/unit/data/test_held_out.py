@@ -88,7 +88,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
     [
         (
             {"eval_dataset": {"share": 1.0}, "dataset": "a.jsonl"},
-            "`eval_dataset.share` is 1.0. Expected a number, 0 or more, and less than 1.",
+            "`eval_dataset.share` is 1.0. Expected a number, at least 0, and less than 1.",
         ),
         ({"eval_dataset": {"share": 0.1}}, "held-out rows are there already: in `eval_dataset`, or in the demo."),
         ({"dataset": "a.jsonl", "eval_dataset": {"path": "b.jsonl", "share": 0.1}}, "are there already"),
