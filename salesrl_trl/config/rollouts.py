@@ -252,7 +252,7 @@ def engine_start(args: SalesGRPOConfig) -> Start:
     return Start.EAGER if eager else Start.COMPILED
 
 
-def _sequences(args: SalesGRPOConfig) -> int:
+def sequences(args: SalesGRPOConfig) -> int:
     """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
     of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     return of_trl + args.most_unfinished
@@ -265,7 +265,7 @@ def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
         "model": model,
         "number_format": [args.bf16, args.fp16],
         "max_model_length": args.vllm_max_model_length,
-        "sequences": _sequences(args),
+        "sequences": sequences(args),
         "tensor_parallel_size": parallel,
         "sleep_mode": args.vllm_enable_sleep_mode,
         "implementation": args.vllm_model_impl,
@@ -298,7 +298,7 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         "seed": args.seed * 1000 + group,
     }
     if args.most_unfinished:
-        options["max_num_seqs"] = _sequences(args)
+        options["max_num_seqs"] = sequences(args)
     if start is Start.GRAPHS:
         options["compilation_config"] = GRAPHS_ALONE
     return options | extra

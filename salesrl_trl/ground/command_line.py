@@ -66,14 +66,14 @@ def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Excepti
     An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with
     `--json`. Its exit code is `EXIT_BAD_INPUT`, in further work `EXIT_FAILED`.
     """
-    failing_as = EXIT_BAD_INPUT
+    failing_as, told = EXIT_BAD_INPUT, (SalesRLError, *failures)
     try:
         result = work()
         while callable(result):
             failing_as = EXIT_FAILED
             result = result()
         return result or 0
-    except (SalesRLError, *failures) as error:
+    except told as error:
         name = type(error).__name__
         if "--json" in argv:
             print(json.dumps({"failure": {"error": name, "text": str(error), "remedy": ""}}))

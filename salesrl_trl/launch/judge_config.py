@@ -15,7 +15,6 @@ from salesrl_trl.config.checks import (
     entry_of,
     structure,
 )
-from salesrl_trl.config.ranges import Count
 from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS

@@ -26,7 +26,7 @@ from salesrl_trl.judged.noise import (
     samples,
 )
 from salesrl_trl.judged.provider import ProviderClient
-from salesrl_trl.judged.rag_client import RagAnswers, RagClient
+from salesrl_trl.judged.rag_client import RagAnswers
 from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
@@ -220,8 +220,6 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     }
     try:
         await _drop_failing(targets, dict.fromkeys(targets, f"at {rag.identity}"), findings)
-        if isinstance(rag, RagClient):
-            findings.figures["rag_returns_ids"] = "yes" if rag.returns_ids else "no"
         for name, results in (await _put_loads(targets)).items() if count else ():
             needed = targets[name].instead is None
             answered = _report(findings, name, targets[name], results, plan, needed)

@@ -18,6 +18,7 @@ from salesrl_trl.config.rollouts import (
     Start,
     engine_options,
     engine_start,
+    sequences,
     why_not_partial,
 )
 from salesrl_trl.errors import ConfigError
