@@ -27,6 +27,7 @@ PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
 MARGIN = 1.3  # factor on the percentile. With it few calls that are merely slow are sent twice.
 WINDOW = 256  # the percentile is taken over this many latest calls
 MIN_SAMPLES = 20  # with fewer calls there is no percentile
+REFRESH_EVERY = 16  # calls between two computations of the percentile
 GROWTH_PER_SUCCESS = 0.5  # slots that each answer adds while growth is fast
 DECREASE = 0.8  # factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds.
 ROUNDS_TO_GROW = 3  # rounds of waiting calls before one more slot is tried: else a call that is refused comes last
@@ -140,6 +141,7 @@ class HedgePolicy:
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
         self._latencies: deque[float] = deque(maxlen=WINDOW)
+        self._since_refresh = 0
         self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
@@ -151,7 +153,9 @@ class HedgePolicy:
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
         self._latencies.append(seconds)
-        if len(self._latencies) >= MIN_SAMPLES:
+        self._since_refresh += 1
+        if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
+            self._since_refresh = 0
             ranked = sorted(self._latencies)
             self.late_after_s = MARGIN * ranked[int(PERCENTILE * (len(ranked) - 1))]
 
