@@ -7,6 +7,8 @@ asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import_module(f"{__name__}.moved")
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

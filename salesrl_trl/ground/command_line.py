@@ -66,7 +66,8 @@ def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Excepti
     An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with
     `--json`. Its exit code is `EXIT_BAD_INPUT`, in further work `EXIT_FAILED`.
     """
-    failing_as, told = EXIT_BAD_INPUT, (SalesRLError, *failures)
+    told: tuple[type[Exception], ...] = (SalesRLError, *failures)
+    failing_as = EXIT_BAD_INPUT
     try:
         result = work()
         while callable(result):

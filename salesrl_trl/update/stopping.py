@@ -236,12 +236,12 @@ PATIENCE = timedelta(seconds=10)  # longest wait for an answer of the store
 _runs = itertools.count()  # all processes count alike, so that each run has its own key
 
 
-def _store() -> torch.distributed.Store | None:
+def _store() -> distributed_c10d.Store | None:
     """A connection of its own to the processes' store, as others may wait on the existing one. `None` for a process
     that is alone."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
-    store: torch.distributed.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store: distributed_c10d.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
     return store
 

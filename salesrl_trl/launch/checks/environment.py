@@ -24,6 +24,7 @@ LEAST_DISK_GIB = 1.0  # free disk of the output folder. Below it even the small 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
 STALE_S = 3600.0  # age of a lock of a DeepSpeed build that was left behind: no build takes so long
+_ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
 
 def check_environment(plan: Plan, findings: Findings) -> None:
@@ -106,3 +107,32 @@ def _locks(training: SalesGRPOConfig, findings: Findings) -> None:
             if time.time() - lock.stat().st_mtime >= STALE_S:
                 text = f"{lock} is old: a build of DeepSpeed was interrupted, and the next one waits for it."
                 findings.fail(text, f"Remove it: rm {lock}")
+
+
+def check_tokenizer(plan: Plan, findings: Findings) -> None:
+    """Check the tokens that end a completion, and the model's sampling flags."""
+    tokenizer, generation = plan.tokenizer, plan.generation_config
+    listed = generation.eos_token_id
+    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    findings.figures["end_tokens"] = names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **(plan.config.training.chat_template_kwargs or {}))
+    behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
+    findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
+    if not ends.intersection(behind):
+        findings.add(
+            f"The chat template ends a turn with {end or 'no special token'}, which ends no completion: only {names} "
+            "does.",
+            f"Add {special or 'the id of its end'} to `eos_token_id` in the model's generation_config.json, or set "
+            "`eos_token` in tokenizer_config.json.",
+            is_failure=end is not None,
+        )
+    try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
+        generation.validate(strict=True)
+    except ValueError as error:
+        findings.fail(
+            "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
+            + " ".join(str(error).split()),
+            "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
+        )

@@ -1,4 +1,4 @@
-"""Checks of the policy: its configuration, weights, tokenizer and attention. Loads no weights."""
+"""Checks of the policy: its configuration, weights, and attention. Loads no weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,11 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.launch.checks.outcome import Findings
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from salesrl_trl.launch.plan import Plan
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
 
 FLASH = {
@@ -169,32 +165,3 @@ def choose_attention(
         if oldest <= capability <= newest and is_installed():
             return name, f"attention: {name}"
     return chosen, f"attention: {chosen or 'eager'}; scripts/install_flash_attn.sh installs FlashAttention"
-
-
-def check_tokenizer(plan: "Plan", findings: Findings) -> None:
-    """Check the tokens that end a completion, and the model's sampling flags."""
-    tokenizer, generation = plan.tokenizer, plan.generation_config
-    listed = generation.eos_token_id
-    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
-    findings.figures["end_tokens"] = names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
-    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, **(plan.config.training.chat_template_kwargs or {}))
-    behind = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
-    findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
-    if not ends.intersection(behind):
-        findings.add(
-            f"The chat template ends a turn with {end or 'no special token'}, which ends no completion: only {names} "
-            "does.",
-            f"Add {special or 'the id of its end'} to `eos_token_id` in the model's generation_config.json, or set "
-            "`eos_token` in tokenizer_config.json.",
-            is_failure=end is not None,
-        )
-    try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
-        generation.validate(strict=True)
-    except ValueError as error:
-        findings.fail(
-            "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
-            + " ".join(str(error).split()),
-            "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
-        )

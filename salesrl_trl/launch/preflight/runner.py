@@ -12,9 +12,9 @@ from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
 from salesrl_trl.judged.judge_reward import needs_of
 from salesrl_trl.launch.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
-from salesrl_trl.launch.checks.environment import check_environment
+from salesrl_trl.launch.checks.environment import check_environment, check_tokenizer
 from salesrl_trl.launch.checks.folders import earlier_start
-from salesrl_trl.launch.checks.model import check_tokenizer, check_weights, choose_attention
+from salesrl_trl.launch.checks.model import check_weights, choose_attention
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.checks.reward import check_stand_ins, own_functions
 from salesrl_trl.launch.data.sources import check_source

@@ -1,0 +1,60 @@
+"""The import paths that documents of release 0.1 named, by today's. An old one warns; all go with the next release."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import cast
+
+ROOT = __name__.rpartition(".")[0]
+MOVED = {
+    "data.demo": "demo.rows", "env": "launch.env", "evaluate": "launch.evaluate", "preflight": "launch.preflight",
+    "recording": "record", "rejudge": "record.rejudge", "report": "record.report",
+    "reward.judge.judge_interface": "judged.judge", "reward.parsing": "judged.parsing",
+    "reward.replay": "record.replay", "reward.service": "service", "reward.stage": "judged.scoring", "run": "launch",
+    "run.launch": "launch.process", "train": "launch.train", "translate": "launch.translate", "view": "record.view",
+}  # fmt: skip
+"""Below the package, of modules and of packages with all that is in them."""
+
+
+class _Moved(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        parts = name.split(".")[1:] if name.startswith(f"{ROOT}.") else []
+        found = next((count for count in range(len(parts), 0, -1) if ".".join(parts[:count]) in MOVED), None)
+        if found is None:
+            if ".".join(parts) == "reward.judge":  # a package that one of the paths went through
+                return ModuleSpec(name, None, is_package=True)
+            return None
+        spec = find_spec(".".join((ROOT, MOVED[".".join(parts[:found])], *parts[found:])))
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+        moved = ModuleSpec(name, _Now(spec), origin=spec.origin, is_package=places is not None)
+        moved.submodule_search_locations = places
+        return moved
+
+
+class _Now(Loader):
+    """Puts today's module in the place of an old path, and runs it by `python -m`."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._warn(module.__name__)
+        sys.modules[module.__name__] = import_module(self._spec.name)
+
+    def get_code(self, name: str) -> CodeType | None:
+        self._warn(name)
+        return cast("CodeType | None", self._spec.loader.get_code(self._spec.name))  # type: ignore[union-attr]
+
+    def _warn(self, name: str) -> None:
+        text = f"`{name}` is `{self._spec.name}` now; the old path goes with the next release"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+
+
+sys.meta_path.insert(0, _Moved())
