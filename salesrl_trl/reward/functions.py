@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +184,7 @@ class RewardFunction(Scorer):
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                returned = await asyncio.wrap_future(THREADS.submit(self._function, **arguments))
+                returned = await asyncio.wrap_future(THREADS.submit(self._listing, **arguments))
             return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
         except ServiceError:
             raise
@@ -217,6 +217,11 @@ class RewardFunction(Scorer):
         else:
             values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
+
+    def _listing(self, **arguments: Any) -> Any:
+        """What the function returns; a generator's code runs here, in the thread."""
+        returned = self._function(**arguments)
+        return list(returned) if isinstance(returned, Iterator) else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
