@@ -1,8 +1,10 @@
 """The files of a run's folder by kind: which are the policy's, and may leave the machine, and which a run's results.
 
-`run_files.toml` names them; no other file is uploaded, or moved into a folder of an earlier run's.
+Owns the copy of a folder that a push uploads, and the move of an earlier run's files into a folder of their own.
+`run_files.toml` names them; no other file is uploaded or moved. `trainer`, `keeper` and `train` call it.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -10,7 +12,7 @@ import os
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -55,21 +57,42 @@ def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | No
                 f"{path}. Expected another `output_dir`. Name one, or resume the earlier run with "
                 "`--resume_from_checkpoint auto`."
             )
+    aside = _move(moved, folder, "the files of an earlier run")
+    for path in found(folder, FILES["continued"]):
+        shutil.copy2(path, aside)
+
+
+def _move(paths: Iterable[Path], folder: Path, what: str) -> Path:
     places = (folder / f"{names.EARLIER_RUNS}{number}" for number in itertools.count(1))
     aside = next(place for place in places if not place.exists())
-    for path in sorted(moved):
+    for path in sorted(paths):
         place = aside / path.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.rename(place)
-    for path in found(folder, FILES["continued"]):
-        shutil.copy2(path, aside)
-    logger.warning(f"[Run] the files of an earlier run in {folder} are in {aside} now")
+    logger.warning(f"[Run] {what} in {folder} are in {aside} now")
+    return aside
 
 
 def may_write_card(folder: Path) -> bool:
     """Whether a card may be written there: a user's own README.md stays."""
     card = folder / CARD
     return not card.is_file() or "generated_from_trainer" in card.read_text(encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def one_policy(folder: Path, base: str, *, is_adapter: bool) -> Iterator[None]:
+    """Inside the block a policy is saved into the folder. Another one's weights are moved to a folder of their own: an
+    adapter would be put on them. `base`: the folder or name of the model that it belongs to."""
+    stale = found(folder, FILES["whole" if is_adapter else "adapter"])
+    is_its_base = is_adapter and Path(base).resolve() == folder.resolve()
+    if not is_its_base and {path.suffix for path in stale} & {".safetensors", ".bin"}:  # a config.json may be anyone's
+        _move(stale, folder, "weights of another policy")
+    index = folder / "model.safetensors.index.json"
+    if not is_adapter:
+        index.unlink(missing_ok=True)  # of shards, which go with the save; it writes another one for its own
+    yield
+    if not is_adapter and index.exists():
+        (folder / "model.safetensors").unlink(missing_ok=True)  # it would be read in place of the shards
 
 
 def staged(policy: Path, output_dir: Path, inside: str | None) -> Path:

@@ -1,8 +1,11 @@
-"""The model card of a run, in place of TRL's: what was trained, by which rewards, and what came of it. It has no text
-of a row, no address, no key and no path."""
+"""The model card of a run, in place of TRL's: what was trained, by which rewards, and what came of it.
+
+Owns its contents: no text of a row, no address, no key and no path. `model_card.jinja` has the words.
+"""
 
 import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import TrainerState
 
 from salesrl_trl import __version__
+from salesrl_trl.config.keys import is_secret
 from salesrl_trl.ground.process import installed, write_whole
 from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.names import MODEL_CARD_FILE, SAVING_FOLDER
@@ -20,6 +24,8 @@ from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.wiring.part import Part, PartContext
 
 PACKAGES = ("trl", "transformers", "torch", "peft", "vllm")
+_PLAIN = re.compile(r"[+-]?\d*\.?\d+(e[+-]?\d+)?|[A-Za-z_]\w*")
+_PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|dataset|text|prompt|env", re.IGNORECASE)
 
 
 class ModelCard(Part):
@@ -68,7 +74,7 @@ class ModelCard(Part):
             spent="0 calls" if spending is None else spending.in_words(),
             step=dict(training_lines(args, 0, 0, 0.0))["step"],
             figure={tag: value for entry in state.log_history for tag, value in entry.items()}.get,  # the last of each
-            number=number, python=platform.python_version(), version=__version__,
+            number=number, command=public_command(sys.argv), python=platform.python_version(), version=__version__,
             versions={package: version for package in PACKAGES if (version := installed(package)) is not None},
             **values,
         )  # fmt: skip
@@ -78,3 +84,15 @@ def hub_name(name: str) -> str:
     """A model's name: that of the hub, or the last part of a path."""
     is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
     return name if is_id else Path(name).name or NOT_KNOWN
+
+
+def public_command(argv: Sequence[str]) -> str:
+    """The command without what may be private: values that are neither numbers nor words, and those of settings whose
+    name speaks of a key or a place."""
+    shown, name = [Path(argv[0]).name], ""
+    for argument in argv[1:]:
+        name, is_joined, value = argument.partition("=") if argument.startswith("--") else (name, "", argument)
+        is_open = _PLAIN.fullmatch(value) and not is_secret(name) and not _PLACE.search(name)
+        value = value if is_open else "..." * bool(value)
+        shown.append(argument if argument == name else f"{name}{is_joined}{value}" if is_joined else value)
+    return " ".join(shown)

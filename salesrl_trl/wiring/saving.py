@@ -13,7 +13,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
 from salesrl_trl.checkpoint.keeper import fitted
-from salesrl_trl.checkpoint.run_files import may_write_card, staged, unstaged
+from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
 from salesrl_trl.names import SAVING_FOLDER
 from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.wiring.trl_access import TRLAccess
@@ -85,10 +85,12 @@ class SavingTrainer(TRLAccess):
             part.on_policy_saved(folder, self.state, given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Adds our card."""
+        """Leaves one policy in the folder, with its card."""
         folder = Path(output_dir or self.args.output_dir)
         has_room = may_write_card(folder)  # peft writes another one
-        super()._save(output_dir, state_dict)
+        is_adapter = self.components.reference.has_adapter
+        with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
+            super()._save(output_dir, state_dict)
         if has_room:
             self._policy_is_saved(folder)
 

@@ -10,7 +10,7 @@ from support.scripted import length, settings
 
 from salesrl_trl.checkpoint.whole import fault_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.parts.model_card import hub_name
+from salesrl_trl.parts.model_card import hub_name, public_command
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 CUSTOMER = "Xanthippe"
@@ -86,7 +86,17 @@ def test_a_repository_is_public_and_a_readme_another_only_by_the_users_will(tiny
     assert set(hub.files) == POLICY and hub.commits[0]["README.md"] == b"Our policy."
 
 
-def test_a_card_names_a_model_by_the_last_part_of_its_path():
+def test_a_card_quotes_of_a_command_what_can_be_no_secret():
+    command = (
+        "/home/ann/full.py --max_steps 4 --learning_rate=1e-5 --use_peft --judge_model gpt-5 --optim adamw_torch "
+        "--judge_base_url http://10.0.0.7:8000/v1 --vllm_server_host gpu1 --hub_token hf_x --output_dir runs "
+        '--branch_kl {"a":1} --rag_api_key_env=KEY --x 10.0.0.7 --dataset acme'
+    )
+    assert public_command(command.split()) == (
+        "full.py --max_steps 4 --learning_rate=1e-5 --use_peft --judge_model ... --optim adamw_torch "
+        "--judge_base_url ... --vllm_server_host ... --hub_token ... --output_dir ... "
+        "--branch_kl ... --rag_api_key_env=... --x ... --dataset ..."
+    )
     assert [*map(hub_name, ("Qwen/Qwen3-8B", "/data/acme/policy", "runs/a/best"))] == [
         "Qwen/Qwen3-8B",
         "policy",

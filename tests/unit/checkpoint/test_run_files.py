@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from salesrl_trl.checkpoint.run_files import put_run_aside
+from salesrl_trl.checkpoint.run_files import one_policy, put_run_aside
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import write_whole
 
@@ -58,3 +58,44 @@ def test_a_run_that_needs_a_file_of_the_earlier_one_is_refused(tmp_path, needed)
         put_run_aside(tmp_path, None, [str(tmp_path / needed), None])
     assert names(tmp_path) == {*OF_THE_RUN}
     put_run_aside(tmp_path, None, [str(tmp_path.parent), "me/policy"])
+
+
+FULL = ("config.json", "generation_config.json", "model.safetensors")
+SHARDED = ("config.json", "generation_config.json", "model-00001-of-00002.safetensors",
+           "model-00002-of-00002.safetensors", "model.safetensors.index.json")  # fmt: skip
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [
+        (FULL, ADAPTER, FULL),
+        (SHARDED, ADAPTER, SHARDED),
+        (ADAPTER, FULL, ADAPTER),
+        (SHARDED, FULL, ()),
+        (FULL, SHARDED, ()),
+        (FULL, FULL, ()),
+        (ADAPTER, ADAPTER, ()),
+    ],
+)
+def test_a_folder_holds_one_policy_after_each_save(tmp_path, before, after, moved):
+    own = {"tokenizer.json", "notes.txt", "mine.safetensors"}
+    fill(tmp_path, *own)
+    for files in (before, after):
+        with one_policy(tmp_path, "me/base", is_adapter=files is ADAPTER):
+            for shard in tmp_path.glob("model-*-of-*") if files is not ADAPTER else ():
+                shard.unlink()  # as transformers does
+            fill(tmp_path, *files)
+    assert {name for name in names(tmp_path) if not name.startswith("run-1/")} == {*after, *own}
+    assert (names(tmp_path / "run-1") if moved else set()) == {*moved}
+
+
+def test_an_adapter_beside_its_own_base_leaves_the_base(tmp_path):
+    fill(tmp_path, *FULL)
+    with one_policy(tmp_path, str(tmp_path), is_adapter=True):
+        fill(tmp_path, *ADAPTER)
+    assert names(tmp_path) == {*FULL, *ADAPTER}
+    fill(tmp_path / "project", "config.json")  # a user's
+    with one_policy(tmp_path / "project", "me/base", is_adapter=True):
+        fill(tmp_path / "project", *ADAPTER)
+    assert names(tmp_path / "project") == {"config.json", *ADAPTER}
