@@ -4,6 +4,8 @@
 
 import functools
 import json
+import logging
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,8 @@ from typing import Any, TypeVar
 
 from salesrl_trl.config.checks import structure
 from salesrl_trl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = re.compile(
@@ -93,11 +97,19 @@ def with_entries(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in given.items() if name not in inner}
     for name, value in inner.items():
         if value is not None or name not in FORMER:
-            setting, *path = FORMER.get(name, name).split(".")
+            setting, *path = _place(name).split(".")
             if not path and settings.get(setting) is not None:
                 raise ConfigError(f"`{name}` is given beside `{setting}`. Expected one of them.")
             settings[setting] = _placed(name, settings.get(setting), setting, path, from_json(value))
     return settings
+
+
+@functools.cache
+def _place(name: str) -> str:
+    """Where a name belongs. A former one is logged, once."""
+    if name in FORMER and os.environ.get("RANK", "0") == "0":
+        logger.warning(f"`{name}` is `{FORMER[name]}` now. The old name goes with the next release")
+    return FORMER.get(name, name)
 
 
 def _placed(name: str, current: object, setting: str, path: Sequence[str], value: object) -> object:

@@ -144,9 +144,14 @@ class Plan(ServicesPlan):
 
     @cached_property
     def limit(self) -> LengthLimit | None:
-        """The longest prompt. Asks the vLLM server for its length, if there is one."""
+        """The longest prompt. Asks the vLLM server for its length, if there is one. Lengths of a packaged recipe that
+        the model has no positions for become shorter."""
         training, server_room = self.config.training, None
         positions = policy_checks.positions_of(self.model_config)
+        if positions is not None:
+            training.vllm_max_model_length = self._shortened("vllm_max_model_length", positions, positions)
+            room = min(positions, training.vllm_max_model_length or positions)
+            training.max_completion_length = self._shortened("max_completion_length", room - 1, room // 2)
         if training.use_vllm and training.vllm_mode == "server":
             check(
                 training.vllm_server_base_url is not None
@@ -157,6 +162,15 @@ class Plan(ServicesPlan):
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(training, positions, server_room)
+
+    def _shortened(self, name: str, most: int, length: int) -> int | None:
+        """The value of a length, or another one in place of a packaged recipe's that is too long."""
+        was: int | None = vars(self.config.training)[name]
+        if was is None or was <= most or name in self.config.given:
+            return was
+        self.config.recipe[name] = length
+        self.notes.append(f"`{name}` is {length}, and not the recipe's {was}: the model has fewer positions")
+        return length
 
     @cached_property
     def train(self) -> FittingPrompts:

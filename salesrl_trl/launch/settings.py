@@ -130,6 +130,7 @@ class RunConfig:
     model: "ModelConfig"
     notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
     recipe: dict[str, object] = field(default_factory=dict)  # every setting before a check changes it
+    given: set[str] = field(default_factory=set)  # names that are the user's own, and not a packaged recipe's
 
     @property
     def policy_path(self) -> str:
@@ -153,7 +154,7 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     """
     parser = SettingsParser(all_kinds())
     config = RunConfig(*parser.read(argv, default_recipe))
-    config.notes, config.recipe = parser.notes, parser.values
+    config.notes, config.recipe, config.given = parser.notes, parser.values, parser.given
     return config
 
 
@@ -183,6 +184,7 @@ class SettingsParser(TrlParser):
         # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
+        self.given: set[str] = set()
         self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
 
     @property
@@ -215,12 +217,13 @@ class SettingsParser(TrlParser):
             f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
             "remove it.",
         )
-        recipe = dict[str, Any]()
+        recipe, is_packaged = dict[str, Any](), True
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
-            recipe = self._checked_recipe(file)
+            recipe, is_packaged = self._checked_recipe(file), file.resolve() in RECIPES.values()
             find_modules_in(file.absolute().parent)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
+        self.given = on_command_line | (set() if is_packaged else recipe.keys())
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         try:
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})

@@ -26,6 +26,7 @@ from salesrl_trl.launch.coming_from import known_as, line_of
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
 _KEY = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
+_PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
 _EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and a text for PyYAML
 _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
 
@@ -52,7 +53,8 @@ def read(path: Path) -> dict[str, object]:
 
 def _words(text: str) -> dict[str, object]:
     values: dict[str, object] = {"HOME": "~", "PWD": "."}
-    for name, is_set, value in (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True)):
+    text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
+    for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
         if is_set:
             value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # Hydra wants no blank, and YAML does
             values |= table.flat({name.lstrip("+"): _resolved(table.value_of(value), values)})
@@ -92,11 +94,11 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     body, left = _converted(every, known.keys(), written, look)
     if is_verl and not any(line.startswith("reward_funcs:") for line in body):
         look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
-    processes, steps = table.processes(every), table.updates(every)
+    steps = table.updates(every)
     return "\n".join(
         [
             f"# Made of {source} by `salesrl translate`. A step of verl is here {steps} optimizer steps.",
-            f"#   accelerate launch --num_processes {processes} -m salesrl_trl.launch.train RECIPE.yaml",
+            *(f"#   {command}" for command in _commands(every)),
             "",
             *body,
             *(table.flow({name: here}) for name, here in (table.beside() if is_verl else {}).items()),
@@ -106,6 +108,17 @@ def recipe(named: Mapping[str, object], source: str) -> str:
             "",
         ]
     )
+
+
+def _commands(every: Mapping[str, Any]) -> list[str]:
+    """The launch, one for each machine."""
+    start = f"accelerate launch --num_processes {table.processes(every)}"
+    end = "-m salesrl_trl.launch.train RECIPE.yaml"
+    machines = every.get("trainer.nnodes") or 1
+    if machines == 1:
+        return [f"{start} {end}"]
+    start += f" --num_machines {machines} --main_process_ip FIRST_MACHINE --main_process_port 29500"
+    return [f"{start} --machine_rank {rank} {end}" for rank in range(machines)]
 
 
 def _converted(

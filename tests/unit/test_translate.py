@@ -137,7 +137,7 @@ def test_a_script_is_read_as_a_shell_reads_it(tmp_path):
     script = r"""
     MODEL=${MODEL:-some/model}
     SET=$MODEL.json
-    LENGTH=2048 NOW=`date`
+    LENGTH=$((1024 * 2)) NOW=`date`
     if [[ "$A" == "b" ]]; then echo "x: y: ["; fi
     main data.val_files=${ROOT:-${HOME}/data}/b.parquet actor_rollout_ref.model.path=$MODEL data.train_files=$SET \
         data.max_prompt_length=$LENGTH data.train_batch_size=$NONE actor_rollout_ref.rollout.n=null \
@@ -302,3 +302,11 @@ def test_columns_are_entries_of_the_dataset_or_of_each_of_several(tmp_path):
     read, recipe = translated(tmp_path, text % "[a.json, b.json]")
     assert read["dataset"] == [{"path": f"{name}.json", "columns": {"prompt": "question"}} for name in "ab"]
     assert "data.prompt_key: question" in recipe.read_text()
+
+
+def test_two_machines_have_a_command_each(tmp_path):
+    text = translated(tmp_path, VERL.replace("n_gpus_per_node: 4", "n_gpus_per_node: 4\n  nnodes: 2"))[1].read_text()
+    machines = "--num_machines 2 --main_process_ip FIRST_MACHINE --main_process_port 29500"
+    for rank in (0, 1):
+        end = f"--machine_rank {rank} -m salesrl_trl.launch.train RECIPE.yaml\n"
+        assert f"#   accelerate launch --num_processes 8 {machines} {end}" in text

@@ -74,6 +74,26 @@ def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
         prompt_limit(_lengths(**{"vllm_max_model_length": 320, **given}), 512)
 
 
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ([], (256, 128)),
+        (["--max_completion_length", "64"], (256, 64)),
+        (["--vllm_max_model_length", "200"], (200, 100)),
+    ],
+)
+def test_lengths_of_a_packaged_recipe_follow_a_model_of_fewer_positions(tiny, given, lengths):
+    """256 in place of 2048, and room for a prompt in place of a completion of 512."""
+    plan = Plan(parse(["--model_name_or_path", str(tiny), *given], RECIPES["own"]))
+    assert plan.limit.tokens == lengths[0] - lengths[1]
+    training = plan.config.training
+    assert (training.vllm_max_model_length, training.max_completion_length) == lengths
+    assert {name: plan.config.recipe[name] for name in ("vllm_max_model_length", "max_completion_length")} == dict(
+        zip(("vllm_max_model_length", "max_completion_length"), lengths, strict=True)
+    )
+    assert f"`max_completion_length` is {lengths[1]}, and not the recipe's 512" in str(plan.notes) or given[:1]
+
+
 def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(RECIPES["own"].read_text())

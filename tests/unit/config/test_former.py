@@ -2,6 +2,7 @@
 
 import pytest
 
+from salesrl_trl.config import keys
 from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
@@ -52,9 +53,14 @@ def test_an_entry_beside_another_form_of_its_setting_is_refused(given, message):
         with_entries(given)
 
 
-def test_classes_take_former_names():
+def test_classes_take_former_names_and_one_line_says_the_new_one(caplog):
+    keys._place.cache_clear()
     rag = {"base_url": "http://rag:1", "top_k": 5}
-    assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(rag=rag)
+    for _ in range(2):
+        assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(rag=rag)
+    assert [line for line in caplog.messages if "rag_top_k" in line] == [
+        "`rag_top_k` is `rag.top_k` now. The old name goes with the next release"
+    ]
     assert DataConfig("a.jsonl", dataset_format="bbq").dataset == {"path": "a.jsonl", "format": "bbq"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'rag_top'"):
         RewardConfig(rag_top=5)
