@@ -34,6 +34,8 @@ Function = Callable[..., Any]
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 BREACHES = ("signature", "no_list", "wrong_length", "no_number")  # of a function that is wrong whatever it scores
+_ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword|positional(-only)? arguments?|multiple values for")
+"""In a `TypeError` about the arguments of a call."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -184,7 +186,7 @@ class RewardFunction(Scorer):
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                returned = await asyncio.wrap_future(THREADS.submit(self._listing, **arguments))
+                returned = await asyncio.wrap_future(THREADS.submit(self._listing, arguments))
             return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
         except ServiceError:
             raise
@@ -195,8 +197,10 @@ class RewardFunction(Scorer):
             if (failure := service_error_of(self.code, error)) is not None:
                 raise failure from error
             raised = type(error).__name__
-            text = f"{self.__name__} raised {raised} at {place_of(error)}"
-            failed = FunctionError(text, f"{self.code}_raised_{raised}")
+            text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
+            if isinstance(error, TypeError) and _ARGUMENTS.search(str(error)):
+                text, code = f"{text}, where arguments do not fit.", f"{self.code}_signature"
+            failed = FunctionError(text, code)
             failed.worth_retrying = True
             raise failed from error
 
@@ -218,7 +222,7 @@ class RewardFunction(Scorer):
             values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
 
-    def _listing(self, **arguments: Any) -> Any:
+    def _listing(self, arguments: Mapping[str, Any]) -> Any:
         """What the function returns; a generator's code runs here, in the thread."""
         returned = self._function(**arguments)
         return list(returned) if isinstance(returned, Iterator) else returned

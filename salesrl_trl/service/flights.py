@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from salesrl_trl.errors import ServiceOverloaded, ServiceTimeout
 from salesrl_trl.service.breaker import Breaker, Quota
@@ -42,6 +43,10 @@ then cost nothing. Random refusals of 20 % never reach it, those of 30 % seldom.
 ROUNDING = 1e-9  # a smaller variance, as a share of the mean square, is that of a constant load
 OURS = "its 429s come with our load"
 CLOSED = "it turns most requests away, at any load"
+
+
+FALLEN: "WeakSet[AdaptiveLimit]" = WeakSet()
+"""The limits of this process that have fallen and are not made good, for heartbeats."""
 
 
 class Sent(NamedTuple):
@@ -85,6 +90,10 @@ class AdaptiveLimit:
         """The limit in whole calls, at least 1."""
         return int(self._limit)
 
+    def in_words(self) -> str:
+        """`judge is asked 12 at once, of 64, because its 429s come with our load`."""
+        return f"{self._service} is asked {self.slots} at once, of {self.cap}, because {self.cause}"
+
     def record_sent(self, load: int) -> Sent:
         """A request is about to be sent, with which so many are in flight."""
         self._sent += 1
@@ -102,6 +111,7 @@ class AdaptiveLimit:
             self._limit = min(self._limit + 1 / self._limit, self.cap)
         if self._limit >= (self._fast_until if self.cause == CLOSED else self.cap):
             self.cause = ""
+            FALLEN.discard(self)
 
     def record_overload(self, sent: Sent) -> None:
         """The service turned a request away. One that was sent before the last fall lowers nothing."""
@@ -117,6 +127,7 @@ class AdaptiveLimit:
             self._fast_until = self._limit
         self._limit = max(1.0, DECREASE * self._limit)
         cause = OURS if is_ours else CLOSED
+        FALLEN.add(self)
         if cause != self.cause:
             self.cause = cause
             logger.info(f"[Limit] {self._service}: {self.slots} calls at once, and falling, because {cause}")

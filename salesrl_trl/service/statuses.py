@@ -171,6 +171,7 @@ _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "de
 """Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+_AGAIN = re.compile(r"(?:again|retry|wait)\b[^.\d]{0,30}((?:\d{1,9}(?:\.\d{1,9})? ?(?:ms|[smh]))+)", re.IGNORECASE)
 
 
 def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody:
@@ -200,7 +201,7 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     numbers = [
         int(mark) for mark in (*marks, *re.findall(r"^[45]\d\d\b", text)) if re.fullmatch("[45][0-9][0-9]", mark)
     ]
-    wait_s = _wait_s(objects)
+    wait_s = _wait_s(objects, text)
     return ErrorBody(status=max(numbers, default=status), marks=marks, refused=refused, named=named, wait_s=wait_s)
 
 
@@ -246,12 +247,13 @@ def _by_name(name: str) -> str:
     return rf"['\"`\[{{(]{name}(?=['\"`\].\[)}}:])|{before}{name}\b|\b{name}(?={behind})"
 
 
-def _wait_s(objects: list[Mapping[str, object]]) -> float | None:
-    """The seconds after which the service wants to be asked again, by a field."""
+def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
+    """The seconds after which the service wants to be asked again, by a field or by its message."""
     for part in objects:
         for name, value in part.items():
             plain = re.sub(r"[^a-z]", "", name.lower())
             is_wait = re.fullmatch("retry(delay|after(ms|s|seconds)?)", plain) and isinstance(value, str | int | float)
             if is_wait and (seconds := _seconds(str(value))) is not None:
                 return seconds / 1000 if plain.endswith("ms") else seconds
-    return None
+    again = _AGAIN.search(text)
+    return None if again is None else _seconds(again[1].lower().replace(" ", ""))

@@ -85,7 +85,9 @@ def test_a_filter_and_an_unknown_model_are_marked():
 STATED = {
     "a number": ({"error": {"code": 429, "retry_after": 2}}, ServiceOverloaded, 2.0),
     "a number as text": ({"error": {"code": "429", "retryDelay": "6m0s"}}, ServiceOverloaded, 360.0),
-    "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, None),
+    "minutes in words": ({"error": {"code": "429", "message": "Please try again in 6m0s."}}, ServiceOverloaded, 360.0),
+    "a text in words": ({"error": {"code": 429, "message": "Retry after 20 seconds"}}, ServiceOverloaded, 20.0),
+    "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, 0.577),
     "Gemini": (
         {"error": {"status": "RESOURCE_EXHAUSTED", "details": [{"retryDelay": "1.5s"}]}},
         ServiceOverloaded,

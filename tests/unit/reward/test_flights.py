@@ -14,6 +14,7 @@ from salesrl_trl.errors import DeadlineExceeded, ServiceOverloaded
 from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.service.flights import (
     CLOSED,
+    FALLEN,
     MARGIN,
     MIN_SAMPLES,
     OURS,
@@ -193,3 +194,15 @@ def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
             await asyncio.gather(one.call(partial(asyncio.sleep, 1.0)), one.call(partial(asyncio.sleep, 1.0)))
 
     virtual_time.run(scene())
+
+
+def test_a_heartbeat_names_the_services_that_are_asked_less_and_why():
+    limit = AdaptiveLimit(8, 8, "judge")
+    assert limit not in FALLEN
+    for _ in range(40):
+        limit.record_overload(limit.record_sent(8))
+    assert limit in FALLEN
+    assert limit.in_words() == f"judge is asked {limit.slots} at once, of 8, because {CLOSED}"
+    for _ in range(40):
+        limit.record_answer(waiting=100)
+    assert limit not in FALLEN
