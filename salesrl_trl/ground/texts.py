@@ -2,6 +2,7 @@
 terminal. `encodable` is called where texts of others enter: from services, files, functions and tools."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -9,7 +10,7 @@ from typing import TypeVar, cast
 NOT_KNOWN = "n/a"
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_told = set[str]()  # sources that had half a pair
+_replaced = Counter[str]()  # values of this process with half a pair, by source
 
 
 def is_unicode(value: object) -> bool:
@@ -26,13 +27,13 @@ def is_unicode(value: object) -> bool:
 
 
 def encodable(value: T, source: str) -> T:
-    """The value itself, or a copy in which U+FFFD stands for each half of a surrogate pair. The log names each
-    `source` that had one, such as `"a reply of judge"`."""
+    """The value itself, or a copy in which U+FFFD stands for each half of a surrogate pair. The log counts the
+    values that had one by `source`, such as `"a reply of judge"`."""
     if is_unicode(value):
         return value
-    if source not in _told:
-        _told.add(source)
-        logger.warning(f"[Text] {source} contains half a surrogate pair, which can't be encoded. U+FFFD replaces such")
+    _replaced[source] += 1
+    if (count := _replaced[source]) in (1, 10, 100, 1_000, 10_000, 100_000):
+        logger.warning(f"[Text] {source} contains half a surrogate pair, which U+FFFD replaces ({count} so far)")
     return cast(T, _mended(value))
 
 

@@ -1,5 +1,6 @@
 """Where rows come from: the packaged demo, local files, the Hugging Face hub; and the dataset for TRL."""
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,6 @@ from salesrl_trl.launch.data.prompts import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
-SHOWN_KINDS = 1000  # values whose kinds a message names
 PLAIN = Form()  # rows in this package's columns, all of them
 
 
@@ -109,18 +109,28 @@ def prompt_dataset(
 def _table(columns: dict[str, list[object]], rows: Sequence[SalesRow]) -> Dataset:
     """The columns of these rows as a dataset. Raises `DataError` for one that does not fit, with its first row of
     another kind."""
-    made = []
-    for name, values in columns.items():
-        try:
-            made.append(Dataset.from_dict({name: encodable(values, f"the column `{name}`")}))
-        except (pa.ArrowException, OverflowError, TypeError, ValueError, RecursionError):  # may quote the values
-            kinds = [shape(value) for value in values if value is not None]
-            raise DataError(
-                f"the column `{name}` of {len(rows):,} rows fits into no table: it has values of several kinds, or an "
-                f"integer beyond 64 bits. There are: {', '.join(dict.fromkeys(kinds[:SHOWN_KINDS]))}. Expected one "
-                "kind in all rows, also inside of objects. Correct the rows, or leave the column out."
-            ) from None
-    return concatenate_datasets(made, axis=1)
+    made = {name: _column(name, encodable(values, f"the column `{name}`")) for name, values in columns.items()}
+    for name in (name for name, column in made.items() if column is None):
+        values = columns[name]
+        place = bisect.bisect(range(1, len(values)), False, key=lambda count: _column(name, values[:count]) is None)
+        row, before = rows[place], next((value for value in values if value is not None), None)
+        fault = (
+            "an integer beyond 64 bits" if _column(name, values[place : place + 1]) is None else shape(values[place])
+        )
+        raise DataError(
+            f"row {row.row_id!r}{'' if row.line is None else f' (line {row.line} of its file)'}: the column `{name}` "
+            f"has {fault}, and an earlier row {shape(before)}. Expected one kind in all rows, also inside of objects, "
+            "and integers of 64 bits. Correct the row, or leave the column out."
+        )
+    return concatenate_datasets([*made.values()], axis=1)
+
+
+def _column(name: str, values: Sequence[object]) -> Dataset | None:
+    """A dataset of one column. `None` if its values do not fit into one."""
+    try:
+        return Dataset.from_dict({name: values})
+    except (pa.ArrowException, OverflowError, TypeError, ValueError, RecursionError):  # may quote the values
+        return None
 
 
 def columns_of(row: SalesRow) -> dict[str, object]:

@@ -1,5 +1,7 @@
 """Half a surrogate pair in a text of others."""
 
+from collections import Counter
+
 import pytest
 
 from salesrl_trl.ground import texts
@@ -29,10 +31,14 @@ def test_a_value_that_can_be_encoded_is_the_same_object():
     assert encodable(value, "a test") is value
 
 
-def test_a_source_is_named_once_without_its_text(caplog, monkeypatch):
-    monkeypatch.setattr(texts, "_told", set())
-    for source in ("a reply of judge", "a reply of judge", "a row"):
+def test_values_with_half_a_pair_are_counted_by_source_without_their_text(caplog, monkeypatch):
+    monkeypatch.setattr(texts, "_replaced", Counter())
+    for source in ("a reply of judge",) * 10 + ("a row",):
         encodable([HALF], source)
-    told = [message.partition(" contains")[0] for message in caplog.messages]
-    assert told == ["[Text] a reply of judge", "[Text] a row"]
+    told = [(message.split(" contains")[0], message.split("(")[1]) for message in caplog.messages]
+    assert told == [
+        ("[Text] a reply of judge", "1 so far)"),
+        ("[Text] a reply of judge", "10 so far)"),
+        ("[Text] a row", "1 so far)"),
+    ]
     assert "\ufffd" not in caplog.text and "\ud83d" not in caplog.text
