@@ -72,7 +72,7 @@ class Meter:
     def watch_instruments(self, instruments: Instruments) -> None:
         """Count all calls of the trainer into the instruments."""
         self.watch(instruments, "figures", "record_batch", "record_rewards", "step_ends")
-        self.watch(instruments.timeline, "_open", "_close")
+        self.watch(instruments.timeline, "begin", "end")
 
     def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ class Fills(TrainerCallback):
             path.symlink_to("/dev/full")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
 def test_a_full_disk_ends_no_training_before_the_checkpoint_that_decides(scripted_trainer, tmp_path, caplog, capfd):
     folder = tmp_path / "run"
     trainer = scripted_trainer(

@@ -122,7 +122,7 @@ def test_own_rows_and_a_function_in_the_working_folder_are_all_that_the_own_reci
         **NOTHING_IS_COMPILED,
     )
     assert "10% of the rows of rows.jsonl are held out" in told
-    assert "[Run] prompt       of the rows, as it is" in told
+    assert "[Run] prompt       of the rows " in told
     assert not re.search(r"judge|RAG|fairness|sales assistant", told[told.index("[Run]") :])
     before, after = re.findall(r"held-out (?:before|after) +\(step \d\): reward=([\d.]+)", told)
     assert 0.2 < float(before) < 0.8  # about half are right, as it was taught: so the prompt is as it was

@@ -9,11 +9,17 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 from support import house
 from support.forked import COLD_PYTHON
 from support.scripted import settings
+
+from salesrl_trl import moved
 
 CORE = (
     *(
@@ -32,7 +38,7 @@ CORE = (
 )
 LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
 """Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
-ORDER = (*CORE, *LAYERS, "__main__")
+ORDER = ("moved", *CORE, *LAYERS, "__main__")
 FOLDERS = set(house.LAYERS)
 TRAINING = """
 import json, sys
@@ -209,3 +215,11 @@ def test_outside_of_the_trainer_nothing_takes_it_for_any_or_uses_its_private_mem
     untyped = {path: found for path, tree in trees.items() if (found := house.untyped_trainers(tree))}
     private = {path: found for path, tree in trees.items() if (found := house.private(house.members_of_trainer(tree)))}
     assert (untyped, private) == ({}, {})
+
+
+def test_paths_that_documents_of_the_last_release_named_lead_to_todays_modules():
+    for old, now in moved.MOVED.items():
+        with pytest.warns(FutureWarning, match=rf"`salesrl_trl\.{now}` now; the old path goes"):
+            spec = find_spec(f"salesrl_trl.{old}")
+            spec.loader.exec_module(ModuleType(spec.name))
+        assert sys.modules.pop(spec.name) is import_module(f"salesrl_trl.{now}")

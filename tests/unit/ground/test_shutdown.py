@@ -33,7 +33,6 @@ RAISED, WRAPPED = "signal.raise_signal(signal.SIGINT)", "raise ImportError('Keyb
     [
         ((f"{ROOT}/recipes/debug.py",), WRAPPED),
         (("-m", "salesrl_trl.launch.preflight"), RAISED),
-        (("-m", "salesrl_trl.launch.env", "--config", f"{ROOT}/recipes/debug.yaml"), RAISED),
         *(((f"{ROOT}/scripts/{name}.py",), RAISED) for name in (
             "warmup_model", "check_gpu_memory", "simulate_training_rewards", "test_components",
             "create_tiny_dataset",

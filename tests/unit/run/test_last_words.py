@@ -142,7 +142,7 @@ def _texts(source):
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
         ("salesrl_trl", "launch/checks/environment.py", "A lock of an interrupted build is left"),
         ("salesrl_trl", "launch/checks/environment.py", "The disk is full"),
-        ("salesrl_trl", "launch/checks/model.py", "Completions do not end"),
+        ("salesrl_trl", "launch/checks/environment.py", "Completions do not end"),
     ],
 )
 def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognised(package, module, title):
