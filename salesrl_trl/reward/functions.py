@@ -186,7 +186,7 @@ class RewardFunction(Scorer):
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                returned = await asyncio.wrap_future(THREADS.submit(self._listing, arguments))
+                returned = await asyncio.wrap_future(THREADS.submit(_listing, self._function, arguments))
             return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
         except ServiceError:
             raise
@@ -221,11 +221,6 @@ class RewardFunction(Scorer):
         else:
             values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
-
-    def _listing(self, arguments: Mapping[str, Any]) -> Any:
-        """What the function returns; a generator's code runs here, in the thread."""
-        returned = self._function(**arguments)
-        return list(returned) if isinstance(returned, Iterator) else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
         is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
@@ -295,6 +290,12 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
         return None
+
+
+def _listing(function: Function, arguments: Mapping[str, Any]) -> object:
+    """What a function returns; a generator's code runs here, in the function's thread."""
+    returned = function(**arguments)
+    return list(returned) if isinstance(returned, Iterator) else returned
 
 
 def _copied(value: Any) -> Any:
