@@ -54,11 +54,6 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
         if version is None:
             remedy = "Run scripts/install.sh, or set `use_vllm: false`."
             findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
-    if training.use_vllm and "VLLM_ATTENTION_BACKEND" in os.environ:
-        findings.note(
-            "The environment variable VLLM_ATTENTION_BACKEND is set, which vLLM does not read any more.",
-            'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'`, or remove it, and vLLM chooses one.',
-        )
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:

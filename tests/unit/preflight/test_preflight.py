@@ -91,12 +91,6 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
-def test_a_variable_that_vllm_does_not_read_is_told(told, monkeypatch):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
-    assert "VLLM_ATTENTION_BACKEND is set, which vLLM does not read" in told(stages=CHEAP[:1])
-    assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
-
-
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     free = {"disk": 0.5, "shm": 8.0}
     real = shutil.disk_usage
