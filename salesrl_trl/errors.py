@@ -196,10 +196,10 @@ class Refusals:
             return True
         return False
 
-    def check(self, holds: Callable[[], bool], message: str) -> None:
+    def check(self, holds: bool, message: str) -> None:
         """Keep a `ConfigError` with this message, unless the condition holds."""
         with self:
-            if not holds():
+            if not holds:
                 raise ConfigError(message)
 
     def each(self, *checks: Callable[[], object]) -> None:

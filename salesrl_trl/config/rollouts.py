@@ -197,7 +197,8 @@ def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtSte
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
-    return CorrectionAtStep(args.sampler_correction, ledger)
+    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+    return CorrectionAtStep((args.vllm_importance_sampling_mode, *clips), ledger)
 
 
 def buffer_policy_of(

@@ -319,12 +319,6 @@ class SalesGRPOConfig(GRPOConfig):
         return [self.world_size, self.per_device_train_batch_size, self.steps_per_generation, self.num_iterations]
 
     @property
-    def sampler_correction(self) -> tuple[str, float | None, float | None]:
-        """TRL's correction for vLLM's distribution: its mode, and the least and the largest ratio."""
-        clips = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-        return self.vllm_importance_sampling_mode, *clips
-
-    @property
     def is_sharded(self) -> bool:
         """Whether DeepSpeed or FSDP splits the policy's training over processes."""
         return self.deepspeed_plugin is not None or bool(self.fsdp) or has_fsdp()

@@ -125,21 +125,6 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
         assert "can't use the 1 GPUs of the driver 470.1" in told(stages=CHEAP[:1])
 
 
-def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
-    lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-
-    def with_deepspeed():
-        return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
-
-    assert with_deepspeed() == ""  # a process may be building
-    old = time.time() - 7200
-    os.utime(lock, (old, old))
-    assert f"Remove it: rm {lock}" in with_deepspeed()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
