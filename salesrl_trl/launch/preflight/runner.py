@@ -71,14 +71,23 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 
 def _check_sources(plan: Plan, findings: Findings) -> None:
-    config, training = plan.config, plan.config.training
-    for source in config.data.sources:
-        check_source(source.train_source[0])
-        check_source(source.eval_source[0])
-    findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
-    if not training.branches:  # of a task of one's own: those of the rows
-        training.branches = plan.branches_of_rows
-        training.kl_targets()
+    """Datasets and policy, which the other checks read."""
+    config, training, refused = plan.config, plan.config.training, findings.refused
+    with refused:
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+                "scripts/make_vision_policy.py`, which teaches it in two minutes."
+            )
+        _ = plan.model_config
+    with refused:
+        for source in config.data.sources:
+            check_source(source.train_source[0])
+            check_source(source.eval_source[0])
+        findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
+        if not training.branches:  # of a task of one's own: those of the rows
+            training.branches = plan.branches_of_rows
+            training.kl_targets()
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
@@ -103,13 +112,6 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         own = next(iter(config.data.own_sources), None)
         findings.notes(check_stand_ins(config.reward, training.branches, own))
-    with refused:
-        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-            raise ModelNotFoundError(
-                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-                "scripts/make_vision_policy.py`, which teaches it in two minutes."
-            )
-        _ = plan.model_config
     refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
