@@ -4,8 +4,7 @@ A message says what was found, what was expected, and what to do. It never conta
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -178,10 +177,6 @@ class StopRequested(KeyboardInterrupt):
     """A signal asks this process to stop. Raised in its main thread, wherever it is."""
 
 
-class RefusedRead(Exception):
-    """A check reads a setting that was refused. `Refusals` leave this check out."""
-
-
 class Refusals:
     """Collects what is refused at a start, so that one message tells all of it.
 
@@ -199,23 +194,13 @@ class Refusals:
         if isinstance(error, SalesRLError) and not error.is_resumable:
             self.errors += [part for part in parts_of(error) if str(part) not in map(str, self.errors)]
             return True
-        return isinstance(error, RefusedRead)
+        return False
 
-    def check(self, holds: Callable[[], bool], message: str) -> None:
+    def check(self, holds: bool, message: str) -> None:
         """Keep a `ConfigError` with this message, unless the condition holds."""
         with self:
-            if not holds():
+            if not holds:
                 raise ConfigError(message)
-
-    @contextmanager
-    def of(self, settings: object, name: str) -> Iterator[None]:
-        """As `with` alone. If the block refuses this attribute of `settings`, no later check reads it."""
-        with self:
-            try:
-                yield
-            except (SalesRLError, RefusedRead):
-                hide(settings, name)
-                raise
 
     def each(self, *checks: Callable[[], object]) -> None:
         """Make the checks in turn, and keep what each of them refuses."""
@@ -232,18 +217,6 @@ class Refusals:
 def parts_of(error: E) -> "Sequence[E | SalesRLError]":
     """The refusals that an error tells: those of `ConfigErrors`, or itself."""
     return error.errors if isinstance(error, ConfigErrors) else [error]
-
-
-def hide(settings: object, name: str) -> None:
-    """Let every later look at this attribute of an object raise `RefusedRead`. Its class becomes one of its own."""
-    kind = type(settings)
-
-    def look(self: object, looked_at: str) -> object:
-        if looked_at == name:
-            raise RefusedRead(name)
-        return kind.__getattribute__(self, looked_at)
-
-    object.__setattr__(settings, "__class__", type(kind.__name__, (kind,), {"__getattribute__": look}))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -25,7 +25,6 @@ class StartUp(StrEnum):
     IMPORTS = "imports"
     CHECKS = "checks"
     SERVICES = "services"  # the embedded services start
-    READ_AHEAD = "read_ahead"  # the policy's files are read into memory, before they are asked for
     POLICY = "policy"
     ENGINE = "engine"
     WARM_UP = "warm_up"
@@ -220,7 +219,6 @@ def pattern_of(tag: str) -> re.Pattern[str]:
 
 QUICK_EVAL_FILE = "quick_eval.jsonl"  # one quick evaluation a line
 HELD_OUT_FILE = "held_out.json"  # every evaluation of the held-out rows
-DATASET = "dataset"  # in a record of this file: the name of its dataset among several
 BY_ROW = "reward_by_row"  # in the first one: the mean reward of each row, none for one that was not scored
 TRACE_FILE = "trace.json"
 START_UP_FILE = "start_up.json"  # seconds of the start by phase, to the end of the first step

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fill the caches of a recipe's start: the model in the page cache, compiled code and CUDA graphs' sizes on disk.
+"""Fill the caches of a recipe's start: compiled code and CUDA graphs' sizes on disk.
 
     python scripts/warmup_model.py --model_name_or_path DIR                         # for recipes/full.yaml
     python scripts/warmup_model.py --config recipes/fast_load.yaml --model_name_or_path DIR --use_peft true
@@ -25,9 +25,7 @@ if __name__ == "__main__":
     end_tidily()  # before the imports that take seconds
 
 from salesrl_trl.errors import ConfigError, SalesRLError
-from salesrl_trl.generation import compiled
 from salesrl_trl.launch.console import exit_with, set_up_logging
-from salesrl_trl.launch.plan import read_ahead, weight_files
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.preflight.training import rehearse
 from salesrl_trl.launch.settings import parse
@@ -40,7 +38,7 @@ _NO_EVALUATION = ("--held_out_eval", "false", "--quick_eval_steps", "0", "--eval
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
     """Warm up for a recipe, or for each of several shapes in a process of its own, and exit."""
     parser = argparse.ArgumentParser(
-        description="Fill the page cache and the folder of compiled code for a recipe, so that its runs start fast. "
+        description="Fill the folder of compiled code for a recipe, so that its runs start fast. "
         "Every setting of a run is accepted too.",
         allow_abbrev=False,
     )
@@ -89,18 +87,14 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         plan = prepare(config)
     except Exception as error:
         exit_with(error, EXIT_BAD_INPUT)
-    logger.info(f"[WarmUp] before: {folder}: {compiled.content_of(folder)}")
-    name, began = config.model.model_name_or_path, time.perf_counter()
-    if name is not None:
-        size = read_ahead(weight_files(name, config.model.model_revision))
-        logger.info(f"[WarmUp] page cache: {size / 2**30:.2f} GiB of weights, {time.perf_counter() - began:.1f} s")
+    began = time.perf_counter()
     try:
         with plan.opened:
             rehearse(plan, steps=1).train()
     except Exception as error:
         exit_with(error, EXIT_FAILED)
     logger.info(
-        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder}: {compiled.content_of(folder)}, for up to "
+        f"[WarmUp] after {time.perf_counter() - began:.0f} s: {folder} is filled for up to "
         f"{training.per_device_train_batch_size * training.steps_per_generation} sequences of "
         f"{training.vllm_max_model_length or 'the longest'} tokens"
     )

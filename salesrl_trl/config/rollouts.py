@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import nn
@@ -198,7 +197,8 @@ def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtSte
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
-    return CorrectionAtStep(args.sampler_correction, ledger)
+    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
+    return CorrectionAtStep((args.vllm_importance_sampling_mode, *clips), ledger)
 
 
 def buffer_policy_of(
@@ -256,22 +256,6 @@ def sequences(args: SalesGRPOConfig) -> int:
     """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
     of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
     return of_trl + args.most_unfinished
-
-
-def compiled_engine(args: SalesGRPOConfig, model: str) -> dict[str, object]:
-    """The settings that vLLM compiles an engine for: with others it compiles again. `model`: folder or hub name."""
-    parallel = args.vllm_tensor_parallel_size
-    return {
-        "model": model,
-        "number_format": [args.bf16, args.fp16],
-        "max_model_length": args.vllm_max_model_length,
-        "sequences": sequences(args),
-        "tensor_parallel_size": parallel,
-        "sleep_mode": args.vllm_enable_sleep_mode,
-        "implementation": args.vllm_model_impl,
-        "further": args.parsed_engine_kwargs(),
-        "device": torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type,
-    }
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:

@@ -30,7 +30,6 @@ from salesrl_trl.config.checks import (
 from salesrl_trl.config.keys import takes_former_names, without_keys
 from salesrl_trl.config.trl_settings import RUN_MODES, has_fsdp, settle
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation import compiled
 from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import ESTIMATORS, LARGEST_CLAMP, PenaltySettings
@@ -264,9 +263,9 @@ class SalesGRPOConfig(GRPOConfig):
         """Settle what depends on the machine and on other settings, and check what follows from that."""
         if self.mode != "train":  # nothing is evaluated or saved
             self.held_out_eval, self.save_strategy = False, "no"
-        self.compiled = compiled.folder_of(self.compile_cache_dir)
-        if self.compiled is not None:
-            compiled.use(self.compiled)  # before the device is asked for: CUDA's driver reads its variable then
+        self.compiled = trl_settings.compile_folder(self.compile_cache_dir)
+        if self.compiled is not None:  # before the device is asked for: CUDA's driver reads its variable then
+            trl_settings.compile_into(self.compiled)
         self.eval_on_start: bool = self.eval_on_start or bool(self.held_out_eval)
         args: Any = self  # mypy does not know the fields of transformers
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
@@ -318,12 +317,6 @@ class SalesGRPOConfig(GRPOConfig):
     def arrangement(self) -> list[int]:
         """Figures that decide which completions of a generation batch belong to a micro-step."""
         return [self.world_size, self.per_device_train_batch_size, self.steps_per_generation, self.num_iterations]
-
-    @property
-    def sampler_correction(self) -> tuple[str, float | None, float | None]:
-        """TRL's correction for vLLM's distribution: its mode, and the least and the largest ratio."""
-        clips = (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-        return self.vllm_importance_sampling_mode, *clips
 
     @property
     def is_sharded(self) -> bool:

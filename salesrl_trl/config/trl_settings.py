@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -9,6 +10,8 @@ from accelerate.utils import str_to_bool
 from trl import GRPOConfig
 
 from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_ranges, load_object
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.process import cache_dir, installed
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -193,6 +196,44 @@ def _check_fsdp(on_cpu: bool) -> None:
         "loads weights, and the reference policy of all others has none. Expected false, as in "
         "accelerate_configs/fsdp2.yaml.",
     )
+
+
+_AUTO = "auto"  # `compiled` in the package's cache folder
+COMPILERS = {
+    "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Environment variables that name the folders of compiled code, and the folders that they get. All of them are read
+when the first file is looked for."""
+_CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
+"""vLLM before 0.26 makes this path, which lies under HOME, a part of the key of its compiled code."""
+
+
+def compile_folder(setting: str | None) -> Path | None:
+    """The folder that `compile_cache_dir` means, for the versions that are installed; `None` without the setting."""
+    if not setting:
+        return None
+    base = cache_dir() / "compiled" if setting == _AUTO else Path(setting).expanduser().absolute()
+    return base / f"vllm-{installed('vllm')}_torch-{installed('torch')}"
+
+
+def compile_into(folder: Path) -> None:
+    """Let all compilers of this process and its children keep results there. `ConfigError` if it can't be written."""
+    try:
+        for name in COMPILERS.values():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(
+            f"`compile_cache_dir` leads to {folder}, which can't be written. Expected a folder of your own. Name "
+            "another one, or leave the setting empty: then each library uses its own place."
+        )
+    os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()} | _CONSTANT
 
 
 def device_line(device: torch.device, processes: int) -> str:

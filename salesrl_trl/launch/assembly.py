@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Any
 from salesrl_trl.config.checks import build_object, from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.judged.budget import (
-    CALLS,
-    FREE,
-    USD,
-    Budget,
-    Limit,
-    Price,
-)
+from salesrl_trl.judged.budget import FREE, Budget, Price
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge import Judge, JudgeClient, load_rubrics
@@ -29,7 +22,6 @@ from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_r
 from salesrl_trl.launch.judge_config import EMBEDDED_MODEL, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import NOWHERE, addresses
-from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.batch import SampleLines
 from salesrl_trl.reward.mixed import combined
@@ -116,7 +108,7 @@ def _connected(
     if parts.search is not None:
         service = config.rag_service
         rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
-        budget = budget_of(config, Path(training.output_dir), training.world_size)  # one for each event loop
+        budget = config.budget(Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
         is_kept = not service.is_embedded
         backend = clients.rag(rag_base_url, name_8b="tool_search")
@@ -160,7 +152,7 @@ def build_reward(
 
     `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
     """
-    budget = None if output_dir is None else budget_of(config, output_dir, processes)
+    budget = None if output_dir is None else config.budget(output_dir, processes)
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
     # an embedded service has a new address in every run, so its answers are not kept
     is_kept = not (config.embeds_judge if direct else config.rag_service.is_embedded)
@@ -242,23 +234,6 @@ def judge_reward(
     )  # fmt: skip
 
 
-def budget_of(config: RewardConfig, output_dir: Path, processes: int = 1) -> Budget | None:
-    """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
-    providers = config.judges.providers
-    places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, config)]
-    places += [(f"{config.judges.place_of(judge)}.", config.judges.service_of(judge), judge) for judge in providers]
-    limits = [
-        Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
-        for prefix, service, settings in places
-        for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
-        if most is not None
-    ]
-    rates = [rate for judge in providers for rate in (judge.tokens_per_minute, judge.requests_per_minute)]
-    if not limits and not any(rates) and not any(judge.has_price for judge in providers):
-        return None
-    return Budget(output_dir / SPENT_FILE, limits, processes)
-
-
 @dataclass(frozen=True)
 class ServiceClients:
     """Makes the clients of the services, without a connection."""
@@ -266,7 +241,7 @@ class ServiceClients:
     config: RewardConfig
     parts: RewardParts
     processes: int = 1  # which share the limits
-    budget: Budget | None = None  # from `budget_of`; nothing is limited or counted without it
+    budget: Budget | None = None  # `RewardConfig.budget`; nothing is limited or counted without it
 
     def rag(self, base_url: str, name_8b: str = "rag_8b") -> RagBackend:
         """The client of the RAG service, or that of a user's own. `name_8b`: of the 8B endpoint, in figures and reason

@@ -12,7 +12,6 @@ from salesrl_trl.config.trl_settings import device_line
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
-from salesrl_trl.launch.assembly import budget_of
 from salesrl_trl.launch.checks.dataset import template_name
 from salesrl_trl.launch.checks.model import generation_config_of
 from salesrl_trl.launch.checks.reward import MEANINGLESS
@@ -45,7 +44,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
-    budget = budget_of(reward, Path(training.output_dir))
+    budget = reward.budget(Path(training.output_dir))
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
     lines = [
         *_policy(config),

@@ -4,18 +4,15 @@ A part is made when it is first asked for, and kept. One that can't be made rais
 `checks`, `config` or `data`. `assembly` builds the reward chain.
 """
 
-import contextlib
 import copy
 import logging
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import psutil
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import (
@@ -26,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils.hub import try_to_load_from_cache
 from trl import get_peft_config, get_quantization_config
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -55,7 +51,6 @@ from salesrl_trl.names import StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
-from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import SalesRow
 
 if TYPE_CHECKING:
@@ -63,8 +58,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-_READERS = 4  # files that are read at once: one stream does not use up a fast disk
 
 
 def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
@@ -258,47 +251,3 @@ def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
         for field in fields(part)
         if field.name in config.recipe
     }
-
-
-def weight_files(name_or_path: str, revision: str | None = None) -> list[Path]:
-    """The model's files of weights on this machine: in its folder, or in the hub's cache. Empty if there are none."""
-    folder = Path(name_or_path).expanduser()
-    if not folder.is_dir():
-        config = try_to_load_from_cache(name_or_path, "config.json", revision=revision)
-        if not isinstance(config, str):
-            return []
-        folder = Path(config).parent
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-
-
-def begin_read_ahead(name_or_path: str, revision: str | None, timed: TimingContext) -> None:
-    """Read the model's files in the background. Other code tells of a wrong name, and of a file that can't be read."""
-
-    def work() -> None:
-        with contextlib.suppress(OSError, ValueError), timed:
-            read_ahead(weight_files(name_or_path, revision))
-
-    threading.Thread(target=work, name="read ahead", daemon=True).start()
-
-
-def read_ahead(files: Sequence[Path]) -> int:
-    """Read files into the page cache, unless they are more than free memory. Returns their bytes, or 0."""
-    size = sum(file.stat().st_size for file in files)
-    if size > psutil.virtual_memory().available:
-        return 0
-
-    def read(part: Sequence[Path]) -> None:
-        buffer = bytearray(16 * 2**20)
-        with contextlib.suppress(OSError):  # other code tells of a file that can't be read
-            for file in part:
-                with file.open("rb", buffering=0) as opened:
-                    while opened.readinto(buffer):  # without Python's lock
-                        pass
-
-    parts = [files[first::_READERS] for first in range(_READERS)]
-    readers = [threading.Thread(target=read, args=[part], daemon=True) for part in parts]  # a run may end meanwhile
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    return size

@@ -25,9 +25,17 @@ from salesrl_trl.config.checks import (
 )
 from salesrl_trl.config.keys import takes_former_names
 from salesrl_trl.demo.packaged import CASSETTE, FILE
+from salesrl_trl.judged.budget import CALLS, USD, Budget, Limit
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
 from salesrl_trl.judged.scoring import MISSING_RULES
-from salesrl_trl.launch.judge_config import JudgeMeterSettings, JudgeModeSettings, Judges, judges_of
+from salesrl_trl.launch.judge_config import (
+    JudgeMeterSettings,
+    JudgeModeSettings,
+    JudgeProviderConfig,
+    Judges,
+    judges_of,
+)
+from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.batch import LINE_KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
@@ -327,3 +335,19 @@ class RewardConfig:
             for name, weight in structure(path, components, dict).items():
                 check_value(f"{path}.{name}", weight, float)
         return weights
+
+    def budget(self, output_dir: Path, processes: int = 1) -> Budget | None:
+        """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
+        providers = self.judges.providers
+        places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, self)]
+        places += [(f"{self.judges.place_of(judge)}.", self.judges.service_of(judge), judge) for judge in providers]
+        limits = [
+            Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
+            for prefix, service, settings in places
+            for kind, most in ((CALLS, settings.max_calls), (USD, settings.max_usd))
+            if most is not None
+        ]
+        rates = [rate for judge in providers for rate in (judge.tokens_per_minute, judge.requests_per_minute)]
+        if not limits and not any(rates) and not any(judge.has_price for judge in providers):
+            return None
+        return Budget(output_dir / SPENT_FILE, limits, processes)

@@ -10,10 +10,11 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import yaml
 
+from salesrl_trl.checkpoint.whole import step_of
 from salesrl_trl.config.keys import from_json, is_secret, without_keys
 from salesrl_trl.data.files import read_yaml
 from salesrl_trl.errors import ConfigError
@@ -22,6 +23,9 @@ from salesrl_trl.ground.process import put_aside, write_whole
 from salesrl_trl.launch.coming_from import flat
 from salesrl_trl.launch.software import packages
 from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
+
+if TYPE_CHECKING:
+    from salesrl_trl.config import SalesGRPOConfig
 
 Difference: TypeAlias = tuple[object, object]  # the values of two runs; `ABSENT` where one has none
 ABSENT = "(none)"
@@ -47,19 +51,26 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
     write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
 
-def write_finished(folder: Path, extent: Mapping[str, object], step: int) -> None:
-    """Note that a run of this extent has done everything, after so many optimizer steps."""
-    write_whole(folder / FINISHED_FILE, json.dumps({"step": step, **extent}, indent=2) + "\n")
+def write_finished(training: "SalesGRPOConfig", step: int) -> None:
+    """Note that a run of these settings has done everything, after so many optimizer steps."""
+    text = json.dumps({"step": step, **_extent(training)}, indent=2) + "\n"
+    write_whole(Path(training.output_dir) / FINISHED_FILE, text)
 
 
-def has_finished(folder: Path, extent: Mapping[str, object], step: int | None) -> bool:
-    """Whether a run of this extent has done everything, so that going on from `step` would do nothing more. `extent`
-    has the settings that decide how much a run does; `step` is that of the newest checkpoint, if there is one."""
+def has_finished(training: "SalesGRPOConfig") -> bool:
+    """Whether a run of these settings has done everything, so that going on would do nothing more."""
+    resumed = training.resume_from_checkpoint
+    step = None if resumed is None else step_of(Path(resumed))
     try:
-        noted = json.loads((folder / FINISHED_FILE).read_text(encoding="utf-8"))
-        return noted == {"step": noted["step"], **extent} and (step is None or step >= noted["step"])
+        noted = json.loads((Path(training.output_dir) / FINISHED_FILE).read_text(encoding="utf-8"))
+        return noted == {"step": noted["step"], **_extent(training)} and (step is None or step >= noted["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _extent(training: "SalesGRPOConfig") -> dict[str, object]:
+    """How much a run does."""
+    return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
 
 
 def settings_text(recipe: Mapping[str, object]) -> str:

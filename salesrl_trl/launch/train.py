@@ -23,8 +23,6 @@ remember_packages()
 from accelerate import PartialState
 
 from salesrl_trl.checkpoint.run_files import put_run_aside
-from salesrl_trl.checkpoint.whole import step_of
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
 from salesrl_trl.ground.command_line import given
@@ -35,7 +33,7 @@ from salesrl_trl.launch.banner import closing_lines
 from salesrl_trl.launch.checks.folders import check_output_dir, claim_output_dir
 from salesrl_trl.launch.console import exit_with, keep_console, set_log_level, set_up_logging
 from salesrl_trl.launch.evaluation.held_out import HeldOut
-from salesrl_trl.launch.plan import Plan, begin_read_ahead, build_instruments, build_trainer, take_policy
+from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, take_policy
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.run_record import has_finished, write_finished, write_record
@@ -45,7 +43,6 @@ from salesrl_trl.names import LOG_FILE, Phase, StartUp
 from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.telemetry.instruments import Instruments, imports_so_far
 from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.timing import TimingContext
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
@@ -75,20 +72,16 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                 if config.training.process_index == config.training.local_process_index:  # of the first node
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
                 services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
-                name, training = config.model.model_name_or_path, config.training
-                if name is not None and training.local_process_index == 0:  # while checks run and vLLM is imported
-                    timed = TimingContext(StartUp.READ_AHEAD, start)
-                    begin_read_ahead(name, config.model.model_revision, timed)
+                training = config.training
                 resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
                 plan = prepare(config)
-                step = None if (resumed := training.resume_from_checkpoint) is None else step_of(Path(resumed))
-                if resumes and has_finished(Path(training.output_dir), _extent(training), step):
+                if resumes and has_finished(training):
                     logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
                     return
                 if config.training.process_index == 0:
                     replay = config.reward.parsed_replay()
                     used = [config.policy_path, None if replay is None else replay.record]
-                    put_run_aside(Path(training.output_dir), resumed, used)
+                    put_run_aside(Path(training.output_dir), training.resume_from_checkpoint, used)
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:
@@ -98,11 +91,6 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_FAILED)  # 75 in its place, if the run can go on
-
-
-def _extent(training: SalesGRPOConfig) -> dict[str, object]:
-    """How much a run does."""
-    return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
 
 
 def _score_made_up(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
@@ -132,7 +120,7 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
                 opened = open_reward(config.reward, config.training, plan.rows, plan.reward, services, records=records)
                 reward_loop = RewardLoop(stack.enter_context(opened))
             if asks_first:
-                reward_loop.begin_warm_up(TimingContext(StartUp.WARM_UP, instruments.timeline))
+                reward_loop.begin_warm_up(instruments.timeline)
             trainer = build_trainer(plan, reward_loop, instruments)
             start.close()
             instruments.timeline.add(start.drain_spans())
@@ -155,7 +143,7 @@ def _note_end(plan: Plan, step: int) -> None:
     if not PartialState().is_main_process:
         return
     try:
-        write_finished(Path(training.output_dir), _extent(training), step)
+        write_finished(training, step)
     except OSError as error:  # all else is done
         logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
     for line in closing_lines(training.output_dir, saves_policy=training.mode != "rollouts", notes=plan.notes):

@@ -193,14 +193,13 @@ def _merged(files: Sequence[Sequence[_Scalar]]) -> dict[str, dict[int, float]]:
 
 
 def _held_out(path: Path) -> dict[int, dict[str, float | None]]:
-    """The evaluations by step. Of several datasets a figure has the dataset's name before its own."""
+    """The evaluations by step."""
     figures: dict[int, dict[str, float | None]] = {}
     try:
         for record in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ():
-            dataset = f"{record.pop(names.DATASET)} " if names.DATASET in record else ""
             step = figures.setdefault(int(record.pop("step")), {})
             record.pop(names.BY_ROW, None)
-            step |= {f"{dataset}{name}": None if value is None else float(value) for name, value in record.items()}
+            step |= {name: None if value is None else float(value) for name, value in record.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read ({error}). Expected the evaluations of a run.") from None
     return dict(sorted(figures.items()))

@@ -17,11 +17,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from salesrl_trl.errors import ServiceError, ServiceUnavailable
+from salesrl_trl.names import StartUp
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others
 from salesrl_trl.service.flights import FALLEN
-from salesrl_trl.timing import TimingContext
+from salesrl_trl.timing import Spans, TimingContext
 from salesrl_trl.types import Example
 
 T = TypeVar("T")
@@ -149,8 +150,9 @@ class RewardLoop:
                 return "; ".join([f"of {len(batch)} completions {listed}", *(limit.in_words() for limit in [*FALLEN])])
         return generating or "no reward is under way on this rank"
 
-    def begin_warm_up(self, timed: TimingContext) -> None:
+    def begin_warm_up(self, timeline: Spans) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
+        timed = TimingContext(StartUp.WARM_UP, timeline)
         self._warming_up = self._batches.submit(timed(partial(self._calls.call, self.reward.warm_up)))
 
     def warm_up(self) -> dict[str, float | ServiceError]:

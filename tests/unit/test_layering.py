@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from importlib import import_module
 
 import pytest

@@ -1,13 +1,11 @@
-"""Checks of the machine: versions, GPUs, disk, shared memory, and locks that were left behind.
+"""Checks of the machine: versions, GPUs, disk and shared memory.
 
 Other libraries would refuse these too, but minutes later, or would wait without a word.
 """
 
-import contextlib
 import os
 import platform
 import shutil
-import time
 from pathlib import Path
 
 import torch
@@ -23,7 +21,6 @@ from salesrl_trl.telemetry.device import GIB
 LEAST_DISK_GIB = 1.0  # free disk of the output folder. Below it even the small policy's files are at risk.
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
-STALE_S = 3600.0  # age of a lock of a DeepSpeed build that was left behind: no build takes so long
 _ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
 
 
@@ -35,7 +32,6 @@ def check_environment(plan: Plan, findings: Findings) -> None:
         lambda: _devices(training, in_depth, findings),
         lambda: _disk(training.output_dir, findings),
         lambda: _shared_memory(training, findings),
-        lambda: _locks(training, findings),
     )
 
 
@@ -54,11 +50,6 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
         if version is None:
             remedy = "Run scripts/install.sh, or set `use_vllm: false`."
             findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
-    if training.use_vllm and "VLLM_ATTENTION_BACKEND" in os.environ:
-        findings.note(
-            "The environment variable VLLM_ATTENTION_BACKEND is set, which vLLM does not read any more.",
-            'Set `vllm_engine_kwargs: \'{"attention_backend": "NAME"}\'`, or remove it, and vLLM chooses one.',
-        )
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
@@ -96,17 +87,6 @@ def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:
             "Start the container with `--shm-size 8g`, or delete what earlier runs left there.",
             is_failure=free < LEAST_SHARED_GIB,
         )
-
-
-def _locks(training: SalesGRPOConfig, findings: Findings) -> None:
-    if training.deepspeed_plugin is None:
-        return
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    for lock in sorted(cache.glob("**/lock")):
-        with contextlib.suppress(FileNotFoundError):  # the build has ended meanwhile
-            if time.time() - lock.stat().st_mtime >= STALE_S:
-                text = f"{lock} is old: a build of DeepSpeed was interrupted, and the next one waits for it."
-                findings.fail(text, f"Remove it: rm {lock}")
 
 
 def check_tokenizer(plan: Plan, findings: Findings) -> None:

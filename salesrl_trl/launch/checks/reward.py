@@ -69,7 +69,7 @@ def read_reward(
     with refused:
         functions = own_functions(config)
     refused.check(
-        lambda: not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
+        not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
     )
     if SEARCH in config.tools:
@@ -81,12 +81,12 @@ def read_reward(
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     refused.check(
-        lambda: not unknown,
+        not unknown,
         f"`branch_reward_weights` names the branches {unknown}, and there are {list(branches)}. Correct one.",
     )
     of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
     refused.check(
-        lambda: not (config.judges_answers and of_search),
+        not (config.judges_answers and of_search),
         f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores searches nothing. "
         "Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
     )

@@ -27,14 +27,9 @@ def mean_reward(answers: Iterable[Answered]) -> float | None:
     return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
 
 
-def kl_per_token(answers: Iterable[Answered]) -> float | None:
-    """KL to the reference policy along the greedy answers, in nats per token; `None` without a reference."""
-    measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
-    return sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
-
-
 def _own_figures(answers: Sequence[Answered]) -> dict[str, float | None]:
-    kl = kl_per_token(answers)
+    measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
+    kl = sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
     return {
         SCORE: mean_reward(answers),
         "truncated": mean([answer.truncated for answer in answers]),

@@ -32,7 +32,7 @@ def prepare(config: RunConfig) -> Plan:
     stages: that of a single one, or `ConfigErrors`."""
     plan, refused = Plan(config), Refusals()
     for stage in BEFORE_A_RUN:
-        if stage.name == "memory" and refused.errors:  # an estimate without the right settings misleads
+        if stage.needs and refused.errors:  # what follows from a wrong setting misleads
             continue
         with refused:
             if refused.errors:  # nobody waits for a server to start
@@ -70,20 +70,30 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
                 return
 
 
-def _check_settings(plan: Plan, findings: Findings) -> None:
-    """Settings that depend on each other or on files. Those alone are checked in `config`."""
-    config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    with refused.of(config.data, "sources"):
+def _check_sources(plan: Plan, findings: Findings) -> None:
+    """Datasets and policy, which the other checks read."""
+    config, training, refused = plan.config, plan.config.training, findings.refused
+    with refused:
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+                "scripts/make_vision_policy.py`, which teaches it in two minutes."
+            )
+        _ = plan.model_config
+    with refused:
         for source in config.data.sources:
             check_source(source.train_source[0])
             check_source(source.eval_source[0])
-    with refused.of(training, "branches"):
         findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
         if not training.branches:  # of a task of one's own: those of the rows
             training.branches = plan.branches_of_rows
             training.kl_targets()
-    refused.each(lambda: config.telemetry.check_branches(training.branches))
-    with refused.of(training, "resume_from_checkpoint"):
+
+
+def _check_settings(plan: Plan, findings: Findings) -> None:
+    """Settings that depend on each other or on files. Those alone are checked in `config`."""
+    config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
+    with refused:
         resumed = find(
             training.resume_from_checkpoint,
             training.output_dir,
@@ -91,6 +101,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
             without_manifest=training.allow_changed_resume,
         )
         training.resume_from_checkpoint = None if resumed is None else str(resumed)
+    refused.each(lambda: config.telemetry.check_branches(training.branches))
     with refused:
         if training.held_out_eval:
             check_evaluation(training, training.world_size)
@@ -101,13 +112,6 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         own = next(iter(config.data.own_sources), None)
         findings.notes(check_stand_ins(config.reward, training.branches, own))
-    with refused.of(model, "model_name_or_path"):
-        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-            raise ModelNotFoundError(
-                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-                "scripts/make_vision_policy.py`, which teaches it in two minutes."
-            )
-        _ = plan.model_config
     refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
@@ -176,7 +180,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
 
 BEFORE_A_RUN = (
     PreflightStage("environment", (), (check_environment,)),
-    PreflightStage("config", (), (_check_settings,)),
+    PreflightStage("config", (), (_check_sources, _check_settings)),
     PreflightStage("data", ("config",), (_check_data,)),
     PreflightStage("tokenizer", ("config",), (check_tokenizer,)),
     PreflightStage("memory", ("config", "data"), (check_memory,)),

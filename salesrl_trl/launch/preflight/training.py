@@ -51,7 +51,13 @@ class MadeUpReward(Scorer):
 def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     """Build the run's trainer, with vLLM's engine. The end of `plan.opened` closes it and drops its output folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
-    training = rehearsed(plan.config.training, folder, steps)
+    training = plan.config.training
+    full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
+    if training.use_vllm:
+        full_length = {"ignore_eos": True}
+    kept = {name: value for name, value in (training.generation_kwargs or {}).items() if name not in _ENDS}
+    changes = {"output_dir": folder, "max_steps": steps, "generation_kwargs": kept | full_length}
+    training = overlaid(training, "rehearsal", changes)
     engine = training.parsed_engine_kwargs()
     if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
         # random weights: only a push that works can make log-probs agree
@@ -67,16 +73,6 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
     return trainer
-
-
-def rehearsed(training: SalesGRPOConfig, output_dir: str, steps: int) -> SalesGRPOConfig:
-    """The run's settings of training, for some steps with completions of full length that write no checkpoint."""
-    full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
-    if training.use_vllm:
-        full_length = {"ignore_eos": True}
-    kept = {name: value for name, value in (training.generation_kwargs or {}).items() if name not in _ENDS}
-    changes = {"output_dir": output_dir, "max_steps": steps, "generation_kwargs": kept | full_length}
-    return overlaid(training, "rehearsal", changes)
 
 
 def _make_steps(plan: Plan, findings: Findings) -> None:

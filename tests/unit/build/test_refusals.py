@@ -44,7 +44,7 @@ def test_stages_go_on_behind_a_failure_and_tell_the_same_once(tmp_path, monkeypa
 def test_the_message_numbers_the_refusals():
     found = Refusals()
     for number in (1, 1, 2):  # the same is kept once
-        found.check(lambda: False, f"`a` is {number}.\nExpected more.")
+        found.check(False, f"`a` is {number}.\nExpected more.")
     with pytest.raises(ConfigErrors) as caught:
         found.tell()
     assert str(caught.value).splitlines() == [

@@ -19,7 +19,6 @@ from salesrl_trl.judged.budget import CALLS, USD, Limit
 from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw
 from salesrl_trl.kl.penalty import PenaltySettings
-from salesrl_trl.launch.assembly import budget_of
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.judge_config import JudgeModeSettings, JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RagSettings, RewardConfig
@@ -323,15 +322,15 @@ def test_a_limit_that_limits_nothing_is_refused(settings, message):
 def test_limits_have_the_names_of_their_settings(tmp_path):
     own = {**PRICED, "max_calls": 5, "max_usd": 0.5}
     config = RewardConfig(max_calls=9, max_usd=2.0, judge_providers=[own, {**PROVIDER, "name": "b"}])
-    assert budget_of(config, tmp_path).limits == (
+    assert config.budget(tmp_path).limits == (
         Limit(name="max_calls", kind=CALLS, most=9),
         Limit(name="max_usd", kind=USD, most=2.0),
         Limit(name="judge_providers[a].max_calls", kind=CALLS, most=5, service="judge_a"),
         Limit(name="judge_providers[a].max_usd", kind=USD, most=0.5, service="judge_a"),
     )
-    assert budget_of(RewardConfig(), tmp_path) is None
+    assert RewardConfig().budget(tmp_path) is None
     for judge in ({**PROVIDER, "tokens_per_minute": 9}, {**PROVIDER, "requests_per_minute": 9}, PRICED):
-        assert budget_of(RewardConfig(judge_providers=[judge]), tmp_path).limits == ()
+        assert RewardConfig(judge_providers=[judge]).budget(tmp_path).limits == ()
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,6 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
-def test_a_variable_that_vllm_does_not_read_is_told(told, monkeypatch):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
-    assert "VLLM_ATTENTION_BACKEND is set, which vLLM does not read" in told(stages=CHEAP[:1])
-    assert told("--use_vllm", "false", stages=CHEAP[:1]) == ""
-
-
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     free = {"disk": 0.5, "shm": 8.0}
     real = shutil.disk_usage
@@ -129,21 +123,6 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
         assert "can't use the 1 GPUs of the driver 470.1" in told(stages=CHEAP[:1])
-
-
-def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp_path):
-    lock = tmp_path / "py311_cu130" / "fused_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-
-    def with_deepspeed():
-        return told(stages=CHEAP[:1], change=lambda training: setattr(training, "deepspeed_plugin", object()))
-
-    assert with_deepspeed() == ""  # a process may be building
-    old = time.time() - 7200
-    os.utime(lock, (old, old))
-    assert f"Remove it: rm {lock}" in with_deepspeed()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from support.loopback import ACTION, BAD, VERDICT, action, build_reward, example
 from trl.trainer.utils import get_callable_name
 
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.timing import TimingContext
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 20.0
@@ -124,7 +123,7 @@ def test_a_closed_loop_leaves_no_thread_and_no_call_and_may_be_closed_again(serv
 
 def test_a_warm_up_that_has_begun_is_not_made_again(loop, services):
     spans = []
-    loop.begin_warm_up(TimingContext("warm_up", SimpleNamespace(add=spans.extend)))
+    loop.begin_warm_up(SimpleNamespace(add=spans.extend))
     until(lambda: services.calls["judge"])
     assert {name: type(answer) for name, answer in loop.warm_up().items()} == {
         "rag_8b": float, "rag_32b": float, "judge": float,

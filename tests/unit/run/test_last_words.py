@@ -140,7 +140,6 @@ def _texts(source):
         ("vllm", "v1/executor/multiproc_executor.py", "A worker of vLLM or Ray does not start"),
         ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
         ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
-        ("salesrl_trl", "launch/checks/environment.py", "A lock of an interrupted build is left"),
         ("salesrl_trl", "launch/checks/environment.py", "The disk is full"),
         ("salesrl_trl", "launch/checks/environment.py", "Completions do not end"),
     ],
