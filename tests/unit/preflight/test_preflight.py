@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from check_gpu_memory import main as check_memory
+from support.forked import python
 from support.published import qrecc, write
 from transformers import AutoTokenizer
 
@@ -350,11 +350,11 @@ def test_a_program_gets_one_json_object_of_a_failure_too(tool, arguments, messag
 
 
 def preflight(*arguments, **options):
-    command = [sys.executable, "-m", "salesrl_trl.launch.preflight", "--config", str(RECIPE), *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+    command = [python(), "-m", "salesrl_trl.launch.preflight", "--config", str(RECIPE), *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)  # a fork heeds Ctrl-C again
 
 
-def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path):
+def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback():
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does after its lines
     with preflight("--stage", "rag", "--rag.base_url", "http://127.0.0.1:9", stdout=writing) as run:
@@ -364,11 +364,10 @@ def test_a_reader_that_ends_early_ends_a_preflight_without_a_traceback(tmp_path)
     assert "Error" not in told
 
 
-def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback(tmp_path):
+def test_ctrl_c_ends_a_preflight_with_130_and_without_a_traceback():
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes the connection and does not answer
         address = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        default = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-        with preflight("--stage", "rag", "--rag.base_url", address, stdout=subprocess.PIPE, preexec_fn=default) as run:
+        with preflight("--stage", "rag", "--rag.base_url", address, stdout=subprocess.PIPE) as run:
             connection, _ = mute.accept()
             run.send_signal(signal.SIGINT)
             interrupted = time.monotonic()
