@@ -149,8 +149,6 @@ def test_a_lock_of_deepspeed_that_was_left_behind_is_told(told, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--generation_batch_size 100", "`generation_batch_size` is 100, no multiple of a micro-batch of 48"),
-        ("--auto_find_batch_size true", "`auto_find_batch_size` is true, which would take groups apart"),
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
