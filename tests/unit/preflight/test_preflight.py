@@ -225,16 +225,9 @@ def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, pol
     assert message in told(*asked(policy))
 
 
-@pytest.mark.parametrize(
-    ("file", "values", "message"),
-    [
-        ("generation_config.json", {"do_sample": False, "temperature": 0.7}, "refuses to save such a model"),
-    ],
-)
-def test_a_model_whose_files_contradict_each_other_is_refused(told, policy, file, values, message):
-    path = policy / file
-    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
-    assert message in told(*asked(policy))
+def test_a_model_whose_files_contradict_each_other_is_refused(told, policy):
+    (policy / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
+    assert "refuses to save such a model" in told(*asked(policy))
 
 
 def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_before_a_run(told, policy, tmp_path):
