@@ -1,8 +1,6 @@
 """Reward functions that never give back what they hold: an event loop, or a thread."""
 
 import asyncio
-import contextlib
-import re
 import sys
 import time
 
@@ -20,14 +18,6 @@ async def spins(prompt, completion):
 
 
 @per_completion(deadline_s=20.0)
-async def swallows(prompt, completion):
-    sys.stderr.write(f"{HOLDS}\n")
-    while True:
-        with contextlib.suppress(Exception):
-            time.sleep(0.01)
-
-
-@per_completion(deadline_s=20.0)
 async def blocks(prompt, completion):
     sys.stderr.write(f"{HOLDS}\n")
     time.sleep(FOREVER_S)
@@ -37,16 +27,3 @@ async def blocks(prompt, completion):
 async def blocks_a_pool(prompt, completion):
     sys.stderr.write(f"{HOLDS}\n")
     await asyncio.to_thread(time.sleep, FOREVER_S)
-
-
-@per_completion(deadline_s=20.0)
-def blocks_its_thread(prompt, completion):
-    sys.stderr.write(f"{HOLDS}\n")
-    time.sleep(FOREVER_S)
-
-
-@per_completion(deadline_s=20.0)
-async def matches(prompt, completion):
-    """Holds Python's lock too."""
-    sys.stderr.write(f"{HOLDS}\n")
-    return re.match("(a+)+$", "a" * 64 + "b") is None

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from importlib import import_module
 
-import pytest
 from support import house
 from support.forked import COLD_PYTHON
 from support.scripted import settings
@@ -20,29 +19,21 @@ from support.scripted import settings
 from salesrl_trl import moved
 
 CORE = (
-    *(
-        "errors",
-        "timing",
-        "types",
-        "ground",
-        "names",
-        "data",
-        "telemetry",
-        "generation",
-        "shared_prompts",
-        "kl",
-    ),
-    *("service", "reward", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer"),
-)
+    "moved", "errors", "timing", "types", "ground", "names", "data", "telemetry", "generation", "shared_prompts", "kl",
+    "service", "reward", "update", "rollout", "config", "checkpoint", "wiring", "parts", "trainer",
+)  # fmt: skip
 LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
 """Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
 ORDER = ("moved", *CORE, *LAYERS, "__main__")
 FOLDERS = set(house.LAYERS)
 TRAINING = """
 import json, sys
+absent = ("bm25s", "rjieba", "fastapi", "uvicorn", "openai", "httpx2", "vllm")  # packages of the layers
+sys.modules.update(dict.fromkeys(absent))
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout
 from datasets import Dataset
 from salesrl_trl import SalesGRPOConfig
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 policy, folder, settings = sys.argv[1:]
@@ -51,7 +42,13 @@ def length(completions, **_):
     return [len(completion[0]["content"]) % 17 / 17 for completion in completions]
 
 rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"row {place}"}]} for place in range(8)])
-args = SalesGRPOConfig(**json.loads(settings), output_dir=folder)
+settings = json.loads(settings)
+try:
+    asks = SalesGRPOConfig(**settings | {"record": True}, output_dir=folder)
+    SalesGRPOTrainer(policy, length, asks, train_dataset=rows, eval_dataset=rows)
+except ConfigError as error:
+    print(error)
+args = SalesGRPOConfig(**settings, output_dir=folder)
 trainer = SalesGRPOTrainer(policy, length, args, train_dataset=rows, eval_dataset=rows.select(range(4)))
 trainer.train()
 trainer.finish()
@@ -106,37 +103,22 @@ def test_an_import_of_a_layer_is_seen(tmp_path):
     assert house.layered(house.imports(tmp_path), FOLDERS) == [("salesrl_trl.reward", "salesrl_trl.agents.tools")]
 
 
-@pytest.fixture
-def without_layers(tmp_path, tiny):
-    """Trains with the core alone, under some settings."""
+def test_the_core_trains_evaluates_and_saves_without_the_layers_and_refuses_what_needs_one(tmp_path, tiny):
     core = tmp_path / "core" / "salesrl_trl"
     shutil.copytree(house.ROOT / "salesrl_trl", core, ignore=shutil.ignore_patterns("__pycache__"))
     for layer in FOLDERS:
         shutil.rmtree(core / layer)
-
-    def train(**given):
-        usual = {"max_steps": 2, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 1}
-        made = settings(tmp_path / "run", **{**usual, **given})
-        code = f"FOLDERS = {sorted(FOLDERS)}\n{TRAINING}"
-        return subprocess.run(
-            [COLD_PYTHON, "-c", code, str(tiny), made.pop("output_dir"), json.dumps(made)],
-            env={**os.environ, "PYTHONPATH": str(core.parent)}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    return train
-
-
-def test_the_core_trains_evaluates_and_saves_without_the_layers(without_layers, tmp_path):
-    done = without_layers(eval_strategy="steps", eval_steps=1)
+    of_a_save = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    given = settings(tmp_path / "run", max_completion_length=8, eval_strategy="steps", eval_steps=1, **of_a_save)
+    code = f"FOLDERS = {sorted(FOLDERS)}\n{TRAINING}"
+    done = subprocess.run(
+        [COLD_PYTHON, "-c", code, str(tiny), given.pop("output_dir"), json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": str(core.parent)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "`record` needs the layer `salesrl_trl.record`" in done.stdout
     assert "off: HeldOut, because" in done.stderr + done.stdout
     assert (tmp_path / "run" / "checkpoint-2" / "README.md").is_file()
-
-
-def test_a_setting_that_asks_for_a_layer_that_is_not_there_is_refused(without_layers):
-    done = without_layers(record=True)
-    assert done.returncode == 1
-    assert "ConfigError: `record` needs the layer `salesrl_trl.record`" in done.stderr
 
 
 def test_a_module_imports_only_from_packages_before_its_own():

@@ -31,7 +31,6 @@ from packaging.utils import canonicalize_name
 from support.forked import COLD_PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ("scripts/install.sh", "scripts/test.sh", "scripts/demo.sh", ".ci/run")
 # They go in by themselves, in scripts/install.sh: before the lock, built from source after it, only on request.
 NOT_LOCKED = {"torch", "deepspeed", "flash-attn", "vllm"}
 # Bounds that no test here reaches: docs/EXPERIMENTS.md has runs on GPUs with vLLM 0.25.1, which pins torch 2.11.0.
@@ -158,14 +157,6 @@ def test_a_user_of_the_library_gets_no_service_and_no_agent(direct: Ranges, extr
     assert extras["agents"].keys() | extras["demo"].keys() >= OF_LAYERS
 
 
-def test_the_trainer_needs_none_of_the_layers_packages() -> None:
-    without = sorted({*OF_LAYERS, "vllm"})  # which brings some of them for its own server
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({without}))"  # an import of these fails
-    trains = "from salesrl_trl.trainer import SalesGRPOTrainer; import salesrl_trl.wiring.part"
-    done = subprocess.run([COLD_PYTHON, "-c", f"{blocked}; {trains}"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_versions_of_the_environment(direct: Ranges) -> None:
     """What is imported here is within setup.cfg's ranges; with the lowest versions on the path, at their lower end."""
     lowest = pins(requirement_lines("lowest.txt"))
@@ -240,13 +231,6 @@ def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(
     assert {who for who, _ in asked} > {"salesrl_trl", "peft"}
     missed = [(who, wanted) for who, wanted in asked if here[canonicalize_name(wanted.name)] not in wanted.specifier]
     assert missed == []
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_executable_and_parses(script: str) -> None:
-    assert os.access(ROOT / script, os.X_OK)
-    parsed = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True, timeout=QUICK_S)
-    assert (parsed.returncode, parsed.stderr) == (0, "")
 
 
 def test_the_tests_that_run_with_the_lowest_versions_are_there() -> None:

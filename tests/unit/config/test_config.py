@@ -161,7 +161,6 @@ def test_a_temperature_alone_reshapes_nothing():
             {"max_attempts": '{"judges": 1}'},
             "`max_attempts` has an unknown 'judges'. Did you",
         ),
-        (RewardConfig, {"rag_base_url": "rag.internal:8801"}, "starts with http:// or https://"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
         (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
     ],

@@ -84,7 +84,10 @@ def test_the_search_policy_s_template_is_one_that_trl_calls_tools_by_and_its_scr
     assert parse_response(tokenizer, whole[len(prefix) :], prefix=prefix, tools=tools)["tool_calls"] == calls
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setattr(sys, "argv", ["make_search_policy.py", "--out", str(tmp_path), "--steps", "3", "3", "3"])
-    importlib.import_module("make_search_policy").main()
+    script = importlib.import_module("make_search_policy")
+    for name, few in {"LESSONS": 1, "COPIES": 8, "BATCH": 4}.items():
+        monkeypatch.setattr(script, name, few)
+    script.main()
     for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (SEARCH_POLICY / name).read_text()
     assert sum(path.stat().st_size for path in SEARCH_POLICY.iterdir()) < 10**6

@@ -238,10 +238,8 @@ def test_wrong_input_ends_with_code_2_and_says_what_is_wrong(arguments, told, ca
     assert shown.out == ""
 
 
-@pytest.mark.parametrize(
-    ("reason", "code", "told"), [("SIGTERM", 75, "stopped by SIGTERM"), ("Ctrl-C", 130, "Ctrl-C")]
-)
-def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, told, monkeypatch, capfd):
+@pytest.mark.parametrize(("reason", "code"), [("SIGTERM", 75), ("Ctrl-C", 130)])
+def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, monkeypatch, capfd):
     def stopped(*_):
         raise StopRequested(reason)
 
@@ -250,5 +248,5 @@ def test_a_signal_ends_it_with_a_line_and_a_code(reason, code, told, monkeypatch
         evaluate.main([])
     shown = capfd.readouterr().err
     assert end.value.code == code
-    assert told in shown
+    assert f"by {reason}" in shown
     assert "Traceback" not in shown

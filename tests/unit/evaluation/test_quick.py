@@ -177,7 +177,7 @@ class Meeting:
     """Two ranks, one after the other: what the main one handed out is there when the second one asks."""
 
     def __init__(self):
-        self.handed_out, self.gathered = [], []
+        self.handed_out = []
 
     def main(self):
         return one_rank(count=2, from_main=self._hand_out)

@@ -18,7 +18,6 @@ from salesrl_trl.ground.fencing import fence, read_sections
 from salesrl_trl.types import Action
 
 PRICE = "The Python course costs 3800 yuan."
-PRICE_ZH = "Python课程的价格是3800元。"
 CONVERSATION = "customer: I work in an office. How much is the Python course?"
 
 
