@@ -65,8 +65,6 @@ class ServiceError(SalesRLError):
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.code = code or self.default_code
-        self.out_of_time = False
-        """Whether only the deadline prevented a retry. A caller with more time may try again."""
         self.status: int | None = None
         """Status of the HTTP answer, if this was the failure."""
 

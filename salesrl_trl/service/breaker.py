@@ -96,7 +96,7 @@ class Breaker:
         self._latest = now
         self._failures += 1
         self._denials += denial is not None
-        if self._is_out(probe):
+        if self.is_probing and probe == self.probe:
             self.denial = denial
             self._cooldown_s *= 2
         elif self.is_open or self._failures < self._failures_to_open:
@@ -111,11 +111,8 @@ class Breaker:
 
     def record_abandoned(self, probe: int) -> None:
         """The probe of that number was cancelled before it ended. The next caller is the probe."""
-        if self._is_out(probe):
+        if self.is_probing and probe == self.probe:
             self.is_probing = False
-
-    def _is_out(self, probe: int) -> bool:
-        return self.is_probing and probe == self.probe
 
 
 LEAST_WAIT_S = 1e-6  # a shorter wait is lost in the rounding of a clock, and the call would look again without end

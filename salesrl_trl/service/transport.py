@@ -272,8 +272,7 @@ class _Retries:
             if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
                 goes_on = goes_on and self.patient and not self.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)
-        error.out_of_time = goes_on and wait_s >= remaining_s()
-        return wait_s if goes_on and not error.out_of_time else None
+        return wait_s if goes_on and wait_s < remaining_s() else None
 
 
 def _usual_s(times: int) -> float:

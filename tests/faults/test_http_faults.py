@@ -129,7 +129,6 @@ def test_a_retry_after_beyond_the_deadline_is_not_waited_for(fault_in_memory, as
     error, seconds = ask(server.url, within_s=20.0, run=virtual_time.run)
     assert isinstance(error, ServiceOverloaded)
     assert error.code == "rag_8b_http_429"
-    assert error.out_of_time  # somebody with more time may ask again
     assert seconds == 0.0
 
 
