@@ -12,6 +12,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
 from support import house
 from support.forked import COLD_PYTHON
 from support.scripted import settings
