@@ -71,15 +71,8 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 
 def _check_sources(plan: Plan, findings: Findings) -> None:
-    """Datasets and policy, which the other checks read."""
+    """The datasets, whose branches the other checks read."""
     config, training, refused = plan.config, plan.config.training, findings.refused
-    with refused:
-        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-            raise ModelNotFoundError(
-                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-                "scripts/make_vision_policy.py`, which teaches it in two minutes."
-            )
-        _ = plan.model_config
     with refused:
         for source in config.data.sources:
             check_source(source.train_source[0])
@@ -112,15 +105,21 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         own = next(iter(config.data.own_sources), None)
         findings.notes(check_stand_ins(config.reward, training.branches, own))
+    with refused:
+        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+            raise ModelNotFoundError(
+                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+                "scripts/make_vision_policy.py`, which teaches it in two minutes."
+            )
+        is_16_bit = bool(training.bf16 or training.fp16)
+        asked = model.attn_implementation
+        model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
+        findings.notes([line])
     refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         if training.resume_from_checkpoint is None:
             findings.notes([earlier_start(training.output_dir)])
-        is_16_bit = bool(training.bf16 or training.fp16)
-        asked = model.attn_implementation
-        model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
-        findings.notes([line])
         if 0 < training.max_steps <= training.warmup_steps:
             findings.note("`warmup_steps` is not less than `max_steps`: the learning rate is never reached")
 
