@@ -243,9 +243,9 @@ ARRANGEMENTS = {
 }  # fmt: skip
 
 
-def test_with_scripted_completions_a_run_is_stock_trls(trained, tiny):
-    # dr_grpo counts by completions as grpo does; the policy's own completions below have dapo
-    given = {"loss_type": "grpo", "rows": 32, **ARRANGEMENTS["four_micro_batches"]}
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])  # the policy's own completions below have dapo
+def test_with_scripted_completions_a_run_is_stock_trls(trained, tiny, loss_type):
+    given = {"loss_type": loss_type, "rows": 32, **ARRANGEMENTS["four_micro_batches"]}
     ours, stock = (trained(kind, tiny, **given) for kind in (ScriptedOurs, ScriptedStock))
     assert_identical(ours, stock)
     assert_something_was_learned(ours)
@@ -471,6 +471,7 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
     assert ours["loss"] == pytest.approx(stock["loss"], rel=TOLERANCE, abs=TOLERANCE)
     assert told["weights_apart"] < TOLERANCE
     assert max(ours["logp_differences"]) < 0.01  # both at a temperature of 0.6: 0.09 with one of them at 1
+    print("log-probs of vLLM and the trainer apart:", ours["logp_differences"])
     (unpushed,), (step,) = told["preflights"]
     assert unpushed["verdict"] == "failed"
     assert "it samples from other weights" in unpushed["findings"][0]["text"]

@@ -216,6 +216,13 @@ def test_a_service_that_names_its_time_is_asked_again_then():
     assert began[1] - began[0] >= 7.0
 
 
+@pytest.mark.parametrize(
+    "lazy", [lambda completions: map(len, completions), lambda completions: (len(c) for c in completions)]
+)
+def test_what_trl_makes_a_list_of_is_a_list_of_rewards(lazy):
+    assert asyncio.run(RewardFunction(lazy).score_all(rows(2), ["a", "bb"])).values == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0), sys.exit])
 def test_what_is_no_list_and_an_exit_leave_the_batch_without_rewards_and_end_no_run(returned):
     function = RewardFunction(lambda completions: returned() if returned is sys.exit else returned)

@@ -9,20 +9,20 @@ import pytest
 from support import house
 
 BARS = {
-    "lines that the trainer's import reaches": 15_600,
+    "lines that the trainer's import reaches": 15_500,
     "layers that it reaches": 0,
     "imports from the core into a layer": 0,
-    "fan-out": 28,
+    "fan-out": 26,
     "lines of the largest module": 450,
     "lines of the four files": 820,
     "`patched` and `setattr`": 36,
     "`setattr` by a computed name": 0,
-    "lambda, partial and Callable in 1,000 lines": 11.2,
+    "lambda, partial and Callable in 1,000 lines": 11.0,
     "Any in 1,000 lines": 8.0,
     "circles of imports": 0,
-    "classes with more than 15 methods": 1,
-    "lines of the package": 34_500,
-    "lines of code": 24_700,
+    "classes with more than 15 methods": 2,
+    "lines of the package": 34_300,
+    "lines of code": 24_600,
     "modules": 204,
 }
 
