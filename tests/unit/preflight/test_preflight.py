@@ -267,7 +267,7 @@ def test_columns_of_several_kinds_are_told_before_a_model_is_loaded(told, tmp_pa
     entries = [{"path": file("a", 1), "eval": file("c", 1)}, {"path": file("b", "x"), "eval": file("d", "x")}]
     given = ("--dataset", json.dumps(entries), "--reward_funcs", "seams.own_reward.shortness")
     given += ("--prompt_template", "compact")
-    assert "(line 2 of its file): the column `label` has" in told(*given, *A_PROMPT)
+    assert "(line 1 of its file): the column `label` has str of length 1" in told(*given, *A_PROMPT)
 
 
 def test_the_command_says_what_to_do_next_and_ends_with_2_for_a_failure(capsys, tmp_path, monkeypatch):
