@@ -33,6 +33,7 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
+from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import tell
 from salesrl_trl.telemetry.timeline import phased
@@ -275,10 +276,11 @@ class SalesGRPOTrainer(SavingTrainer):
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         rewards, result = self.components.scoring.rewards(completions, of_trl)
         if result is None:  # logged when all are in
-            self._metrics["train"], self._logs = defaultdict(list), copy.deepcopy(self._logs)
+            self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
-        if names is not None and len(self.components.branches.names) > 1:
+        logged = {name for reward in result.rewards for name in reward.columns}
+        if names is not None and len(self.components.branches.names) > 1 and "branch" not in logged:
             self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
         result.log(self._log_completion_extra, self._log_metric, names)
         return rewards

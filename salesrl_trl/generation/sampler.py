@@ -30,7 +30,8 @@ class Finished(Protocol):
 
     `messages` are those of a conversation; without them the completion is the text of the token ids. `failed` is the
     reason code of a conversation whose tool failed: it gets no reward. `columns` are what its row has for its reward
-    beside the dataset's columns.
+    beside the dataset's columns; a resume with `save_rollouts` has those of the sixth list of `Sampled.generated`
+    alone.
     """
 
     def __call__(

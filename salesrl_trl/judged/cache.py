@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from salesrl_trl.errors import ServiceError
+from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.service.event_loop import PerLoop, cancel
+from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
 
 T = TypeVar("T")
 
@@ -104,6 +104,8 @@ class AnswerStore:
 
     async def _write(self) -> None:
         """Write what is in memory alone, if the file can be used."""
+        if time.monotonic() < self._unusable_until:
+            return
         new = dict(self._memory)
         stored = json.dumps({key: json.dumps(value) for key, value in new.items()})
         if await self._run("INSERT OR REPLACE INTO kept SELECT key, value FROM json_each(?)", stored) is not None:
@@ -192,9 +194,14 @@ class Cache(Generic[T]):
     async def fetch(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
         """As `get`, ahead of those who need the answer."""
         under_way = self._under_way.get()
-        if (task := under_way.get(key)) is None:
-            task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-            task.add_done_callback(partial(_forget, under_way, key))
+        while (task := under_way.get(key)) is not None:
+            try:
+                return await asyncio.shield(task)
+            except DeadlineExceeded:  # that call had less time than this one
+                if remaining_s() <= 0:
+                    raise
+        task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
+        task.add_done_callback(partial(_forget, under_way, key))
         return await asyncio.shield(task)  # others wait for it too, and one that is cut off must not cancel it
 
     async def aclose(self) -> None:

@@ -388,7 +388,7 @@ async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], objec
 
 def completion_text(completion: Completion) -> str:
     """The text of a completion: of its last message, if it is a list of messages."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"] if completion else "")
+    return completion if isinstance(completion, str) else str(completion[-1].get("content", "") if completion else "")
 
 
 def conversation_of(completion: Completion) -> Sequence[Mapping[str, object]] | None:

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import itertools
 import math
 import pickle
 import re
@@ -161,7 +162,7 @@ class RewardFunction(Scorer):
         named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
         if lacking := sorted(self._needed - named.keys()):
             raise self._refused("signature", f"nothing, as nothing gives it {', '.join(lacking)}")
-        returned = await self._returned(named)
+        returned = await self._returned(named, len(samples))
         # 2. Read what it returned, one reward for each completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
@@ -178,7 +179,7 @@ class RewardFunction(Scorer):
         rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
         return rewards
 
-    async def _returned(self, arguments: Mapping[str, Any]) -> Any:
+    async def _returned(self, arguments: Mapping[str, Any], count: int = 1) -> Any:
         """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
         `ServiceError`."""
         arguments = _copied(arguments)
@@ -186,7 +187,7 @@ class RewardFunction(Scorer):
             if self._is_async:
                 returned = self._function(**arguments)
             else:
-                returned = await asyncio.wrap_future(THREADS.submit(_listing, self._function, arguments))
+                returned = await asyncio.wrap_future(THREADS.submit(_listing, self._function, arguments, count))
             return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
         except ServiceError:
             raise
@@ -292,10 +293,10 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _listing(function: Function, arguments: Mapping[str, Any]) -> object:
-    """What a function returns; a generator's code runs here, in the function's thread."""
+def _listing(function: Function, arguments: Mapping[str, Any], count: int) -> object:
+    """What a function returns; a generator's code runs here, in the function's thread, for `count` rewards and one."""
     returned = function(**arguments)
-    return list(returned) if isinstance(returned, Iterator) else returned
+    return list(itertools.islice(returned, count + 1)) if isinstance(returned, Iterator) else returned
 
 
 def _copied(value: Any) -> Any:

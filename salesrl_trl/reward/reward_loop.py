@@ -21,7 +21,7 @@ from salesrl_trl.names import StartUp
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others
-from salesrl_trl.service.flights import FALLEN
+from salesrl_trl.service.flights import fallen
 from salesrl_trl.timing import Spans, TimingContext
 from salesrl_trl.types import Example
 
@@ -147,7 +147,7 @@ class RewardLoop:
         for batch in list(self._open.values()):
             stages = Counter(stage for each in batch.stages for stage in each.under_way)
             if listed := ", ".join(f"{count} in {name}" for name, count in stages.items()):
-                return "; ".join([f"of {len(batch)} completions {listed}", *(limit.in_words() for limit in [*FALLEN])])
+                return "; ".join([f"of {len(batch)} completions {listed}", *(limit.in_words() for limit in fallen())])
         return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timeline: Spans) -> None:

@@ -64,11 +64,6 @@ class Launcher:
         if sampled is not None:
             self._keep(rollout, sampled)
             if needs_logps and sampled.logprobs is None:
-                if sampled.has_pictures:
-                    raise ConfigError(
-                        "completions of prompts with pictures are generated ahead of training by an engine that gives "
-                        "no log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`."
-                    )
                 rollout.behaviour_logps = self.behaviour_logps(sampled)
         return rollout
 

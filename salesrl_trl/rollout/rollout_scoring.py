@@ -5,6 +5,7 @@ and `next_micro_batches` hands out groups that are scored first. The reward scor
 advantages; `_hybrid_advantages` replaces them where a reference counts.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -367,3 +368,11 @@ class RolloutScoring:
 
     def _encode(self, rewards: Sequence[Reward], rollout: Rollout) -> torch.Tensor:
         return self.figures.encode(rewards, self.settings.branches.ids(rollout.inputs))  # (B, columns)
+
+
+def copied(logs: Mapping[str, object]) -> dict[str, object]:
+    """A copy of TRL's tables of completions. Additions to it leave the original as it is."""
+    copies = {name: copy.copy(table) for name, table in logs.items()}
+    for table in (table for table in copies.values() if isinstance(table, dict)):
+        table.update({column: copy.copy(values) for column, values in table.items()})
+    return copies

@@ -135,8 +135,11 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:  # its thread keeps what it serves
+        self.loop.run_forever()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop, unless it has ended. Does not wait."""
@@ -170,6 +173,7 @@ class WatchedLoop(LoopThread):
 
     def __init__(self) -> None:
         super().__init__("reward calls")
+        self._called: set[asyncio.Task[Any]] = set()  # on the loop
         self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
@@ -180,6 +184,9 @@ class WatchedLoop(LoopThread):
         async def called() -> T:
             nonlocal task
             task = asyncio.current_task()
+            assert task is not None
+            self._called.add(task)
+            task.add_done_callback(self._called.discard)
             if is_given_up:
                 raise asyncio.CancelledError
             enter()
@@ -201,6 +208,7 @@ class WatchedLoop(LoopThread):
         """Close the reward and end the loop. Code that holds it up is left behind."""
 
         async def closed() -> None:
+            await cancel(self._called - {asyncio.current_task()})  # before: they would open connections anew
             await aclose()
             await cancel_others()
 

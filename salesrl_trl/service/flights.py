@@ -2,6 +2,7 @@
 many slots there are, and when a call is late."""
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 from collections import Counter, deque
@@ -47,6 +48,13 @@ CLOSED = "it turns most requests away, at any load"
 
 FALLEN: "WeakSet[AdaptiveLimit]" = WeakSet()
 """The limits of this process that have fallen and are not made good, for heartbeats."""
+
+
+def fallen() -> "list[AdaptiveLimit]":
+    """Those limits. From any thread, while loops change them."""
+    with contextlib.suppress(RuntimeError):
+        return [*FALLEN]
+    return []
 
 
 class Sent(NamedTuple):

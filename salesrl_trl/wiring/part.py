@@ -153,7 +153,8 @@ class Part(TrainerCallback):
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         """All rewards of a batch are in, of training or of an evaluation. Returns figures by `figure_names`, the same
-        on all ranks."""
+        on all ranks. To stop the run behind its step, with a checkpoint, set `run_control.error` of the `PartContext`
+        to a `SalesRLError`, on all ranks alike: `train` raises it."""
         return {}
 
     def after_step(self, step: int) -> None:

@@ -86,6 +86,8 @@ STATED = {
     "a number": ({"error": {"code": 429, "retry_after": 2}}, ServiceOverloaded, 2.0),
     "a number as text": ({"error": {"code": "429", "retryDelay": "6m0s"}}, ServiceOverloaded, 360.0),
     "minutes in words": ({"error": {"code": "429", "message": "Please try again in 6m0s."}}, ServiceOverloaded, 360.0),
+    "milliseconds": ({"error": {"code": 429, "message": "try again in 20 milliseconds"}}, ServiceOverloaded, 0.02),
+    "no wait": ({"error": {"code": 429, "message": "wait, 30 messages per hour"}}, ServiceOverloaded, None),
     "a text in words": ({"error": {"code": 429, "message": "Retry after 20 seconds"}}, ServiceOverloaded, 20.0),
     "OpenAI's word": (said("Please try again in 577ms.", code="rate_limit_exceeded"), ServiceOverloaded, 0.577),
     "Gemini": (
