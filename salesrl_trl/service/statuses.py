@@ -171,7 +171,7 @@ _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "de
 """Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-_UNIT = r"(?:ms|s(?:ec(?:ond)?s?)?|m(?:in(?:ute)?s?)?|h(?:ours?)?)(?![a-z])"
+_UNIT = r"(?:ms|milliseconds?|s(?:ec(?:ond)?s?)?|m(?:in(?:ute)?s?)?|h(?:ours?)?)(?![a-z])"
 _AGAIN = re.compile(rf"(?:again|retry|wait)\b[^.\d]{{0,30}}((?:\d{{1,9}}(?:\.\d{{1,9}})? ?{_UNIT})+)", re.IGNORECASE)
 
 
@@ -257,4 +257,5 @@ def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
             if is_wait and (seconds := _seconds(str(value))) is not None:
                 return seconds / 1000 if plain.endswith("ms") else seconds
     again = _AGAIN.search(text)
-    return None if again is None else _seconds(re.sub(r" |(?<=[smh])(?<!ms)[a-z]{2,}", "", again[1].lower()))
+    words = again[1].lower().replace("milliseconds", "ms") if again else ""
+    return _seconds(re.sub(r" |(?<=[smh])(?<!ms)[a-z]{2,}", "", words))
