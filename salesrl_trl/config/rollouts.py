@@ -53,6 +53,15 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
     )
 
 
+def check_pictures(args: SalesGRPOConfig, reads_pictures: bool) -> None:
+    """Refuse a lookahead whose old log-probs nothing could compute. `reads_pictures`: whether TRL's engine does."""
+    check(
+        not (reads_pictures and args.most_lookahead) or args.use_vllm,
+        "a policy that reads pictures is trained with a lookahead, and transformers gives no log-probs. Expected "
+        "`use_vllm: true`, or `rollout_lookahead: 0`.",
+    )
+
+
 def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
     """Raise `ConfigError` where episodes can't be played. `reason`: why conversations can't go by themselves."""
     given = tools or ("a `rollout_func`" if has_rollout_func else None)

@@ -21,7 +21,6 @@ from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import (
     Sampled,
     Sampler,
@@ -122,11 +121,7 @@ class Components:
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
-        if trl.reads_pictures and args.most_lookahead and own is None and not args.use_vllm:
-            raise ConfigError(
-                "a policy that reads pictures is trained with a lookahead, and transformers gives no log-probs. "
-                "Expected `use_vllm: true`, or `rollout_lookahead: 0`."
-            )
+        rollouts.check_pictures(args, trl.reads_pictures and own is None)
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         # a function may score a whole batch before it is known which groups are equal

@@ -9,6 +9,7 @@ from support.loopback import ACTION, BAD, VERDICT, action, build_reward, example
 from trl.trainer.utils import get_callable_name
 
 from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.service.flights import FALLEN
 from salesrl_trl.types import Outcome
 
 PATIENCE_S = 20.0
@@ -82,6 +83,7 @@ def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatc
 
 
 def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, services):
+    FALLEN.clear()  # of services of other tests
     services.set("8b", "", delay_s=0.5)
     none = "no reward is under way on this rank"
     assert (loop.status(), loop.status("vLLM generates")) == (none, "vLLM generates")
