@@ -3,10 +3,11 @@
 import copy
 import difflib
 import itertools
+import json
 import os
 import re
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,7 +33,7 @@ from salesrl_trl.launch import coming_from
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.recipes import RECIPES
 from salesrl_trl.launch.settings_help import answer_help, settings
-from salesrl_trl.names import REWARD
+from salesrl_trl.names import REWARD, RUN_FILE
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
 
 if TYPE_CHECKING:
@@ -221,7 +222,8 @@ class SettingsParser(TrlParser):
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
             recipe, is_packaged = self._checked_recipe(file), file.resolve() in RECIPES.values()
-            find_modules_in(file.absolute().parent)
+            for folder in _folders_of_code(file):
+                find_modules_in(folder)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
         self.given = on_command_line | (set() if is_packaged else recipe.keys())
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
@@ -356,6 +358,19 @@ class SettingsParser(TrlParser):
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
         is_verl = any("(of verl;" in text for text in texts)
         return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
+
+
+def _folders_of_code(recipe: Path) -> Iterator[Path]:
+    """Where a recipe's functions may be: beside it; if a run wrote it, beside the files of that run's command too."""
+    recipe = recipe.absolute()
+    yield recipe.parent
+    try:
+        command = json.loads(recipe.with_name(RUN_FILE).read_text(encoding="utf-8"))["command"]
+        files = [Path(str(word).rpartition("=")[2]) for word in command]
+        files = [file for file in files if file.suffix in (".py", ".yaml", ".yml") and file.is_file()]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no run's folder
+        return
+    yield from (file.absolute().parent for file in files)
 
 
 def _is_own_task(settings: Namespace) -> bool:

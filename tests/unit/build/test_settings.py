@@ -1,7 +1,10 @@
 """Settings from a recipe and the command line, and messages about those that are refused."""
 
 import dataclasses
+import json
 import re
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -187,3 +190,16 @@ def test_a_tool_takes_any_setting_of_a_run_and_still_refuses_what_no_run_knows(t
     recipe.write_text("learning_rat: 1.0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown keys: learning_rat"):
         parse_part(["--config", str(recipe)], kinds)
+
+
+def test_a_runs_own_recipe_finds_functions_beside_the_recipe_that_the_run_was_started_with(tmp_path, monkeypatch):
+    code, run = tmp_path / "code", tmp_path / "run"
+    for folder in (code, run):
+        folder.mkdir()
+    (code / "beside_the_script.py").write_text("def right(completions, **_):\n    return [1.0] * len(completions)\n")
+    (code / "train.py").write_text("")
+    (run / "run.json").write_text(json.dumps({"command": [str(code / "train.py"), "--max_steps", "2"]}))
+    (run / "config.yaml").write_text("reward_funcs: [beside_the_script.right]\ndataset: rows.jsonl\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parse(["--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "out")], None)
+    assert find_spec("beside_the_script") is not None
