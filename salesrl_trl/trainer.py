@@ -279,8 +279,8 @@ class SalesGRPOTrainer(SavingTrainer):
             self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
-        logged = {name for reward in result.rewards for name in reward.columns}
-        if names is not None and len(self.components.branches.names) > 1 and "branch" not in logged:
+        has_branch = any("branch" in reward.columns for reward in result.rewards)  # a function's own is logged by it
+        if names is not None and len(self.components.branches.names) > 1 and not has_branch:
             self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
         result.log(self._log_completion_extra, self._log_metric, names)
         return rewards

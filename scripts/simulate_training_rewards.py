@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The load of a training run on a RAG service and a judge, without a model: the short way into a preflight.
 
-    .venv/bin/python scripts/simulate_training_rewards.py --config recipes/full.yaml --rag_base_url http://...:8801
+    .venv/bin/python scripts/simulate_training_rewards.py --config recipes/full.yaml --rag.base_url http://...:8801
     .venv/bin/python scripts/simulate_training_rewards.py --load 2 --num_generations 24 --json
 
 Takes the recipe and all settings of a training line. `--load N` is the number of batches. Without addresses it starts

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The machine, settings, rows, RAG service and judge, without a model: the short way into a preflight.
 
-    .venv/bin/python scripts/test_components.py --config recipes/full.yaml --rag_base_url http://...:8801
+    .venv/bin/python scripts/test_components.py --config recipes/full.yaml --rag.base_url http://...:8801
     .venv/bin/python scripts/test_components.py --json
 
 Takes the recipe and all settings of a training line. The default recipe is recipes/full.yaml. Without addresses it

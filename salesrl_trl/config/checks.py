@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -183,6 +183,18 @@ TYPES: dict[object, tuple[type, str]] = {
     float: (Real, "a number"),
     bool: (bool, "true or false"),
 }
+
+
+def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
+    """Lines about settings that differ from their defaults and have no effect. `reasons`: why, to a pattern of their
+    names, which is empty where it does not hold."""
+    lines = []
+    for reason, pattern in reasons.items():
+        named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
+        usual = {at.name: at.default_factory() if callable(at.default_factory) else at.default for at in named}
+        idle = [name for name, default in usual.items() if getattr(config, name) != default]
+        lines += [f"without effect: {', '.join(idle)}, because {reason}"] * bool(idle)
+    return lines
 
 
 def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:

@@ -53,7 +53,7 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
     )
 
 
-def check_pictures(args: SalesGRPOConfig, reads_pictures: bool) -> None:
+def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
     """Refuse a lookahead whose old log-probs nothing could compute. `reads_pictures`: whether TRL's engine does."""
     check(
         not (reads_pictures and args.most_lookahead) or args.use_vllm,

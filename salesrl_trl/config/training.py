@@ -26,6 +26,7 @@ from salesrl_trl.config.checks import (
     entry_of,
     load_object,
     structure,
+    without_effect,
 )
 from salesrl_trl.config.keys import takes_former_names, without_keys
 from salesrl_trl.config.trl_settings import RUN_MODES, has_fsdp, settle
@@ -38,10 +39,7 @@ from salesrl_trl.types import ALL
 KL_SETTINGS = "settings"  # an entry of `branch_kl` that is no branch
 FIXED = "fixed"  # a law by which the coefficients stay
 COOLDOWN = "cooldown_steps"  # an entry of `law_settings` that is no argument of the law: it holds for every law
-_SWITCH: dict[str, Any] = {
-    "true": True,
-    "false": False,
-}  # texts of a command line
+_SWITCH: dict[str, Any] = {"true": True, "false": False}  # texts of a command line
 
 _CLAMP = Range(0, LARGEST_CLAMP, "the ratio times the estimate grows as e^(2 * clamp), which overflows above 44")
 
@@ -292,6 +290,14 @@ class SalesGRPOConfig(GRPOConfig):
             "where most updates are lost. Expected `use_vllm: true`, or neither of the two.",
         )
         trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
+        is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
+        reasons = {
+            "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
+            "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
+            "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
+            "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness|partial_rollouts",
+        }
+        self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
 
     def to_dict(self) -> dict[str, object]:
         """The settings as trackers get them: without keys."""

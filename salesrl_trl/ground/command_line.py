@@ -23,10 +23,10 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def parser_of(command: str, **kinds: Callable[[str], object]) -> argparse.ArgumentParser:
-    """The parser of `python -m salesrl_trl.COMMAND`. One that takes the settings of a recipe too is a `ToolParser`.
+    """The parser of `salesrl COMMAND`. One that takes the settings of a recipe too is a `ToolParser`.
     `kinds`: types of the command's own."""
     table: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
-    texts = {"prog": table.get("prog", f"python -m salesrl_trl.{command}"), "description": table["description"]}
+    texts = {"prog": table.get("prog", f"salesrl {command}"), "description": table["description"]}
     if "usage" in table:
         parser: argparse.ArgumentParser = ToolParser(usage=f"%(prog)s {table['usage']}", allow_abbrev=False, **texts)
     else:

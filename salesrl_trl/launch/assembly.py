@@ -113,14 +113,8 @@ def _connected(
         is_kept = not service.is_embedded
         backend = clients.rag(rag_base_url, name_8b="tool_search")
         answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        asked = RagAnswers(
-            backend,
-            service.score_threshold,
-            service.top_k,
-            DEFAULT_FORMAT,
-            answers,
-            _kept_references(config, Path(training.output_dir), is_kept),
-        )
+        references = _kept_references(config, Path(training.output_dir), is_kept)
+        asked = RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, answers, references)
         parts.search.connect(asked)
         budget = budget and Budget(budget.path, budget.limits)
     try:

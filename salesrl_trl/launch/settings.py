@@ -277,7 +277,12 @@ class SettingsParser(TrlParser):
             more = preset.pop(SALES_CHAIN, {})
             of_chain += more
             overlay = with_entries({**preset, **more})
-            self.notes.append(f"preset {name}: {', '.join(overlay)}")
+            told = [
+                f"{at} {value}"
+                for at, value in overlay.items()
+                if value != config.get(at) and at not in on_command_line
+            ]
+            self.notes.append(f"preset {name}: {', '.join(told) or 'changes nothing here'}")
             config |= overlay
         self._of_chain = {name: self.get_default(name) for name in of_chain if name not in self._unread}
         is_named = "model_name_or_path" in on_command_line or config.get("model_name_or_path") is not None
@@ -353,6 +358,8 @@ class SettingsParser(TrlParser):
             bare, near = _setting(name), difflib.get_close_matches(str(name), known, n=1)
             note = coming_from.answer(bare, value, given)
             note = note or (f"here {bare.lower()}" if bare.isupper() and bare.lower() in settings else "")
+            switch = re.sub("^no[-_]", "", bare)
+            note = note or (f"write --{switch} false" if switch != bare and switch in settings else "")
             note = note or (f"did you mean {near[0]}?" if near else "")
             texts.append(f"{name} ({note})" if note else str(name))
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""

@@ -122,7 +122,7 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
 
 
 class ClosingReport(Part):
-    """Writes the run's page and text at the end of training and of a last evaluation. A failure ends no run."""
+    """Writes the run's page at the end of training and of a last evaluation. A failure ends no run."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if state.is_world_process_zero:
@@ -130,7 +130,7 @@ class ClosingReport(Part):
                 write_report(Path(args.output_dir))
             except Exception as error:  # the policy of the run is not saved yet
                 logger.warning(
-                    f"[PartContext] no report could be written ({type(error).__name__}): `salesrl report` says why"
+                    f"[Report] no report could be written ({type(error).__name__}): `salesrl report` says why"
                 )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:

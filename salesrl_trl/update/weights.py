@@ -53,7 +53,7 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 
 class WeightCheck:
     """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training. It does not see a
-    push that does nothing where vLLM read the same weights from disk: the preflight's stage `engine` does. `limit`:
+    push that does nothing where vLLM read the same weights from disk: the preflight's stage `step` does. `limit`:
     largest mean absolute difference in nats. `hints`: possible reasons of one."""
 
     def __init__(self, limit: float, hints: str = "") -> None:

@@ -121,7 +121,7 @@ class Components:
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
-        rollouts.check_pictures(args, trl.reads_pictures and own is None)
+        rollouts.check_pictures_ahead(args, trl.reads_pictures and own is None)
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
         # a function may score a whole batch before it is known which groups are equal

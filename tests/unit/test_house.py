@@ -9,7 +9,7 @@ import pytest
 from support import house
 
 BARS = {
-    "lines that the trainer's import reaches": 15_510,
+    "lines that the trainer's import reaches": 15_520,
     "layers that it reaches": 0,
     "imports from the core into a layer": 0,
     "fan-out": 26,
@@ -21,7 +21,7 @@ BARS = {
     "Any in 1,000 lines": 8.0,
     "circles of imports": 0,
     "classes with more than 15 methods": 2,
-    "lines of the package": 34_300,
+    "lines of the package": 34_330,
     "lines of code": 24_600,
     "modules": 204,
 }

@@ -26,7 +26,7 @@ MARGIN = 0.1  # an estimate that is above the card's memory by less than this sh
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
 LESS = (
     "Take a `--preset` of this card, `gradient_checkpointing: true`, a smaller `per_device_train_batch_size`, LoRA "
-    "(`use_peft: true`) or DeepSpeed over several cards. `scripts/check_gpu_memory.py` shows every part."
+    "(`use_peft: true`) or DeepSpeed over several cards."
 )
 Weigh = Callable[[str, str], Estimate]  # from a number format of weights and an optimizer's name in transformers
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
-from salesrl_trl.config.checks import LORA, check, check_ranges
+from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
@@ -86,6 +86,7 @@ def _check_sources(plan: Plan, findings: Findings) -> None:
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
     config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
+    reward = config.reward
     with refused:
         resumed = find(
             training.resume_from_checkpoint,
@@ -102,9 +103,13 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     with refused:
         if model.use_peft:
             check_ranges(model, LORA)
+        of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
+        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
+        of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
+        findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     with refused:
         own = next(iter(config.data.own_sources), None)
-        findings.notes(check_stand_ins(config.reward, training.branches, own))
+        findings.notes(check_stand_ins(reward, training.branches, own))
     with refused:
         if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
             raise ModelNotFoundError(
@@ -115,7 +120,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
         asked = model.attn_implementation
         model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
         findings.notes([line])
-    refused.each(lambda: own_functions(config.reward), lambda: plan.reward)
+    refused.each(lambda: own_functions(reward), lambda: plan.reward)
     refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
     with refused:
         if training.resume_from_checkpoint is None:

@@ -63,7 +63,7 @@ def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():
     assert (training.temperature, training.learning_rate) == (0.7, 1e-3)  # that of the small policy stays
     assert config.model.use_peft
     first, second, _ = config.notes
-    assert first.startswith("preset 80gb: use_peft, ")
+    assert first.startswith("preset 80gb: use_peft True, ")
     assert second.startswith("preset fast_rollout: ")
     assert (config.reward.judge_timeout_s, config.reward.parsed_attempts()) == (6, Attempts(rag=3, judge=1))
 

@@ -277,6 +277,23 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     assert told is None if reason is None else told.startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ({}, []),
+        ({"save_strategy": "no", "load_best_model_at_end": True}, ["load_best_model_at_end, because `save_strategy`"]),
+        (
+            {"vllm_enable_sleep_mode": True, "vllm_mode": "server"},
+            ["vllm_mode, vllm_enable_sleep_mode, because `use_v"],
+        ),
+        ({"use_vllm": True, "vllm_server_port": 1}, ["vllm_server_port, because `vllm_mode` is colocate"]),
+    ],
+)
+def test_settings_without_effect_are_told(given, note):
+    notes = [line for line in training(**given).machine_notes if line.startswith("without effect: ")]
+    assert len(notes) == len(note) and all(map(str.__contains__, notes, note))
+
+
 def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments():
     assert load_object("salesrl_trl.errors.ConfigError", "kl_law") is ConfigError
     assert load_object("datetime.timedelta(1, hours=2)", "kl_law") == timedelta(1, hours=2)

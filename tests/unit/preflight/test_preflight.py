@@ -132,6 +132,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
         ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
+        ("--lora_r 4 --use_dora true", "without effect: lora_r, use_dora, because `use_peft` is false"),
         ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
     ],
 )
