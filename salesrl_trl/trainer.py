@@ -5,6 +5,7 @@ that write and push the policy. `wiring.trl_access` has what the components use 
 import copy
 import functools
 import inspect
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Sized
@@ -28,20 +29,23 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
 from salesrl_trl.names import Phase
-from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs
+from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, needs_loop
 from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
 from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.telemetry.logs import tell
+from salesrl_trl.telemetry.logs import show_lines, tell
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.saving import SavingTrainer
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
+
+logger = logging.getLogger(__name__)
+OWN_ARGUMENTS = dict.fromkeys(("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts"))
 
 
 class SalesGRPOTrainer(SavingTrainer):
@@ -55,7 +59,7 @@ class SalesGRPOTrainer(SavingTrainer):
             `@per_completion` or `@per_group`, whose rewards start before the batch is generated. Or one function with
             `@per_episode`, an agent that asks the policy.
         args (`SalesGRPOConfig`):
-            Settings. A plain `GRPOConfig` is for TRL's own trainer.
+            Settings. With a plain `GRPOConfig`, or none, the trainer that is made is TRL's own.
         instruments (`Instruments`, *optional*):
             Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
         quick_eval (`QuickEvalSettings`, *optional*):
@@ -76,6 +80,22 @@ class SalesGRPOTrainer(SavingTrainer):
     updates = True  # whether steps change the policy
     train_dataset: Any
     eval_dataset: Any
+
+    def __new__(
+        cls, model: Any = None, reward_funcs: Any = None, args: object = None, *more: Any, **given: Any
+    ) -> Any:
+        """TRL's own trainer, where the settings are a plain `GRPOConfig` or none."""
+        if cls is not SalesGRPOTrainer or model is None or isinstance(args, SalesGRPOConfig):
+            return super().__new__(cls)  # without a model it is a copy that is being made
+        functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        if OWN_ARGUMENTS.keys() & given.keys() or any(map(needs_loop, functions)):
+            raise ConfigError(
+                f"{', '.join(OWN_ARGUMENTS)}, a `RewardLoop` and a function with `@per_episode` go with a "
+                "`SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
+            )
+        show_lines()
+        logger.info("a plain `GRPOConfig`: this is TRL's own trainer. A `SalesGRPOConfig` adds what the package has")
+        return GRPOTrainer(model, reward_funcs, args, *more, **given)  # `__init__` below is not called for it
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,

@@ -88,6 +88,11 @@ class RewardFuncs:
         return None
 
 
+def needs_loop(function: object) -> bool:
+    """Whether TRL's own trainer can't call it."""
+    return isinstance(function, RewardLoop) or (isinstance(function, Scorer) and function.is_played)
+
+
 def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
     """A reward function of a completion's length, which DAPO adds to the task's reward.
 

@@ -80,7 +80,7 @@ def run(policy, kind, config, functions, folder, rows=ROWS, **given):
     dataset = rows if isinstance(rows, IterableDataset) else Dataset.from_list(rows)
     trainer = kind(str(policy), functions, args, dataset, **more)
     trainer.train()
-    if kind is SalesGRPOTrainer:
+    if isinstance(trainer, SalesGRPOTrainer):
         trainer.finish()
     return trainer, steps_of(trainer)
 
@@ -104,12 +104,24 @@ def same(ours, stock, names=OURS):
 )
 def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, functions, given):
     _, stock = run(tiny, GRPOTrainer, GRPOConfig, functions, tmp_path / "stock", **given)
+    trainer, plain = run(tiny, SalesGRPOTrainer, GRPOConfig, functions, tmp_path / "plain", **given)
+    assert type(trainer) is GRPOTrainer
+    assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
     _, ours = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path / "ours", **given)
     same(ours, stock)
     assert [line.get("steps_so_far") for line in ours] == [line.get("steps_so_far") for line in stock]
     assert all(line["outcome/ok"] == 1.0 for line in ours)
     if functions == [words, order]:
         assert all(line["rewards/words/letters"] > 0 for line in ours)
+
+
+def test_what_trls_own_trainer_has_no_place_for_is_refused_with_a_plain_config(tiny, tmp_path):
+    class Mine(SalesGRPOTrainer):
+        pass
+
+    for kind, given in ((SalesGRPOTrainer, {"parts": ()}), (Mine, {})):
+        with pytest.raises(ConfigError, match=r"Expected (a `SalesGRPOConfig`|one:)"):
+            kind(str(tiny), length, GRPOConfig(**settings(tmp_path)), Dataset.from_list(ROWS), **given)
 
 
 def test_the_record_names_rows_and_says_what_each_function_said_and_asked(tiny, tmp_path):
