@@ -3,8 +3,9 @@
     .venv/bin/python -m benchmarks.generation [--shape 7b|0.5b|tiny] [--prompt_tokens 1024] [--profile FILE]
 
 Trains some steps with random weights, 64 completions of exactly `--tokens` tokens, and rewards that answer at once, in
-a process of their own. Of each step's generation it takes the time of all, and the time inside the engine's loop. Then
-`LLM.generate` gets the same requests again. The first step is not counted.
+a process of their own. Of each step's generation it takes the time of all, inside the engine's loop, and of that the
+time in which rewards are started. Then `LLM.generate` gets the same requests again, as TRL makes them and with flat
+log-probs as the loop has them; the ratio is the time inside by that as TRL makes them. The first step is not counted.
 """
 
 import cProfile
@@ -27,7 +28,9 @@ from benchmarks.common import device, device_name, dtype, now, parser, quiet, ro
 from benchmarks.pipeline import TEMPLATE, WORDS
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.generation.engine_loop import CompletionTasks
 from salesrl_trl.generation.sampler import ready
+from salesrl_trl.ground.process import patched
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -66,15 +69,21 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
     llm, sampler = trainer.vllm_generation.llm, trainer.components.sampler
     loop = trainer.vllm_generation.loop
     run, enqueue, start, profile = loop.run, llm.enqueue, sampler.start, cProfile.Profile()
+    came, starting = CompletionTasks._came, [0.0]
     inside: list[float] = []
     whole: list[float] = []
     requests: list[tuple[Any, Any]] = []
 
     def noted(prompts: Any, sampling_params: Any, **kwargs: Any) -> Any:
         params = sampling_params.clone()
-        params.detokenize = False
+        params.detokenize = params.flat_logprobs = False
         requests.append((prompts, params))
         return enqueue(prompts, sampling_params=sampling_params, **kwargs)
+
+    def timed_came(tasks: CompletionTasks, place: int, answer: Any) -> None:
+        began = now()
+        came(tasks, place, answer)
+        starting[-1] += now() - began
 
     def timed(batch: Any, *, ahead: bool = False) -> None:
         if batch.is_over:  # its results are asked for
@@ -85,6 +94,7 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
         else:
             run(batch, ahead=ahead)
         inside.append(now() - began)
+        starting.append(0.0)
 
     def timed_start(*arguments: Any, **named: Any) -> Any:
         began = now()
@@ -93,20 +103,27 @@ def measure(folder: Path, tokens: int, args: Any) -> dict[str, Any]:
         return ready(sampled)
 
     loop.run, llm.enqueue, sampler.start = timed, noted, timed_start
-    trainer.train()
+    with patched(CompletionTasks, "_came", timed_came):
+        trainer.train()
     llm.enqueue = enqueue
     pushes = [line["time/weight_push_s"] for line in trainer.state.log_history if "time/weight_push_s" in line]
     alone: list[float] = []
-    for prompts, params in requests:
-        llm.reset_prefix_cache()
-        began = now()
-        llm.generate(prompts, sampling_params=params, use_tqdm=False)
-        alone.append(now() - began)
+    alone_flat: list[float] = []
+    for seconds, flat in ((alone, False), (alone_flat, True)):
+        for prompts, params in requests:
+            llm.reset_prefix_cache()
+            params.flat_logprobs = flat
+            began = now()
+            llm.generate(prompts, sampling_params=params, use_tqdm=False)
+            seconds.append(now() - began)
     trainer.finish()
     if args.profile:
         with args.profile.open("a") as out:
             pstats.Stats(profile, stream=out).sort_stats("tottime").print_stats(45)
-    return {"prompt_tokens": tokens, "whole": whole, "inside": inside, "alone": alone, "pushes": pushes}
+    return {
+        "prompt_tokens": tokens, "whole": whole, "inside": inside, "starting": starting[:-1], "alone": alone,
+        "alone, flat": alone_flat, "pushes": pushes,
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,7 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--profile", type=Path, help="add a profile of the last step's loop to this file")
     args = made.parse_args(argv)
     print(f"{args.shape} on {device_name(device())}, {args.tokens} tokens a completion", flush=True)
-    print("| prompt | generation of a step | inside the loop | alone | ratio |\n|---|---|---|---|---|")
+    print(
+        "| prompt | generation of a step | inside the loop | of it, starting rewards | alone | alone, flat | ratio |"
+    )
+    print("|---" * 7 + "|")
     figures = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
@@ -132,9 +152,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
         began = time.perf_counter()
         figures.append(measure(folder, args.prompt_tokens, args))
-        whole, inside, alone = (statistics.median(figures[-1][name][1:]) for name in ("whole", "inside", "alone"))
+        names = ("whole", "inside", "starting", "alone", "alone, flat")
+        whole, inside, starting, alone, flat = (statistics.median(figures[-1][name][1:]) for name in names)
         print(
-            f"| {args.prompt_tokens} | {whole:.2f} s | {inside:.2f} s | {alone:.2f} s | {whole / alone:.2f} |",
+            f"| {args.prompt_tokens} | {whole:.2f} s | {inside:.2f} s | {starting:.3f} s | {alone:.2f} s "
+            f"| {flat:.2f} s | {inside / alone:.3f} |",
             flush=True,
         )
         print(figures[-1], f"{time.perf_counter() - began:.0f} s in all", flush=True)

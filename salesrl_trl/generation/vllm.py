@@ -137,7 +137,8 @@ class SalesVLLMGeneration(VLLMGeneration):
         if images is not None:
             seen = [one_token_each(ids, self.processing_class.image_token_id) for ids in prompts]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patched(self, "generation_kwargs", {**texts, **self.generation_kwargs}))
+            flat = {} if batch is None else {"flat_logprobs": True}  # no object for each token
+            stack.enter_context(patched(self, "generation_kwargs", {**texts, **self.generation_kwargs, **flat}))
             if batch is not None:
                 stack.enter_context(patched(self.llm, "generate", self._begin))
             generated = super().generate(seen, images, num_generations, profiler)
