@@ -14,8 +14,7 @@ from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.judge import Judge, check_verdicts, judged
-from salesrl_trl.judged.meter import ANCHORS, SECOND, SECOND_JUDGE
-from salesrl_trl.judged.noise import JudgedSample, anchors
+from salesrl_trl.judged.meter import SECOND_JUDGE
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
@@ -41,7 +40,6 @@ from salesrl_trl.types import (
     JUDGE,
     NOTHING_WRITTEN,
     Action,
-    ActionFormat,
     Answer,
     Criterion,
     InvalidAction,
@@ -62,18 +60,10 @@ texts, or of `{text, weight, name}`."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondJudge:
-    """Whom the meter over the judge asks, and what the judge itself is asked again and again."""
+    """Whom the meter over the judge asks."""
 
     judge: Judge
-    anchors: Sequence[JudgedSample]
     settings: MeterSettings
-
-    @classmethod
-    def with_anchors(
-        cls, judge: Judge, branches: Sequence[str], action_format: ActionFormat | None, settings: MeterSettings
-    ) -> "SecondJudge":
-        fixed = anchors({name: name for name in branches}, action_format, ANCHORS)
-        return cls(judge=judge, anchors=fixed, settings=replace(settings, anchors=len(fixed)))
 
 
 class JudgeReward(Scorer):
@@ -207,20 +197,16 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The second judge's score of a completion, or the first one's of an anchor, whatever was kept."""
+        """The second judge's score of a completion, whatever was kept."""
         assert self._second is not None
+        judge = self._second.judge
         with noted_in(self._ahead_record if self.records else None):
             try:
-                if (at := sample.row[METER]) == SECOND:
-                    case = await self._case(sample, stages)
-                    if not isinstance(case, Case):
-                        return missing(Outcome.INFRA, case.reason)
-                    judge = self._second.judge
-                    asked = (case.row.branch, case.row, case.action, case.answer, case.reference)
-                else:
-                    judge, anchor = self._judge, self._second.anchors[at]
-                    asked = (anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference)
-                verdict = await stages.timed(judge.judge(*asked), Stage.JUDGE)
+                case = await self._case(sample, stages)
+                if not isinstance(case, Case):
+                    return missing(Outcome.INFRA, case.reason)
+                asked = judge.judge(case.row.branch, case.row, case.action, case.answer, case.reference)
+                verdict = await stages.timed(asked, Stage.JUDGE)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
         return Reward(outcome=Outcome.OK, value=verdict.candidate)

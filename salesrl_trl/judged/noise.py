@@ -74,12 +74,6 @@ def samples(
     return inputs * (calls // per_call // len(inputs))
 
 
-def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
-    """Different answers, `most` at most, to be judged again and again. Arguments as in `samples`."""
-    wanted = samples(rubrics, action_format, max(most * len(ORDERS) * MIN_REPEATS, MIN_CALLS))
-    return [*{sample.answer: sample for [sample] in wanted}.values()][:most]
-
-
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
     others = [name for name in action_format.fields if name != action_format.query]
     texts = zip(others, (written["profile"], written["summary"]), strict=False)
