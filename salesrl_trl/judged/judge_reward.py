@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
@@ -17,7 +19,6 @@ from salesrl_trl.judged.judge import Judge, check_verdicts, judged
 from salesrl_trl.judged.meter import SECOND_JUDGE
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
-from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import (
@@ -53,6 +54,7 @@ from salesrl_trl.types import (
 Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
+_VERDICTS = TypeAdapter(Sequence[Verdict])  # as they are kept
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
 texts, or of `{text, weight, name}`."""
@@ -109,7 +111,7 @@ class JudgeReward(Scorer):
         self._judges = (judge,) if second is None else (judge, second.judge)
         self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
         self._store = answers or AnswerStore()
-        self._verdicts = Cache(self._store, verdicts_to_json, verdicts_from_json)
+        self._verdicts = Cache(self._store, _VERDICTS.dump_python, _VERDICTS.validate_python)
         self._per = Per.GROUP if judge.orders else Per.COMPLETION
         self._together = Together(self._per, self._verdicts_of)
         self._judged_singly = 0

@@ -51,7 +51,6 @@ class RequestForm:
     """
 
     def __init__(self, name: str, formats: str = "auto") -> None:
-        self.learnt: list[str] = []  # a line for each thing that a setting can fix for good
         self._name = name
         self._formats = formats
         self._renamed: dict[str, str | None] = {}  # by the name of a field that is refused, the one that it goes by
@@ -107,9 +106,7 @@ class RequestForm:
         self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
 
     def _learn(self, what: str, fix: str) -> None:
-        line = f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good"
-        logger.info(line)
-        self.learnt.append(line)
+        logger.info(f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good")
 
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")

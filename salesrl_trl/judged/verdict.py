@@ -9,7 +9,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -174,15 +173,6 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
         raise _invalid(f"{len(scores)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
     weighted = sum(criterion.weight * score for criterion, score in zip(criteria, scores, strict=True))
     return weighted / sum(criterion.weight for criterion in criteria)
-
-
-def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
-    return [asdict(verdict) for verdict in verdicts]
-
-
-def verdicts_from_json(value: Any) -> Sequence[Verdict]:
-    """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    return [Verdict(**fields) for fields in value]
 
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceUnavailable
 from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
@@ -179,9 +178,7 @@ class Gate:
 
 
 class SharedBudget(ABC):
-    """What the processes of a run may spend together, and have spent by the account in `path`."""
-
-    path: Path
+    """What the processes of a run may spend together, and have spent."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -201,11 +198,6 @@ class Quota(ABC):
 
     budget: SharedBudget
 
-    @property
-    @abstractmethod
-    def is_spent(self) -> bool: ...
-    @abstractmethod
-    def refuse_if_spent(self) -> None: ...
     @abstractmethod
     async def admit(self) -> None:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,

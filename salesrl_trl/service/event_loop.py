@@ -78,10 +78,6 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
         await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
 
 
-async def cancel_others() -> None:
-    await cancel(asyncio.all_tasks() - {asyncio.current_task()})
-
-
 class PerLoop(Generic[T]):
     """One object for each event loop: connections, events and tasks break when a second loop uses them."""
 
@@ -210,7 +206,7 @@ class WatchedLoop(LoopThread):
         async def closed() -> None:
             await cancel(self._called - {asyncio.current_task()})  # before: they would open connections anew
             await aclose()
-            await cancel_others()
+            await cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
         closing = asyncio.ensure_future(self.call(closed))
         await asyncio.wait([closing], timeout=CLOSE_S)

@@ -164,11 +164,6 @@ class HedgePolicy:
         self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
 
-    @property
-    def affordable(self) -> bool:
-        """Whether one more extra call stays within the budget."""
-        return self.hedges + 1 <= self.fraction * self.sent
-
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
         self._latencies.append(seconds)
@@ -306,7 +301,8 @@ class Flights:
             return False
         late_since = now() - self.hedging.late_after_s
         for flight in self._flying:
-            if flight.started > late_since or not self.hedging.affordable or self.breaker.is_open:
+            is_affordable = self.hedging.hedges + 1 <= self.hedging.fraction * self.hedging.sent
+            if flight.started > late_since or not is_affordable or self.breaker.is_open:
                 break
             if flight.last_sent > late_since or flight.hedges == MAX_HEDGES:
                 continue
