@@ -348,7 +348,6 @@ class ServiceQuota(Quota):
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:
-        """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
         for rate in self.rates:
             rate.take(spent.of(rate.kind) - expected.of(rate.kind))

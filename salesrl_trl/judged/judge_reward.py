@@ -62,8 +62,6 @@ texts, or of `{text, weight, name}`."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondJudge:
-    """Whom the meter over the judge asks."""
-
     judge: Judge
     settings: MeterSettings
 
@@ -295,7 +293,6 @@ class JudgeReward(Scorer):
             return error
 
     async def _ask(self, judge: Judge, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
-        """Kept verdicts, or those of a call, on a case or on several together."""
         row, reference = _row(rubric, cases[0].row), cases[0].reference
         candidates = [(case.action, case.answer) for case in cases]
         materials = (_material(rubric, case) for case in cases)
@@ -319,7 +316,6 @@ def _material(rubric: str, case: Case) -> tuple[object, ...]:
 
 
 def _by_criteria(reward: Reward, case: Case) -> Reward:
-    """The reward with a part for each criterion of the row, and a metric for each that has a name."""
     verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
     if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
         return reward
@@ -338,7 +334,6 @@ async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTim
 
 
 def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
-    """Let each error's message say where its service is."""
     for name, result in results.items():
         if isinstance(result, ServiceError):
             result.args = (f"{result} ({name}: {places[name]})",)

@@ -63,8 +63,6 @@ Features = frozenset[Feature]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A completion, and the judge's score of it."""
-
     text: str
     branch: str
     group: int  # completions of one prompt have the same number
@@ -72,15 +70,12 @@ class Written:
 
 
 class Rise(NamedTuple):
-    """How a feature rose."""
-
     before: float  # share of the completions that had it
     now: float
     worth: float  # how much higher the judge scores completions with it than others of their groups
 
     @property
     def importance(self) -> float:
-        """What the rise added to the mean score."""
         return (self.now - self.before) * self.worth
 
 
@@ -112,7 +107,6 @@ class Rising:
         return frozenset((kind, name) for kind, names in kinds for name in names)
 
     def add(self, written: Sequence[Written], features: Iterable[Features]) -> None:
-        """A batch, with what its texts have."""
         if written and len(self._lengths) < LEAST:
             self._lengths.append(statistics.fmean(len(completion.text) for completion in written))
         groups = defaultdict[int, list[tuple[float, Features]]](list)
@@ -135,7 +129,6 @@ class Rising:
         self._batches.append(_Batch(len(written), spread, frequent))
 
     def found(self) -> dict[Feature, Rise]:
-        """What rises and is rewarded, the most important first."""
         batches = [*self._batches]
         before, recent = batches[:-RECENT], batches[-RECENT:]
         n_old, n_new = (sum(batch.size for batch in part) for part in (before, recent))
@@ -191,8 +184,6 @@ class _Suspect:
 
 @dataclass(slots=True)
 class _SecondCall:
-    """A completion that the second judge scores."""
-
     written: Written
     features: Features
     tested: Sequence[Feature]  # the suspects of that time that it has
@@ -208,8 +199,6 @@ def _factor(z: float) -> float:
 
 
 class Meter:
-    """Takes batch after batch of a run."""
-
     def __init__(self, settings: MeterSettings) -> None:
         self.alarms: list[Alarm] = []  # whoever reads them empties the list
         self._settings = settings

@@ -25,8 +25,6 @@ Scores: TypeAlias = dict[int, float | None]  # by the number that was asked for;
 
 
 class _Plan(NamedTuple):
-    """What the first process concludes from a batch."""
-
     asked: Mapping[int, int]  # a number for each call, and its place among all ranks' completions
     agreements: Mapping[str, float]  # by branch
     alarms: Sequence[Alarm]

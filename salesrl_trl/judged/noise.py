@@ -20,8 +20,6 @@ MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on the 4 answers to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedSample:
-    """One verdict to ask for."""
-
     rubric: str
     row: SalesRow
     action: Action
@@ -36,7 +34,6 @@ class JudgedSample:
 
     @property
     def answer(self) -> tuple[str, str, str]:
-        """The answer to score, in either order."""
         return *self.group, self.candidate.text
 
 

@@ -59,7 +59,6 @@ class RequestForm:
         self._by_text = 0  # requests since the schema was given up
 
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
-        """The request's fields that are sent."""
         fields = dict(body)
         if "max_tokens" in fields and "max_tokens" not in self._renamed:  # of `extra_body`
             fields.pop("max_completion_tokens", None)
@@ -82,7 +81,6 @@ class RequestForm:
         return bool(fields)
 
     def goes_by_schema(self) -> bool:
-        """Whether the next request asks for the schema."""
         if self._formats == "text" or not self._is_schema_off:
             return self._formats != "text"
         self._by_text += 1
@@ -177,8 +175,6 @@ class _Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Material:
-    """The answers to judge, and the rubric."""
-
     name: str
     rubric: str
     row: SalesRow

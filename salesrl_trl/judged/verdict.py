@@ -210,7 +210,6 @@ def _scores_of(verdict: dict[str, object]) -> list[object]:
 
 
 def _without_commas(text: str) -> str:
-    """A text without commas before the end of a list or an object."""
     return _COMMA.sub(lambda match: match[1] or "", text)
 
 

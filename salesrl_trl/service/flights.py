@@ -58,8 +58,6 @@ def fallen() -> "list[AdaptiveLimit]":
 
 
 class Sent(NamedTuple):
-    """A request, as it was sent."""
-
     number: int
     load: int  # requests in flight, this one included
 
@@ -327,8 +325,6 @@ class Flights:
 
 
 class _Flight(Generic[T]):
-    """One attempt in flight, with its extra requests if there are any."""
-
     def __init__(self, attempt: Attempt[T], sent: Sent, failed_beside: Callable[[BaseException, Sent], None]) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
@@ -342,7 +338,6 @@ class _Flight(Generic[T]):
 
     @property
     def hedges(self) -> int:
-        """Extra requests so far."""
         return len(self._tasks) - 1
 
     def send(self, sent: Sent) -> None:

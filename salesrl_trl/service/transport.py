@@ -121,7 +121,6 @@ class Transport:
 
     @property
     def budget(self) -> SharedBudget | None:
-        """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
 
     async def admit(self) -> None:
@@ -183,7 +182,6 @@ class Transport:
 
     @contextmanager
     def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
-        """Record in limit, breaker and traffic how the attempt ended."""
         try:
             yield
         except ServiceOverloaded as error:
@@ -218,8 +216,6 @@ class Transport:
 
 @dataclass(slots=True)
 class _Retries:
-    """Decides for one call whether to try again, and after how many seconds."""
-
     max_attempts: int
     patient: bool
     patience_s: float
