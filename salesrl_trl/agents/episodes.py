@@ -114,10 +114,10 @@ class Playing:
             self._out.discard(future)
 
 
-def kept(reward: Reward) -> dict[str, Any]:
+def kept(reward: Reward) -> dict[str, object]:
     """A reward in values of Python's own, which a checkpoint may hold."""
     parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
-    plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
+    plain: dict[str, object] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
 
 

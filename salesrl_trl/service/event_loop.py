@@ -142,14 +142,14 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+    def submit(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function on the loop. Does not wait."""
         submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted
 
-    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+    def run(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
         """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
         waiting = self.submit(call, *arguments)
         try:

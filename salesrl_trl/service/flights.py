@@ -19,7 +19,7 @@ from salesrl_trl.service.event_loop import now
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")
-Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
+Attempt: TypeAlias = Callable[[], Coroutine[object, object, T]]  # one request with its whole answer
 
 logger = logging.getLogger(__name__)
 
