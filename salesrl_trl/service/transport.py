@@ -121,6 +121,7 @@ class Transport:
 
     @property
     def budget(self) -> SharedBudget | None:
+        """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
 
     async def admit(self) -> None:
