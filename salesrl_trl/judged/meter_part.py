@@ -97,8 +97,7 @@ class JudgeMeter(Part):
         # 4. Alarms.
         self._report(plan)
         figures = {agreement_of(branch): value for branch, value in plan.agreements.items()}
-        by_second = float(self.second_since is not None)
-        return {**figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: by_second}
+        return {**figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: float(self.second_since is not None)}
 
     def _plan(self, gathered: Sequence[tuple[Mapping[int, Written], Scores]], size: int) -> _Plan:
         meter = self._meter
