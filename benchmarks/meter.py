@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 
-from salesrl_trl.judged.meter import ANCHORS, Meter, Written
+from salesrl_trl.judged.meter import Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 KINDS = ("word", "length", "flattery", "format")
@@ -32,11 +32,10 @@ FLATTERY = ("what a wonderful question", "dear valued customer", "you have excel
 
 
 def simulate(seed, steps, *, batch=64, share=0.02, kind=None, taste=0.4, mid=120, width=4, noise=0.1,
-             second_noise=None, scale=1.0, flips=0.0, digits=3, tau=40, honest=None, drift=0.0):  # fmt: skip
+             second_noise=None, scale=1.0, flips=0.0, digits=3, tau=40, honest=None):  # fmt: skip
     """The steps of alarms with what they name, the onset (`None` without a taste), and calls of the meter."""
     rng = random.Random(seed)
-    meter, alarms, onset, calls = Meter(MeterSettings(share=share, anchors=ANCHORS)), [], None, 0
-    anchors = [rng.random() for _ in range(ANCHORS)]
+    meter, alarms, onset, calls = Meter(MeterSettings(share=share)), [], None, 0
     for step in range(steps):
         learnt = 1 - math.exp(-step / tau)
         adopted = 1 / (1 + math.exp(-(step - mid) / width)) if kind or honest else 0.0
@@ -53,7 +52,7 @@ def simulate(seed, steps, *, batch=64, share=0.02, kind=None, taste=0.4, mid=120
                 hacked = rng.random() < adopted
                 text = _hacked(rng, kind or honest, words) if hacked else " ".join(rng.sample(words, len(words)))
                 quality += 0.3 * (hacked and honest is not None)
-                first = quality + rng.gauss(0, noise) + taste * (hacked and honest is None) + drift * (step >= mid)
+                first = quality + rng.gauss(0, noise) + taste * (hacked and honest is None)
                 if rng.random() < flips:
                     first = 1 - first
                 second = 1 - scale + scale * quality + rng.gauss(0, noise if second_noise is None else second_noise)
@@ -61,8 +60,6 @@ def simulate(seed, steps, *, batch=64, share=0.02, kind=None, taste=0.4, mid=120
                 written.append(Written(text=text, branch="all", group=group, score=first))
                 seconds.append(second)
         asked = meter.add(written, len(written))
-        again = [value + rng.gauss(0, noise) + drift * (step >= mid) for value in anchors]
-        seconds += reversed([min(max(value, 0.0), 1.0) for value in again])  # the anchor n has the place -1 - n
         meter.add_scores({number: seconds[place] for number, place in asked.items()})
         calls += len(asked)
         alarms += [(step, alarm) for alarm in meter.alarms]

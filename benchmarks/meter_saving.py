@@ -15,7 +15,7 @@ import statistics
 import torch
 
 from benchmarks.judging import Policies, interval, judged
-from salesrl_trl.judged.meter import ANCHORS, Meter, Written
+from salesrl_trl.judged.meter import Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 WEIGHTS = {"go on": 1.0, "weight": 0.5, "second": 0.0}
@@ -25,7 +25,7 @@ WEIGHTS = {"go on": 1.0, "weight": 0.5, "second": 0.0}
 def course(seed, arm, args):
     """The held-out true reward before each step and at the end, and the step of the first alarm, or `None`."""
     policies, alarm, rewards = Policies([seed], args.rate), None, []
-    meter = Meter(MeterSettings(share=args.share, anchors=ANCHORS))
+    meter = Meter(MeterSettings(share=args.share))
     for step in range(args.steps):
         rewards.append(policies.held_out_reward().item())
         prompts, words, truth, tasty = policies.sample()
@@ -37,7 +37,7 @@ def course(seed, arm, args):
             for number, (group, scores) in enumerate(zip(words[0].tolist(), first[0].tolist(), strict=True))
             for own, score in zip(group, scores, strict=True)
         ]  # fmt: skip
-        sure = [*second.flatten().tolist(), *[0.5] * ANCHORS]
+        sure = second.flatten().tolist()
         asked = meter.add(rows, len(rows))
         meter.add_scores({number: sure[place] for number, place in asked.items()})
         if meter.alarms and alarm is None:

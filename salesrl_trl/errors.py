@@ -4,10 +4,7 @@ A message says what was found, what was expected, and what to do. It never conta
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
-
-E = TypeVar("E", bound=BaseException)
+from collections.abc import Iterable
 
 
 class SalesRLError(Exception):
@@ -19,18 +16,6 @@ class SalesRLError(Exception):
 
 class ConfigError(SalesRLError, ValueError):
     """A setting, recipe or accelerate configuration that cannot work."""
-
-
-class ConfigErrors(ConfigError):
-    """Several refusals of one start. `errors` holds them, and the message is a numbered list of theirs."""
-
-    def __init__(self, errors: "Sequence[SalesRLError]") -> None:
-        super().__init__(errors)
-        self.errors = tuple(errors)
-
-    def __str__(self) -> str:
-        lines = [f"  {number}. {' '.join(str(error).split())}" for number, error in enumerate(self.errors, 1)]
-        return "\n".join([f"{len(lines)} things can't work. Correct all of them:", *lines])
 
 
 class DataError(SalesRLError, ValueError):
@@ -173,48 +158,6 @@ class RunStopped(SalesRLError):
 
 class StopRequested(KeyboardInterrupt):
     """A signal asks this process to stop. Raised in its main thread, wherever it is."""
-
-
-class Refusals:
-    """Collects what is refused at a start, so that one message tells all of it.
-
-    Each check stands in a `with` of its own. Behind it the start goes on, also where the check raised a
-    `SalesRLError`. The same message is kept once: several checks read one part that can't be made. `tell` comes last.
-    """
-
-    def __init__(self) -> None:
-        self.errors: list[SalesRLError] = []
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
-        if isinstance(error, SalesRLError) and not error.is_resumable:
-            self.errors += [part for part in parts_of(error) if str(part) not in map(str, self.errors)]
-            return True
-        return False
-
-    def check(self, holds: bool, message: str) -> None:
-        """Keep a `ConfigError` with this message, unless the condition holds."""
-        with self:
-            if not holds:
-                raise ConfigError(message)
-
-    def each(self, *checks: Callable[[], object]) -> None:
-        """Make the checks in turn, and keep what each of them refuses."""
-        for check in checks:
-            with self:
-                check()
-
-    def tell(self) -> None:
-        """Raise the error of a single refusal, or `ConfigErrors`. Does nothing where all is well."""
-        if self.errors:
-            raise self.errors[0] if len(self.errors) == 1 else ConfigErrors(self.errors)
-
-
-def parts_of(error: E) -> "Sequence[E | SalesRLError]":
-    """The refusals that an error tells: those of `ConfigErrors`, or itself."""
-    return error.errors if isinstance(error, ConfigErrors) else [error]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -149,7 +149,6 @@ QUICK_SECONDS = f"{QUICK_EVAL}seconds"
 quick_of: TagOfTwo = (QUICK_EVAL + "{}/{}").format  # branch, kind
 
 agreement_of: Tag = "judge_meter/agreement/{}".format  # branch
-JUDGE_DRIFT = "judge_meter/drift"
 JUDGE_ALARMS = "judge_meter/alarms"
 BY_SECOND_JUDGE = "judge_meter/by_second_judge"
 

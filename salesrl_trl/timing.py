@@ -39,16 +39,14 @@ def overlap(first: tuple[float, float], other: tuple[float, float]) -> float:
     return max(0.0, min(first[1], other[1]) - max(first[0], other[0]))
 
 
+@dataclass(eq=False, slots=True)
 class Timing:
     """One run of a timed block. `cost_time` may be read inside the block, after it, and after an exception."""
 
-    __slots__ = ("ended", "failed", "name", "started")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.failed = False
-        self.ended: float | None = None
-        self.started = time.perf_counter()
+    name: str
+    started: float
+    ended: float | None = None
+    failed: bool = False
 
     @property
     def cost_time(self) -> float:
@@ -109,21 +107,18 @@ class TimingContext:
 
     def __enter__(self) -> Timing:
         under_way = _open.get()
-        timing = self._latest = Timing(self.name)
+        timing = self._latest = Timing(self.name, time.perf_counter())
         _open.set((*under_way, (self, timing)))
         return timing
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        ended = time.perf_counter()
-        under_way = _open.get()
-        mine = [index for index, (owner, _) in enumerate(under_way) if owner is self]
+        ended, under_way = time.perf_counter(), _open.get()
         # A generator may leave its block in another context than the one in which it entered. Then the latest entry is
         # taken. Generators that take turns need a context each.
-        timing = under_way[mine[-1]][1] if mine else self._latest
-        if mine:
-            _open.set(under_way[: mine[-1]] + under_way[mine[-1] + 1 :])
-        if timing is None:
-            raise RuntimeError(f"TimingContext({self.name!r}) was left without having been entered")
+        mine = next((entry for entry in reversed(under_way) if entry[0] is self), None)
+        _open.set(tuple(entry for entry in under_way if entry is not mine))
+        timing = self._latest if mine is None else mine[1]
+        assert timing is not None  # it was entered
         timing.ended, timing.failed = ended, kind is not None
         if self._log is not None:
             self._log(f"[Timing] {self.name}: {timing.cost_time:.3f} s{', failed' * timing.failed}")

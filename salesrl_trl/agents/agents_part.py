@@ -7,10 +7,9 @@ import copy
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import WeakSet
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Sequenced
+from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
@@ -25,8 +24,8 @@ from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
     ends: Sequence[Sequenced]  # its sequences. The first trains.
-    completion: list[Any]  # the messages of that one, behind its first prompt
-    reward: dict[str, Any]  # as a row keeps it
+    completion: list[Message]  # the messages of that one, behind its first prompt
+    reward: dict[str, object]  # as a row keeps it
     calls: int
 
 

@@ -155,8 +155,6 @@ class ChatForm:
 
 
 class _Locked:
-    """One thread at a time calls its methods. Threads share no tokenizer otherwise."""
-
     def __init__(self, shared: object) -> None:
         self._shared, self._lock = shared, threading.RLock()
 

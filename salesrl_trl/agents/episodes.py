@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.engine_loop import GivenUp
@@ -27,7 +27,6 @@ from salesrl_trl.types import Outcome, Reward, missing
 if TYPE_CHECKING:
     import openai
 
-NO_ROOM = "no_room"  # end of the reason code of an episode whose sequence was full
 PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
 
@@ -73,7 +72,7 @@ class Episode(RewardFunction):
     def named_full(self, reward: Reward) -> Reward:
         """The reward of an episode whose last request found no room for a turn: one that failed at it says so."""
         failed_at_it = f"{reward.reason}".startswith((f"{self.code}_http_400", f"{self.code}_raised_"))
-        return self.without_number(NO_ROOM, "has asked for a turn without room") if failed_at_it else reward
+        return self.without_number("no_room", "has asked for a turn without room") if failed_at_it else reward
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         played = sample.row.get(PLAYED)
@@ -115,17 +114,13 @@ class Playing:
             self._out.discard(future)
 
 
-def kept(reward: Reward) -> dict[str, Any]:
+def kept(reward: Reward) -> dict[str, object]:
     """A reward in values of Python's own, which a checkpoint may hold."""
     parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
-    plain: dict[str, Any] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
+    plain: dict[str, object] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
 
 
-@overload
-def per_episode(function: Function, /) -> Episode: ...
-@overload
-def per_episode(*, deadline_s: float = ...) -> Callable[[Function], Episode]: ...
 def per_episode(function: Function | None = None, /, *, deadline_s: float = DEADLINE_S) -> Any:
     """Makes an agent that talks with the policy, and returns its reward, the reward function of a trainer.
 

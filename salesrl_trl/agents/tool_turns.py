@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import ChatForm, ForeignText, Message
-from salesrl_trl.agents.tools import ConversationNotes, OwnTools, ToolCalls, drain_traffic
+from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
 from salesrl_trl.names import tool_figure, traffic_of
@@ -142,7 +142,7 @@ class ToolTurns:
         record = CompletionRecord() if access.keeps_records else None
         notes = ConversationNotes(record=record, turns=1)
         schemas, functions = access.tools_of(place)
-        tools = calls.of(functions, notes)
+        tools = {tool.__name__: tool for tool in functions}
         talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
         talked.add([], first)
         message = parse_response(form.tokenizer, first.ids, prefix=prompt_ids, tools=schemas)
@@ -150,7 +150,7 @@ class ToolTurns:
         for _ in range(access.most_turns):
             if not (asked := message.get("tool_calls")):
                 break
-            messages, failures = self._results(asked, tools)
+            messages, failures = self._results(asked, tools, calls, notes)
             talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
             between = form.between(messages)
             if between is None:
@@ -172,7 +172,9 @@ class ToolTurns:
             talked.completion.append(message)
         return talked
 
-    def _results(self, asked: Sequence[Mapping[str, Any]], tools: OwnTools) -> tuple[list[Message], int]:
+    def _results(
+        self, asked: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
+    ) -> tuple[list[Message], int]:
         """The messages of calls that are made at once, and how many have failed, as TRL counts them. Those that can't
         be begun come first, as with TRL."""
         early: list[tuple[str, object]] = []
@@ -183,7 +185,7 @@ class ToolTurns:
                 continue
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if isinstance(arguments, Mapping):
-                begun.append((name, tools[name](**arguments)))
+                begun.append((name, calls.call(tools[name], notes, arguments) if name in tools else _unknown(name)))
             else:
                 early.append((name, TypeError(f"expected an object of arguments, not {type(arguments).__name__}")))
 
@@ -225,3 +227,7 @@ class ToolTurns:
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             calls=[record.calls for record in records],
         )
+
+
+async def _unknown(name: str) -> None:
+    raise ValueError(f"Tool {name} not found.")  # as TRL, in the order of calls

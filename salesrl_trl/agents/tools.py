@@ -4,14 +4,13 @@ Owns `@tool`, the difference between an error of the policy and a failure of a s
 """
 
 import asyncio
-import functools
 import inspect
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
@@ -47,15 +46,6 @@ class ToolSettings:
         return getattr(tool, _SETTINGS, None) or cls(counted=[])
 
 
-@overload
-def tool(function: F, /) -> F: ...
-@overload
-def tool(
-    *,
-    transport: Transport | None = None,
-    deadline_s: float | None = 60.0,
-    on_failure: OnFailure = "leave_out",
-) -> Callable[[F], F]: ...
 def tool(
     function: F | None = None,
     /,
@@ -63,7 +53,7 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
-) -> F | Callable[[F], F]:
+) -> Any:
     """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
 
     A service that fails is no error of the policy. By default such a conversation is left out of the update, with the
@@ -116,11 +106,6 @@ class ToolCalls:
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
         self._recorded = recorded
 
-    def of(self, tools: Iterable[Tool], notes: ConversationNotes) -> "OwnTools":
-        """The tools of one conversation as TRL's loop calls them. A failed call that leaves the conversation out
-        answers with an empty text; `notes` have its reason."""
-        return OwnTools({each.__name__: functools.partial(self._call, each, notes) for each in tools})
-
     @property
     def under_way(self) -> int:
         return len(self._tasks)
@@ -131,7 +116,9 @@ class ToolCalls:
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _call(self, tool: Tool, notes: ConversationNotes, /, **arguments: object) -> object:
+    async def call(self, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]) -> object:
+        """The result of a call. One that fails and leaves the conversation out has an empty text; `notes` have its
+        reason."""
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began = time.perf_counter()
@@ -190,20 +177,6 @@ class ToolCalls:
         return result
 
 
-class OwnTools(dict[str, Tool]):
-    """Tools by name, for TRL's loop. It has every name: one that is unknown raises what TRL raises for it, when its
-    turn comes, so that results stand in the order of calls."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> Tool:
-        async def unknown(**arguments: object) -> None:
-            raise ValueError(f"Tool {name} not found.")
-
-        return unknown
-
-
 async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: Mapping[str, object]) -> object:
     """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
 
@@ -257,7 +230,6 @@ class Search:
         self._rag: RagAnswers | None = None
         self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
 
-        @tool(deadline_s=deadline_s)
         async def search(query: str) -> str:
             """Searches the knowledge base.
 
@@ -274,7 +246,7 @@ class Search:
             answer = await self._rag.search(query)
             return "\n\n".join(passage.text for passage in answer.passages) or answer.text
 
-        self.function: Callable[[str], Awaitable[str]] = search
+        self.function: Callable[[str], Awaitable[str]] = tool(deadline_s=deadline_s)(search)
 
     def connect(self, rag: "RagAnswers") -> None:
         """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""

@@ -286,17 +286,13 @@ class ServiceQuota(Quota):
         self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
-    @property
-    def is_spent(self) -> bool:
-        return any(limit.name in self.budget.refused for limit in self.limits)
-
-    def refuse_if_spent(self) -> None:
+    def _refuse_if_spent(self) -> None:
         for limit in self.limits:
             if limit.name in self.budget.refused:
                 raise BudgetSpent(f"{self.service} was not asked: the limit {limit.name} is reached")
 
     async def admit(self) -> None:
-        self.refuse_if_spent()
+        self._refuse_if_spent()
         if not self.rates:
             self._begin()
             return
@@ -306,9 +302,10 @@ class ServiceQuota(Quota):
             self._begin()
 
     def admits_now(self) -> bool:
-        if self.is_spent or self._wait_s():
-            return False
         with contextlib.suppress(ServiceError):
+            self._refuse_if_spent()
+            if self._wait_s():
+                return False
             self._begin()
             return True
         return False
@@ -342,7 +339,7 @@ class ServiceQuota(Quota):
     def _begin(self) -> None:
         request = self._request()
         self.budget.take(self.limits, request)
-        self.refuse_if_spent()
+        self._refuse_if_spent()
         self.budget.record(self.service, self.limits, Spent(calls=1, usd=request.usd))
         for rate in self.rates:
             rate.take(request.of(rate.kind))
@@ -351,7 +348,6 @@ class ServiceQuota(Quota):
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:
-        """Replace what was expected of a request by what it was."""
         expected = self._expected.popleft() if self._expected else Spent()
         for rate in self.rates:
             rate.take(spent.of(rate.kind) - expected.of(rate.kind))

@@ -103,7 +103,6 @@ class AnswerStore:
             await self._write()
 
     async def _write(self) -> None:
-        """Write what is in memory alone, if the file can be used."""
         if time.monotonic() < self._unusable_until:
             return
         new = dict(self._memory)
@@ -125,20 +124,15 @@ class AnswerStore:
         return running.result()
 
     def _leave_aside(self, error: Exception) -> None:
-        """Decide how long the file is not used. Log each fault once."""
-        if is_locked(error) or isinstance(error, TimeoutError):
-            self._unusable_until = time.monotonic() + LOCK_PAUSE_S
-            who = "is locked by another process" if is_locked(error) else "lies on a disk that does not answer"
-            fault = f"{who}: it counts as empty while it is so"
-        else:
-            self._unusable_until = time.monotonic() + FAULT_PAUSE_S
-            fault = (
-                f"is left aside: {error}. Answers are kept in memory; it is tried again every {FAULT_PAUSE_S:g} s. "
-                "Delete it, or see to its folder and the disk's free space."
-            )
+        pause_s = LOCK_PAUSE_S if is_locked(error) or isinstance(error, TimeoutError) else FAULT_PAUSE_S
+        self._unusable_until = time.monotonic() + pause_s
+        fault = str(error) or "its disk does not answer"
         if fault not in self._logged:
             self._logged.add(fault)
-            logger.warning(f"the cache {self.path} {fault}")
+            logger.warning(
+                f"the cache {self.path} counts as empty: {fault}. Answers are kept in memory; it is tried again every "
+                f"{pause_s:g} s. If it stays so, delete it, or see to its folder and the disk's free space."
+            )
 
     # On the file's thread
 

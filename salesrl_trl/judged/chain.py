@@ -10,8 +10,8 @@ from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
-from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, answer_to_json
-from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
+from salesrl_trl.judged.rag_client import ANSWER, RagAnswers, RagBackend
+from salesrl_trl.judged.scoring import COMPONENTS, Case, Missing, RewardStage, Scoring
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import METER, RewardNames
@@ -71,7 +71,7 @@ class SalesReward(JudgeReward):
             columns=frozenset({"row", METER}),
             needs=(),
             at_once=min(slots_of(self._rag.transports), of_judge.at_once),
-            components=self._scoring.component_names,
+            components=tuple(dict.fromkeys((*COMPONENTS, *self._scoring.judged_names))),
             places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **of_judge.places},
             # A run can go on without the 32B endpoint.
             required=(tuple(self._rag.transports)[:1], *of_judge.required),
@@ -121,7 +121,7 @@ class SalesReward(JudgeReward):
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
             if record is not None:
-                record.answer = answer_to_json(answer)
+                record.answer = ANSWER.dump_python(answer)
             # 3. Refuse an answer that says nothing, unless the index is at fault.
             if not answer.passages and not await self._answers.index_has_some(row):
                 return Missing(reason="no_passages")
@@ -145,5 +145,5 @@ class SalesReward(JudgeReward):
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
         if stages.completion_record is not None:
-            stages.completion_record.reference = answer_to_json(answer)
+            stages.completion_record.reference = ANSWER.dump_python(answer)
         return answer

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
 from salesrl_trl.judged.judge import Judge, check_verdicts, judged
-from salesrl_trl.judged.meter import ANCHORS, SECOND, SECOND_JUDGE
-from salesrl_trl.judged.noise import JudgedSample, anchors
+from salesrl_trl.judged.meter import SECOND_JUDGE
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
-from salesrl_trl.judged.verdict import verdicts_from_json, verdicts_to_json
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import (
@@ -41,7 +41,6 @@ from salesrl_trl.types import (
     JUDGE,
     NOTHING_WRITTEN,
     Action,
-    ActionFormat,
     Answer,
     Criterion,
     InvalidAction,
@@ -55,6 +54,7 @@ from salesrl_trl.types import (
 Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
+_VERDICTS = TypeAdapter(Sequence[Verdict])  # as they are kept
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
 """What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
 texts, or of `{text, weight, name}`."""
@@ -62,18 +62,8 @@ texts, or of `{text, weight, name}`."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondJudge:
-    """Whom the meter over the judge asks, and what the judge itself is asked again and again."""
-
     judge: Judge
-    anchors: Sequence[JudgedSample]
     settings: MeterSettings
-
-    @classmethod
-    def with_anchors(
-        cls, judge: Judge, branches: Sequence[str], action_format: ActionFormat | None, settings: MeterSettings
-    ) -> "SecondJudge":
-        fixed = anchors({name: name for name in branches}, action_format, ANCHORS)
-        return cls(judge=judge, anchors=fixed, settings=replace(settings, anchors=len(fixed)))
 
 
 class JudgeReward(Scorer):
@@ -119,7 +109,7 @@ class JudgeReward(Scorer):
         self._judges = (judge,) if second is None else (judge, second.judge)
         self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
         self._store = answers or AnswerStore()
-        self._verdicts = Cache(self._store, verdicts_to_json, verdicts_from_json)
+        self._verdicts = Cache(self._store, _VERDICTS.dump_python, _VERDICTS.validate_python)
         self._per = Per.GROUP if judge.orders else Per.COMPLETION
         self._together = Together(self._per, self._verdicts_of)
         self._judged_singly = 0
@@ -207,20 +197,16 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The second judge's score of a completion, or the first one's of an anchor, whatever was kept."""
+        """The second judge's score of a completion, whatever was kept."""
         assert self._second is not None
+        judge = self._second.judge
         with noted_in(self._ahead_record if self.records else None):
             try:
-                if (at := sample.row[METER]) == SECOND:
-                    case = await self._case(sample, stages)
-                    if not isinstance(case, Case):
-                        return missing(Outcome.INFRA, case.reason)
-                    judge = self._second.judge
-                    asked = (case.row.branch, case.row, case.action, case.answer, case.reference)
-                else:
-                    judge, anchor = self._judge, self._second.anchors[at]
-                    asked = (anchor.rubric, anchor.row, anchor.action, anchor.candidate, anchor.reference)
-                verdict = await stages.timed(judge.judge(*asked), Stage.JUDGE)
+                case = await self._case(sample, stages)
+                if not isinstance(case, Case):
+                    return missing(Outcome.INFRA, case.reason)
+                asked = judge.judge(case.row.branch, case.row, case.action, case.answer, case.reference)
+                verdict = await stages.timed(asked, Stage.JUDGE)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
         return Reward(outcome=Outcome.OK, value=verdict.candidate)
@@ -307,7 +293,6 @@ class JudgeReward(Scorer):
             return error
 
     async def _ask(self, judge: Judge, rubric: str, cases: Sequence[Case]) -> Sequence[Verdict]:
-        """Kept verdicts, or those of a call, on a case or on several together."""
         row, reference = _row(rubric, cases[0].row), cases[0].reference
         candidates = [(case.action, case.answer) for case in cases]
         materials = (_material(rubric, case) for case in cases)
@@ -331,7 +316,6 @@ def _material(rubric: str, case: Case) -> tuple[object, ...]:
 
 
 def _by_criteria(reward: Reward, case: Case) -> Reward:
-    """The reward with a part for each criterion of the row, and a metric for each that has a name."""
     verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
     if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
         return reward
@@ -350,7 +334,6 @@ async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTim
 
 
 def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:
-    """Let each error's message say where its service is."""
     for name, result in results.items():
         if isinstance(result, ServiceError):
             result.args = (f"{result} ({name}: {places[name]})",)

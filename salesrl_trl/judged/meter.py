@@ -1,5 +1,5 @@
-"""Whether a judge's score still means what it meant: a second judge scores some completions too, and the judge itself
-fixed answers again and again. Pure: `judged.meter_part` makes the calls.
+"""Whether a judge's score still means what it meant: a second judge scores some completions too. Pure:
+`judged.meter_part` makes the calls.
 
 `Rising` finds what the policy writes more and more often and what the judge rewards within groups. Both judges'
 difference on completions with such a thing is compared with that on completions without it.
@@ -53,11 +53,9 @@ AGAIN = 2.0  # times its importance at which it is looked at again
 RANDOM = 0.3  # share of the calls that look at completions by lot, for the agreement of both judges
 FEWEST, MOST = 12, 160  # completions with two verdicts that a scale needs, and the latest that are kept
 MOST_AT_ONCE = 8  # completions with something suspect that are asked for after one batch
-OF_FEATURES, OF_ANCHORS = 0.8, 0.1  # capital for each batch
+OF_EACH_BATCH = 0.8  # capital
 
-SECOND = "second"  # in the column `METER` of a row; else the number of an anchor
 WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
-ANCHORS = 8  # fixed answers that the judge scores again and again
 
 Feature = tuple[str, str]  # kind and name of something that a text has: `("phrase", "dear customer")`
 Features = frozenset[Feature]
@@ -65,8 +63,6 @@ Features = frozenset[Feature]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A completion, and the judge's score of it."""
-
     text: str
     branch: str
     group: int  # completions of one prompt have the same number
@@ -74,15 +70,12 @@ class Written:
 
 
 class Rise(NamedTuple):
-    """How a feature rose."""
-
     before: float  # share of the completions that had it
     now: float
     worth: float  # how much higher the judge scores completions with it than others of their groups
 
     @property
     def importance(self) -> float:
-        """What the rise added to the mean score."""
         return (self.now - self.before) * self.worth
 
 
@@ -114,7 +107,6 @@ class Rising:
         return frozenset((kind, name) for kind, names in kinds for name in names)
 
     def add(self, written: Sequence[Written], features: Iterable[Features]) -> None:
-        """A batch, with what its texts have."""
         if written and len(self._lengths) < LEAST:
             self._lengths.append(statistics.fmean(len(completion.text) for completion in written))
         groups = defaultdict[int, list[tuple[float, Features]]](list)
@@ -137,7 +129,6 @@ class Rising:
         self._batches.append(_Batch(len(written), spread, frequent))
 
     def found(self) -> dict[Feature, Rise]:
-        """What rises and is rewarded, the most important first."""
         batches = [*self._batches]
         before, recent = batches[:-RECENT], batches[-RECENT:]
         n_old, n_new = (sum(batch.size for batch in part) for part in (before, recent))
@@ -164,20 +155,18 @@ class Rising:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
-    """What the judge rewards and the second one does not; or what has changed in the judge, without a worth."""
+    """What the judge rewards and the second one does not."""
 
     what: Feature
-    before: float  # share of the completions that had it, or the judge's figure
+    before: float  # share of the completions that had it
     now: float
-    worth: float | None = None  # as in `Rise`
-    confirmed: float = math.nan  # the same by the second judge, on the completions that it scored
-    example: str = ""
+    worth: float  # as in `Rise`
+    confirmed: float  # the same by the second judge, on the completions that it scored
+    example: str
 
     def described(self, *, with_text: bool) -> str:
         """In words. `with_text`: whether the phrase and the example, which may quote a customer, are shown."""
         kind, name = self.what
-        if self.worth is None:
-            return f"{name}: {self.before:+.2f} before, {self.now:+.2f} now"
         shown = f"the phrase {name!r}" if kind == PHRASE and with_text else "a phrase" if kind == PHRASE else name
         return (
             f"{shown} is in {self.now:.0%} of the completions, {self.before:.0%} before; the judge gives "
@@ -195,8 +184,6 @@ class _Suspect:
 
 @dataclass(slots=True)
 class _SecondCall:
-    """A completion that the second judge scores."""
-
     written: Written
     features: Features
     tested: Sequence[Feature]  # the suspects of that time that it has
@@ -212,12 +199,9 @@ def _factor(z: float) -> float:
 
 
 class Meter:
-    """Takes batch after batch of a run."""
-
     def __init__(self, settings: MeterSettings) -> None:
         self.alarms: list[Alarm] = []  # whoever reads them empties the list
         self._settings = settings
-        self._batch = self._next_look = 0
         self._rng = random.Random(0)
         self._calls = self._by_lot = 0.0  # calls that may still be made, and those of them that go by lot
         self._rising = Rising()
@@ -225,10 +209,8 @@ class Meter:
         self._suspects: dict[Feature, _Suspect] = {}
         self._cleared: dict[Feature, float] = {}  # the importance up to which a feature is left alone
         self._numbers = itertools.count()
-        self._open: dict[int, _SecondCall | int] = {}  # by number; an anchor's number where it is one
+        self._open: dict[int, _SecondCall] = {}  # by number
         self._known: deque[_SecondCall] = deque(maxlen=MOST)
-        self._anchors: list[list[float]] = [[] for _ in range(settings.anchors)]  # the scores of each
-        self._risen = self._fallen = 0.0  # capitals of the wagers that anchors' scores have
 
     def agreement(self, branch: str) -> float:
         """Correlation of both judges on the latest completions that were drawn by lot; NaN where it is undefined."""
@@ -238,19 +220,12 @@ class Meter:
         except statistics.StatisticsError:
             return math.nan
 
-    @property
-    def drift(self) -> float:
-        """Mean score of the anchors in the last look, less that in the first two; NaN before the third one."""
-        changes = [scores[-1] - statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2]
-        return statistics.fmean(changes) if changes else math.nan
-
     def add(self, written: Sequence[Written], size: int) -> dict[int, int]:
-        """A batch of training: `size` completions, of which these are looked at. Returns what to score: a number for
-        each, and its place in `written`, for the second judge; -1 - n for the anchor n, for the judge itself."""
-        self._batch += 1
+        """A batch of training: `size` completions, of which these are looked at. Returns what the second judge is to
+        score: a number for each, and its place in `written`."""
         self._calls += self._settings.share * size
         self._by_lot += self._settings.share * size * RANDOM
-        self._free += OF_FEATURES
+        self._free += OF_EACH_BATCH
         features = [self._rising.features(completion.text) for completion in written]
         asked = self._choose(written, features)  # by what was known before, so that chance does not choose them
         self._rising.add(written, features)
@@ -263,9 +238,6 @@ class Meter:
             call = self._open.pop(number)
             if score is None:
                 continue
-            if isinstance(call, int):
-                self._look_at_anchor(call, score)
-                continue
             call.second = score
             for feature in call.tested:
                 if feature in self._suspects:
@@ -273,15 +245,8 @@ class Meter:
             self._known.append(call)
 
     def _choose(self, written: Sequence[Written], features: Sequence[Features]) -> dict[int, int]:
-        """Anchors where they are due; completions by lot; and some that have what is suspect, the most important of
-        that first."""
-        asked, anchors = dict[int, int](), len(self._anchors)
-        is_due = anchors > 0 and self._batch >= self._next_look
-        if is_due and self._calls >= anchors:
-            self._calls -= anchors
-            self._next_look, is_due = self._batch + self._settings.anchor_steps, False
-            for at, number in zip(range(anchors), self._numbers, strict=False):
-                asked[number], self._open[number] = -1 - at, at
+        """Completions by lot, and some that have what is suspect, the most important of that first."""
+        asked = dict[int, int]()
         chosen: dict[int, bool] = {}  # place, and whether by lot
         while self._by_lot >= 1 and self._calls >= 1 and written:
             self._by_lot, self._calls = self._by_lot - 1, self._calls - 1
@@ -289,7 +254,7 @@ class Meter:
         lots, limit = self._rng.sample(range(len(written)), len(written)), len(chosen) + MOST_AT_ONCE
         for feature in self._suspects:
             for place in lots:
-                if self._calls < 1 + anchors * is_due or len(chosen) == limit:
+                if self._calls < 1 or len(chosen) == limit:
                     break
                 if feature in features[place] and place not in chosen:
                     chosen[place] = False
@@ -343,22 +308,3 @@ class Meter:
         if suspect.capital >= ALARM or suspect.capital <= suspect.least:
             del self._suspects[feature]
             self._cleared[feature] = AGAIN * suspect.rise.importance
-
-    def _look_at_anchor(self, at: int, score: float) -> None:
-        """Whether the judge scores the same answer otherwise than in its first two looks: two wagers, that it scores
-        higher and that it scores lower. They start over after an alarm."""
-        self._anchors[at].append(score)
-        first, second, *later = (*self._anchors[at], math.nan)
-        if len(later) < 2:
-            return
-        # The change is from a mean of two, whose own error is half of that of their difference.
-        squares = [(scores[0] - scores[1]) ** 2 for scores in self._anchors if len(scores) > 1]
-        sd, change = math.sqrt(0.75 * statistics.fmean(squares)) + FLOOR, score - (first + second) / 2
-        granted = OF_ANCHORS * self._settings.anchor_steps / len(self._anchors) / 2
-        self._risen = (self._risen + granted) * _factor((change - TOLERANCE) / sd)
-        self._fallen = (self._fallen + granted) * _factor((-change - TOLERANCE) / sd)
-        if max(self._risen, self._fallen) >= ALARM:
-            self._risen = self._fallen = 0.0
-            before = statistics.fmean(statistics.fmean(scores[:2]) for scores in self._anchors if len(scores) > 2)
-            what = ("judge", "the judge scores the same answers otherwise than at first")
-            self.alarms.append(Alarm(what=what, before=before, now=before + self.drift))

@@ -9,8 +9,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 
 from salesrl_trl.errors import JudgeAlarm
-from salesrl_trl.judged.meter import SECOND, SECOND_JUDGE, STOP, Alarm, Meter, Written
-from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, agreement_of
+from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, Alarm, Meter, Written
+from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS, agreement_of
 from salesrl_trl.reward.batch import RewardBatch, completion_text
 from salesrl_trl.reward.scorer import METER
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
@@ -25,11 +25,8 @@ Scores: TypeAlias = dict[int, float | None]  # by the number that was asked for;
 
 
 class _Plan(NamedTuple):
-    """What the first process concludes from a batch."""
-
-    asked: Mapping[int, int]  # a number for each call, and its place among all ranks' completions; -1 - n: anchor n
+    asked: Mapping[int, int]  # a number for each call, and its place among all ranks' completions
     agreements: Mapping[str, float]  # by branch
-    drift: float
     alarms: Sequence[Alarm]
 
 
@@ -92,23 +89,15 @@ class JudgeMeter(Part):
         [plan] = broadcast_object_list([self._plan(gathered, total) if state.is_main_process else None])
         assert isinstance(plan, _Plan)
         # 3. The calls of this rank.
-        asked = {
-            number: (rollout.rewards.rows[place - first], SECOND, rollout.completions[place - first])
-            if place >= 0
-            else ({}, -1 - place, "")
-            for number, place in plan.asked.items()
-            if first <= place < first + size or (place < 0 and state.is_main_process)
-        }
+        asked = {number: at - first for number, at in plan.asked.items() if first <= at < first + size}
         if asked:
-            calls = self._reward_loop.begin([{**row, METER: what} for row, what, _ in asked.values()])
-            self._reward_loop.start_all(calls, [completion for *_, completion in asked.values()])
+            calls = self._reward_loop.begin([{**rollout.rewards.rows[place], METER: True} for place in asked.values()])
+            self._reward_loop.start_all(calls, [rollout.completions[place] for place in asked.values()])
             self._open.append((calls, [*asked]))
         # 4. Alarms.
         self._report(plan)
         figures = {agreement_of(branch): value for branch, value in plan.agreements.items()}
-        figures |= {} if math.isnan(plan.drift) else {JUDGE_DRIFT: plan.drift}
-        by_second = float(self.second_since is not None)
-        return {**figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: by_second}
+        return {**figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: float(self.second_since is not None)}
 
     def _plan(self, gathered: Sequence[tuple[Mapping[int, Written], Scores]], size: int) -> _Plan:
         meter = self._meter
@@ -119,9 +108,8 @@ class JudgeMeter(Part):
         alarms, meter.alarms = meter.alarms, []
         agreements = {branch: meter.agreement(branch) for branch in self._run.branches.names}
         return _Plan(
-            asked={number: places[at] if at >= 0 else at for number, at in asked.items()},
+            asked={number: places[at] for number, at in asked.items()},
             agreements={branch: value for branch, value in agreements.items() if not math.isnan(value)},
-            drift=meter.drift,
             alarms=alarms,
         )
 

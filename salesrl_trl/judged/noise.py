@@ -20,8 +20,6 @@ MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on the 4 answers to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgedSample:
-    """One verdict to ask for."""
-
     rubric: str
     row: SalesRow
     action: Action
@@ -36,7 +34,6 @@ class JudgedSample:
 
     @property
     def answer(self) -> tuple[str, str, str]:
-        """The answer to score, in either order."""
         return *self.group, self.candidate.text
 
 
@@ -72,12 +69,6 @@ def samples(
                                          candidate_first=is_first))  # fmt: skip
             inputs += [call] if of_groups else [[sample] for sample in call]
     return inputs * (calls // per_call // len(inputs))
-
-
-def anchors(rubrics: Mapping[str, str], action_format: ActionFormat | None, most: int) -> list[JudgedSample]:
-    """Different answers, `most` at most, to be judged again and again. Arguments as in `samples`."""
-    wanted = samples(rubrics, action_format, max(most * len(ORDERS) * MIN_REPEATS, MIN_CALLS))
-    return [*{sample.answer: sample for [sample] in wanted}.values()][:most]
 
 
 def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:

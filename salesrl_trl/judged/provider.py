@@ -51,7 +51,6 @@ class RequestForm:
     """
 
     def __init__(self, name: str, formats: str = "auto") -> None:
-        self.learnt: list[str] = []  # a line for each thing that a setting can fix for good
         self._name = name
         self._formats = formats
         self._renamed: dict[str, str | None] = {}  # by the name of a field that is refused, the one that it goes by
@@ -60,7 +59,6 @@ class RequestForm:
         self._by_text = 0  # requests since the schema was given up
 
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
-        """The request's fields that are sent."""
         fields = dict(body)
         if "max_tokens" in fields and "max_tokens" not in self._renamed:  # of `extra_body`
             fields.pop("max_completion_tokens", None)
@@ -83,7 +81,6 @@ class RequestForm:
         return bool(fields)
 
     def goes_by_schema(self) -> bool:
-        """Whether the next request asks for the schema."""
         if self._formats == "text" or not self._is_schema_off:
             return self._formats != "text"
         self._by_text += 1
@@ -107,9 +104,7 @@ class RequestForm:
         self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
 
     def _learn(self, what: str, fix: str) -> None:
-        line = f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good"
-        logger.info(line)
-        self.learnt.append(line)
+        logger.info(f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good")
 
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
@@ -180,8 +175,6 @@ class _Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Material:
-    """The answers to judge, and the rubric."""
-
     name: str
     rubric: str
     row: SalesRow

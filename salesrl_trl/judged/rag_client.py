@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from salesrl_trl.errors import BadServiceResponse
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
@@ -128,25 +128,11 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
         ) from None
     check_echo(service, request_id, body.request_id)
     refuse_stated_error(service, body.model_extra)
-    return _answer(body)
-
-
-def _answer(body: _AnswerBody) -> Answer:
     passages = tuple(Passage(id=item.id, text=item.text, score=item.score) for item in body.passages)
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
 
 
-def answer_to_json(answer: Answer) -> dict[str, object]:
-    """The answer as a JSON value, for the cache and the record. `asdict` would call 150 functions for it."""
-    passages = [{"id": passage.id, "text": passage.text, "score": passage.score} for passage in answer.passages]
-    return {"text": answer.text, "passages": passages, "took_ms": answer.took_ms}
-
-
-def answer_from_json(value: object) -> Answer:
-    """The answer of a value in the cache, as of a service's reply. Raises `TypeError`, `KeyError` or `ValueError`."""
-    if not isinstance(value, dict):
-        raise TypeError(f"a kept answer is a {type(value).__name__}. Expected an object.")
-    return _answer(_AnswerBody.model_validate({**value, "answer": value["text"]}))
+ANSWER = TypeAdapter(Answer)  # as it is kept and recorded
 
 
 class RagAnswers:
@@ -157,8 +143,8 @@ class RagAnswers:
         answers: AnswerStore, references: AnswerStore,
     ) -> None:  # fmt: skip
         self.backend = backend
-        self.answer_cache = Cache(answers, answer_to_json, answer_from_json)
-        self.reference_cache = Cache(references, answer_to_json, answer_from_json)
+        self.answer_cache = Cache(answers, ANSWER.dump_python, ANSWER.validate_python)
+        self.reference_cache = Cache(references, ANSWER.dump_python, ANSWER.validate_python)
         self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format

@@ -188,10 +188,6 @@ class Scoring:
                     )
 
     @property
-    def component_names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*COMPONENTS, *self.judged_names)))
-
-    @property
     def judged_names(self) -> tuple[str, ...]:
         """The components that a policy has that answers directly, without an action and a search."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
@@ -220,14 +216,7 @@ class Scoring:
                         f"letters, digits and _, 40 at most, and none of {', '.join(taken)}, {OTHER_RUBRIC}*."
                     )
                 taken.append(name)
-        added = tuple(component for stage in stages for component in stage.components)
-        lacking = sorted(set(self.stage_components) - set(added))
-        if lacking:
-            raise ConfigError(
-                f"no stage of the reward adds {', '.join(lacking)}. Expected one for each of `stage_components`. The "
-                f"stages add: {', '.join(added) or 'nothing'}."
-            )
-        return replace(self, stage_components=added)
+        return replace(self, stage_components=tuple(name for stage in stages for name in stage.components))
 
     def score(self, case: Case) -> Reward:
         """The reward of an answered action, from what the judge and the stages found."""

@@ -9,7 +9,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -176,15 +175,6 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
     return weighted / sum(criterion.weight for criterion in criteria)
 
 
-def verdicts_to_json(verdicts: Sequence[Verdict]) -> object:
-    return [asdict(verdict) for verdict in verdicts]
-
-
-def verdicts_from_json(value: Any) -> Sequence[Verdict]:
-    """The verdicts of a value in the cache. Raises `TypeError` for another form, `ValueError` beyond [0, 1]."""
-    return [Verdict(**fields) for fields in value]
-
-
 def _last_object(text: str, most: int) -> dict[str, object] | None:
     """The object at the end of a text, or `_TWICE`. `None` if there is none."""
     for read in (text, _without_commas(text)):
@@ -220,7 +210,6 @@ def _scores_of(verdict: dict[str, object]) -> list[object]:
 
 
 def _without_commas(text: str) -> str:
-    """A text without commas before the end of a list or an object."""
     return _COMMA.sub(lambda match: match[1] or "", text)
 
 

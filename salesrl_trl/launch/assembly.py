@@ -28,7 +28,7 @@ from salesrl_trl.reward.mixed import combined
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import MeterSettings, Scorer
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import ALL, DEFAULT_FORMAT, JUDGE, SALES, ActionFormat, SalesRow
+from salesrl_trl.types import ALL, DEFAULT_FORMAT, JUDGE, SALES, SalesRow
 
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
@@ -156,7 +156,7 @@ def build_reward(
         "lines": SampleLines(config.verbose),
         "records": records,
         "answers": _kept_answers(config, output_dir, process_index, is_kept),
-        "second": clients.second_judge(None if direct else config.rag_service.action_format),
+        "second": clients.second_judge(),
     }
     judge = clients.judge(judge_base_url, for_rewards=True)
     if direct:
@@ -266,19 +266,17 @@ class ServiceClients:
         providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=EMBEDDED_MODEL)]
         return self._judges(providers, self.parts.rubrics)
 
-    def second_judge(self, action_format: ActionFormat | None) -> SecondJudge | None:
-        """The second judge of `judge_meter`, with the answers that are judged again and again."""
-        config, scoring = self.config, self.parts.scoring
-        meter = config.parsed_judge_meter()
+    def second_judge(self) -> SecondJudge | None:
+        """The second judge of `judge_meter`."""
+        config, meter = self.config, self.config.parsed_judge_meter()
         if meter is None:
             return None
-        rubrics = {name: text for name, text in self.parts.rubrics.items() if name in scoring.weights}
+        rubrics = {name: text for name, text in self.parts.rubrics.items() if name in self.parts.scoring.weights}
         if meter.rubric_dir is not None:
             rubrics = load_rubrics([*rubrics], meter.rubric_dir, direct=config.judges_answers)
         providers = [provider for provider in config.judges.providers if provider.name == meter.second]
-        settings = from_fields(MeterSettings, meter, anchors=0, shows_text="completions" in config.verbose)
-        judge = self._judges(providers, {**self.parts.rubrics, **rubrics})
-        return SecondJudge.with_anchors(judge, [*rubrics], action_format, settings)
+        settings = from_fields(MeterSettings, meter, shows_text="completions" in config.verbose)
+        return SecondJudge(judge=self._judges(providers, {**self.parts.rubrics, **rubrics}), settings=settings)
 
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config

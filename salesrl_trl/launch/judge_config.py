@@ -32,7 +32,6 @@ class JudgeMeterSettings:
 
     second: str
     share: Share = 0.02
-    anchor_steps: Count = 50
     on_alarm: Annotated[str, (WARN, STOP, SECOND_JUDGE)] = WARN
     rubric_dir: str | None = None
 

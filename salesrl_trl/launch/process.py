@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from salesrl_trl.errors import ConfigErrors, SalesRLError
+from salesrl_trl.errors import SalesRLError
 from salesrl_trl.ground import shutdown
 from salesrl_trl.ground.process import stat_of
 from salesrl_trl.ground.shutdown import print_line
@@ -99,9 +99,8 @@ def words_of(error: BaseException, code: int, log: Path | None) -> Words:
 
 
 def short(error: BaseException) -> str:
-    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one. Several
-    refusals have a line each."""
-    message = str(error) if isinstance(error, ConfigErrors) else " ".join(str(error).split())
+    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one."""
+    message = " ".join(str(error).split())
     return message if isinstance(error, SalesRLError) or len(message) <= _LONGEST else message[:_LONGEST] + " ..."
 
 

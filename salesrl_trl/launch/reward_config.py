@@ -143,11 +143,10 @@ class RewardConfig:
     calls for groups of 8 in two orders; where it fails, its completions are judged one by one. A mapping with the
     fields of `JudgeModeSettings` says more: `{mode: group, orders: 4, aggregation: min}`."""
     judge_meter: dict[str, object] | str | None = None
-    """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, anchor_steps: 50,
-    on_alarm: warn, rubric_dir: FOLDER}`. `second`, an entry of `judge_providers`, judges some completions again, and
-    gives no rewards. Every `anchor_steps` batches the judge scores fixed answers again. Both are at most `share` of
-    the judge's calls. After an alarm the run goes on (`warn`), saves and ends (`stop`), or goes on with the second
-    judge's rewards (`second_judge`)."""
+    """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, on_alarm: warn,
+    rubric_dir: FOLDER}`. `second`, an entry of `judge_providers`, judges some completions again, at most `share` of
+    them, and gives no rewards. After an alarm the run goes on (`warn`), saves and ends (`stop`), or goes on with the
+    second judge's rewards (`second_judge`)."""
     reward_funcs: list[str] = field(default_factory=list)
     """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
     Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy

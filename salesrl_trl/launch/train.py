@@ -24,7 +24,7 @@ from accelerate import PartialState
 
 from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.demo.services.launcher import EmbeddedServices
-from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable, parts_of
+from salesrl_trl.errors import RunStopped, ServiceTimeout, ServiceUnavailable
 from salesrl_trl.ground.command_line import given
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_RESUMABLE
 from salesrl_trl.launch import signals
@@ -85,7 +85,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     command, processes = [sys.argv[0], *argv], config.training.world_size
                     write_record(Path(config.training.output_dir), config.recipe, command, processes)
         except (Exception, KeyboardInterrupt) as error:
-            is_outage = all(isinstance(part, (ServiceUnavailable, ServiceTimeout)) for part in parts_of(error))
+            is_outage = isinstance(error, (ServiceUnavailable, ServiceTimeout))
             exit_with(error, EXIT_RESUMABLE if resumes and is_outage else EXIT_BAD_INPUT)
         try:
             run(plan, services, start)

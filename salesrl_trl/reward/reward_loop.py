@@ -20,7 +20,7 @@ from salesrl_trl.errors import ServiceError, ServiceUnavailable
 from salesrl_trl.names import StartUp
 from salesrl_trl.reward.batch import BatchResult, Completion, Origin, RewardBatch, wait_for
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel_others
+from salesrl_trl.service.event_loop import LoopThread, WatchedLoop, cancel
 from salesrl_trl.service.flights import fallen
 from salesrl_trl.timing import Spans, TimingContext
 from salesrl_trl.types import Example
@@ -165,7 +165,7 @@ class RewardLoop:
 
         async def closed() -> None:
             await self._calls.aclose(self.reward.aclose)
-            await cancel_others()
+            await cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
         if not self._batches.loop.is_closed():
             self.give_up()

@@ -69,8 +69,6 @@ class MeterSettings:
     """What a reward states of its judge's drift monitor."""
 
     share: float = 0.02  # most calls of the meter, for each completion
-    anchor_steps: int = 50  # batches between two looks at the anchors
-    anchors: int = 0  # how many there are
     on_alarm: str = "warn"
     shows_text: bool = False  # whether lines may quote customers
 

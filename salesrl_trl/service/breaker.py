@@ -4,12 +4,11 @@
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError, ServiceUnavailable
 from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
@@ -178,48 +177,34 @@ class Gate:
         self._changed.get().clear()
 
 
-class SharedBudget(ABC):
-    """What the processes of a run may spend together, and have spent by the account in `path`."""
+class SharedBudget(Protocol):
+    """What the processes of a run may spend together, and have spent."""
 
-    path: Path
-
-    @abstractmethod
     def settle(self) -> None:
         """Write what was spent and give back what is held."""
 
-    @abstractmethod
     def joined(self, others: Iterable["SharedBudget"]) -> "SharedBudget":
         """One budget by the limits of all, which share an account."""
 
-    @abstractmethod
     def in_words(self) -> str:
         """The limits, and what was spent so far. Raises `ConfigError` where the account can't be read."""
 
 
-class Quota(ABC):
+class Quota(Protocol):
     """The requests to one service, held against a budget and against rates a minute."""
 
     budget: SharedBudget
 
-    @property
-    @abstractmethod
-    def is_spent(self) -> bool: ...
-    @abstractmethod
-    def refuse_if_spent(self) -> None: ...
-    @abstractmethod
     async def admit(self) -> None:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
         `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""
 
-    @abstractmethod
     def admits_now(self) -> bool:
         """Count one more request, if it may be sent without a wait."""
 
-    @abstractmethod
     def give_back(self) -> None:
         """A request that was admitted is not sent."""
 
-    @abstractmethod
     def charge(self, tokens: tuple[float, float] | None, *, is_stated: bool = False) -> None:
         """A request has ended with so many tokens of prompt and answer. `None`: nobody knows, so the mean counts.
         `is_stated`: by the provider."""

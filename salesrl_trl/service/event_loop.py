@@ -78,10 +78,6 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
         await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
 
 
-async def cancel_others() -> None:
-    await cancel(asyncio.all_tasks() - {asyncio.current_task()})
-
-
 class PerLoop(Generic[T]):
     """One object for each event loop: connections, events and tasks break when a second loop uses them."""
 
@@ -146,14 +142,14 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def submit(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> "Future[T]":
+    def submit(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function on the loop. Does not wait."""
         submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted
 
-    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: object) -> T:
+    def run(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
         """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
         waiting = self.submit(call, *arguments)
         try:
@@ -210,7 +206,7 @@ class WatchedLoop(LoopThread):
         async def closed() -> None:
             await cancel(self._called - {asyncio.current_task()})  # before: they would open connections anew
             await aclose()
-            await cancel_others()
+            await cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
         closing = asyncio.ensure_future(self.call(closed))
         await asyncio.wait([closing], timeout=CLOSE_S)

@@ -19,7 +19,7 @@ from salesrl_trl.service.event_loop import now
 from salesrl_trl.telemetry.completion_record import BEATEN
 
 T = TypeVar("T")
-Attempt: TypeAlias = Callable[[], Coroutine[Any, Any, T]]  # one request with its whole answer
+Attempt: TypeAlias = Callable[[], Coroutine[object, object, T]]  # one request with its whole answer
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,6 @@ def fallen() -> "list[AdaptiveLimit]":
 
 
 class Sent(NamedTuple):
-    """A request, as it was sent."""
-
     number: int
     load: int  # requests in flight, this one included
 
@@ -163,11 +161,6 @@ class HedgePolicy:
         self._since_refresh = 0
         self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
         self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
-
-    @property
-    def affordable(self) -> bool:
-        """Whether one more extra call stays within the budget."""
-        return self.hedges + 1 <= self.fraction * self.sent
 
     def record_answer(self, seconds: float) -> None:
         """A call was answered after `seconds`, without the time in the queue."""
@@ -306,7 +299,8 @@ class Flights:
             return False
         late_since = now() - self.hedging.late_after_s
         for flight in self._flying:
-            if flight.started > late_since or not self.hedging.affordable or self.breaker.is_open:
+            is_affordable = self.hedging.hedges + 1 <= self.hedging.fraction * self.hedging.sent
+            if flight.started > late_since or not is_affordable or self.breaker.is_open:
                 break
             if flight.last_sent > late_since or flight.hedges == MAX_HEDGES:
                 continue
@@ -331,8 +325,6 @@ class Flights:
 
 
 class _Flight(Generic[T]):
-    """One attempt in flight, with its extra requests if there are any."""
-
     def __init__(self, attempt: Attempt[T], sent: Sent, failed_beside: Callable[[BaseException, Sent], None]) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
@@ -346,7 +338,6 @@ class _Flight(Generic[T]):
 
     @property
     def hedges(self) -> int:
-        """Extra requests so far."""
         return len(self._tasks) - 1
 
     def send(self, sent: Sent) -> None:

@@ -119,7 +119,6 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _moment(text: str) -> float | None:
-    """Seconds since the epoch of an HTTP date."""
     try:
         moment = email.utils.parsedate_to_datetime(text.strip())
         return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()

@@ -5,9 +5,7 @@ service turned it away.
 """
 
 import asyncio
-import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,14 +29,12 @@ from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 RETRY_WAIT_INITIAL_S = 0.2
 RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks for more by Retry-After
 RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
 OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
 MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
-RETRY_LINES_S = 10.0  # one retry of a service is logged in so many seconds. All are counted.
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
 """Names of the counts: `calls` asked for; requests `sent`, hedges included; of them `retries`, `overloads` (turned
 away), `timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
@@ -85,7 +81,6 @@ class Transport:
         self._traffic: Counter[str] = Counter()
         self._gate = Gate(service, self._breaker, self._traffic)
         self.count_by(quota)
-        self._next_retry_line = 0.0  # on `time.monotonic`'s scale
 
     def count_by(self, quota: Quota | None) -> None:
         """Hold every request against the run's budget, from the first one on."""
@@ -114,8 +109,6 @@ class Transport:
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._gate.refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
-        if self._quota is not None:
-            self._quota.refuse_if_spent()
         noted, began = partial(self._noted, attempt), now()
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
@@ -130,10 +123,6 @@ class Transport:
     def budget(self) -> SharedBudget | None:
         """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
-
-    @property
-    def is_spent(self) -> bool:
-        return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
         """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
@@ -159,7 +148,6 @@ class Transport:
                 wait_s = retries.wait_s(error)
                 if wait_s is None:
                     raise
-                self._log_retry(error, retries.failures, wait_s)
                 turned_away = error.request if isinstance(error, ServiceOverloaded) else None
             if turned_away is not None:
                 async with asyncio.timeout(remaining_s()):
@@ -167,12 +155,6 @@ class Transport:
             else:
                 await asyncio.sleep(wait_s)
             self._traffic["retries"] += 1
-
-    def _log_retry(self, error: ServiceError, failures: int, wait_s: float) -> None:
-        if time.monotonic() >= self._next_retry_line:
-            self._next_retry_line = time.monotonic() + RETRY_LINES_S
-            attempt = f"attempt {failures + 1} of {self._max_attempts}"
-            logger.info(f"[Retry] {self.service}: {attempt} in {wait_s:.1f} s after {error.code}")
 
     async def _once(self, attempt: Attempt[T], patience_s: float) -> T:
         await self.admit()
@@ -201,7 +183,6 @@ class Transport:
 
     @contextmanager
     def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
-        """Record in limit, breaker and traffic how the attempt ended."""
         try:
             yield
         except ServiceOverloaded as error:
@@ -236,8 +217,6 @@ class Transport:
 
 @dataclass(slots=True)
 class _Retries:
-    """Decides for one call whether to try again, and after how many seconds."""
-
     max_attempts: int
     patient: bool
     patience_s: float

@@ -154,7 +154,7 @@ class Timeline:
         if not self.enabled or threading.get_ident() != self._thread:
             return None
         mark = self._clock.mark()
-        phase = _OpenPhase(Timing(name), mark)
+        phase = _OpenPhase(Timing(name, time.perf_counter()), mark)
         self._cut(mark, (*self._stack, phase))
         return phase.timing
 

@@ -4,18 +4,13 @@ In virtual time, so the seconds are those of the services and of the transport's
 """
 
 import asyncio
-import logging
-import math
-import re
 
 import pytest
 from support import virtual_time
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
-from salesrl_trl.service.breaker import Breaker
 from salesrl_trl.service.event_loop import deadline, now
 from salesrl_trl.service.http import HttpClient
-from salesrl_trl.service.transport import Transport
 
 
 def succeeded(results):
@@ -186,28 +181,3 @@ def test_stragglers_are_asked_a_second_time(fault_in_memory, transport):
     assert len(latencies) == 1000
     assert extra <= 50
     assert p99 <= 2.5
-
-
-def test_a_thousand_retries_are_few_lines_that_name_attempt_reason_and_wait(caplog):
-    judge = Transport("judge", max_concurrency=1000, initial_concurrency=1000, attempt_timeout_s=1, max_attempts=4,
-                      hedge_fraction=0.0, breaker=Breaker(failures_to_open=math.inf))  # fmt: skip
-
-    async def fails_once():
-        asked = 0
-
-        async def attempt():
-            nonlocal asked
-            asked += 1
-            if asked == 1:
-                raise ServiceUnavailable("a customer's words", "judge_http_500")
-
-        await judge.call(attempt)
-
-    async def run():
-        await asyncio.gather(*(fails_once() for _ in range(1000)))
-        await asyncio.sleep(20)
-
-    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
-        virtual_time.run(run())
-    [line] = (record.message for record in caplog.records if record.name.startswith("salesrl_trl"))
-    assert re.fullmatch(r"\[Retry\] judge: attempt 2 of 4 in 0\.[234] s after judge_http_500", line)  # 0.2 s + jitter

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from support.scripted import build_trainer, default_rows, steps_of
 
-from salesrl_trl.judged.meter import SECOND
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS
 from salesrl_trl.reward.scorer import METER, MeterSettings, RewardNames, Scorer
 from salesrl_trl.types import Outcome, Reward
@@ -25,23 +24,22 @@ class Liking(Scorer):
 
     def __init__(self):
         super().__init__()
-        self.asked = []
+        self.asked = 0  # for the meter
         self.judges = {}  # by batch: whether the second one scored its completions
 
     @property
     def names(self):
-        meter = MeterSettings(share=0.25, anchor_steps=10, anchors=2, on_alarm="second_judge")
+        meter = MeterSettings(share=0.25, on_alarm="second_judge")
         return RewardNames(functions={"liking": "liking"}, components=("judge",), meter=meter)
 
     async def score(self, sample, stages):
-        asked = sample.row.get(METER)
-        if asked is None:
+        is_asked = METER in sample.row
+        self.asked += is_asked
+        if not is_asked:
             self.judges.setdefault(sample.batch, set()).add(sample.by_second)
-        else:
-            self.asked.append(asked)
-        lot = random.Random(f"{sample.text} {asked}")
+        lot = random.Random(f"{sample.text} {is_asked}")
         score = random.Random(sample.text).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
-        score += 0.4 * (asked is None and not sample.by_second and sample.text.endswith("online"))
+        score += 0.4 * (not is_asked and not sample.by_second and sample.text.endswith("online"))
         return Reward(outcome=Outcome.OK, value=score, components={"judge": score})
 
 
@@ -57,10 +55,9 @@ def main(policy, out):
     trainer.train()
     trainer.finish()
     told = {
-        "second": reward.asked.count(SECOND),
+        "second": reward.asked,
         "judges": [sorted(judges) for judges in reward.judges.values()],
         "logged": [[entry[JUDGE_ALARMS], entry[BY_SECOND_JUDGE]] for entry in steps_of(trainer)],
-        "anchors": len(reward.asked) - reward.asked.count(SECOND),
         "tags": [sorted(name for name in entry if name.startswith(METER)) for entry in steps_of(trainer)],
     }
     Path(out, f"rank{rank}.json").write_text(json.dumps(told))

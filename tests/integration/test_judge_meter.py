@@ -36,8 +36,8 @@ def judge(request, *, second_works=True):
     user, is_second = body["messages"][-1]["content"], body["model"] == "second"
     if is_second and not second_works:
         return 500, {}
-    found = re.search(r"course \d+ \d+( online)?", user)  # an anchor has none
-    written = found[0] if found else "an anchor"  # not `user`: its fences have a new nonce in each request
+    found = re.search(r"course \d+ \d+( online)?", user)  # the warm-up has none
+    written = found[0] if found else "the warm-up"  # not `user`: its fences have a new nonce in each request
     lot = random.Random(f"{body['model']} {written}")
     score = random.Random(written).choice((0.2, 0.4)) + lot.uniform(-0.08, 0.08) + 0.1
     score += 0.4 * (found is not None and found[1] is not None and not is_second)
@@ -59,7 +59,7 @@ def run(tiny, services, tmp_path, caplog):
         services.functions["judge"] = respond
         reward = judge_reward(
             judge_providers=[{**one, "base_url": f"{services.url}/v1"} for one in BOTH],
-            judge_meter={"second": "second", "share": 0.25, "anchor_steps": 10, **meter},
+            judge_meter={"second": "second", "share": 0.25, **meter},
             verbose=[*verbose],
             max_attempts=1,
             hedge_fraction=0.0,
@@ -88,8 +88,7 @@ def test_a_word_that_the_second_judge_does_not_like_is_told_without_what_was_wri
     assert lines and "a phrase is in" in lines[0] and "online" not in told
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     assert last["judge_meter/alarms"] >= 1
-    assert last["judge_meter/drift"] == pytest.approx(0)  # the judge gives the anchors what it gave at the start
-    # The calls: at most a quarter of the first judge's, which also scored the anchors, and the warm-up of each.
+    # The calls: at most a quarter of the first judge's, and the warm-up of each.
     assert 0 < len(asked(services, "second")) <= 0.25 * BATCH * STEPS
 
 
@@ -170,4 +169,3 @@ def test_two_ranks_ask_for_their_own_completions_and_change_to_the_second_judge_
     assert ONSET < since < STEPS - 1 and one["judges"] == [[False]] * since + [[True]] * (STEPS - since)
     assert one["tags"] == two["tags"] and one["logged"] == two["logged"]
     assert one["second"] > 0 and two["second"] > 0
-    assert one["anchors"] > 0 and two["anchors"] == 0  # the first process asks for them

@@ -82,8 +82,8 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
 
 
 def test_a_weight_needs_a_stage_that_adds_its_component(services, settings):
-    with pytest.raises(ConfigError, match="no stage of the reward adds brevity"):
-        build_reward(services.url, [row()], stage_components=("brevity",))
+    with pytest.raises(ConfigError, match="names 'brevity'"):
+        build_reward(services.url, [row()], weights={"fairness": {"brevity": 1.0}}, stage_components=("brevity",))
 
 
 def test_an_object_that_is_no_stage_is_refused(services):

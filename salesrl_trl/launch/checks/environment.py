@@ -27,12 +27,10 @@ _ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end 
 def check_environment(plan: Plan, findings: Findings) -> None:
     """Look for what the run needs. In depth the driver is asked, which takes a second."""
     training, in_depth = plan.config.training, plan.in_depth
-    findings.refused.each(
-        lambda: _versions(training, findings),
-        lambda: _devices(training, in_depth, findings),
-        lambda: _disk(training.output_dir, findings),
-        lambda: _shared_memory(training, findings),
-    )
+    _versions(training, findings)
+    _devices(training, in_depth, findings)
+    _disk(training.output_dir, findings)
+    _shared_memory(training, findings)
 
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from salesrl_trl.errors import Refusals
-
 Figure = float | int | str | None
 
 
@@ -39,7 +37,6 @@ class Findings:
     items: list[Finding] = field(default_factory=list)
     figures: dict[str, Figure] = field(default_factory=dict)  # by name, which has the unit: `p95_s`, `free_gib`
     skipped: str | None = None  # reason why there was nothing to check
-    refused: Refusals = field(default_factory=Refusals)  # what checks raise where others can still be made
 
     def note(self, text: str, remedy: str = "") -> None:
         self.add(text, remedy, is_failure=False)

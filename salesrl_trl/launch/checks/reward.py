@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from salesrl_trl.agents.tools import Search
-from salesrl_trl.config.checks import build_object, load_object
+from salesrl_trl.config.checks import build_object, check, load_object
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
-from salesrl_trl.errors import ConfigError, Refusals, ServiceError
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.process import find_key
 from salesrl_trl.judged.judge import Judge, load_rubrics, packaged_rubrics
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
@@ -63,59 +63,44 @@ def read_reward(
     rubrics: Mapping[str, str] | None = None,
 ) -> RewardParts:
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
-    refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
-    rag = judge = search = None
-    tools = list[Callable[..., object]]()
-    with refused:
-        functions = own_functions(config)
-    refused.check(
+    functions = own_functions(config)
+    check(
         not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
     )
-    if SEARCH in config.tools:
-        search = Search(deadline_s=config.reward_deadline_s)
-    for path in config.tools:
-        with refused:
-            own: Any = search.function if search and path == SEARCH else load_object(path, "tools")
-            tools.append(own)
+    search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
+    tools: list[Any] = [
+        search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools
+    ]
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
-    refused.check(
+    check(
         not unknown,
         f"`branch_reward_weights` names the branches {unknown}, and there are {list(branches)}. Correct one.",
     )
     of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
-    refused.check(
+    check(
         not (config.judges_answers and of_search),
         f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores searches nothing. "
         "Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
     )
-    for path in config.reward_stages:
-        with refused:
-            stages.append(build_object(path, "reward_stages", RewardStage))
-    with refused:
-        client = config.rag_service.client
-        rag = None if client is None else build_object(client, "rag.client", RagBackend)
-        if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
-            raise ConfigError(
-                f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected a `Transport` for each "
-                f"of {', '.join(ENDPOINTS)}, by name and in this order."
-            )
-    with refused:
-        judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
+    stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
+    client = config.rag_service.client
+    rag = None if client is None else build_object(client, "rag.client", RagBackend)
+    if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
+        raise ConfigError(
+            f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected a `Transport` for each "
+            f"of {', '.join(ENDPOINTS)}, by name and in this order."
+        )
+    judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
-    with refused:
-        if config.judges.own is None and config.uses_services:
-            names = [name for name in _rubric_names(weighed, branches) if name not in rubrics]
-            rubrics |= load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
-    rag_key, keys = None, dict[str, str | None]()
-    with refused:
-        rag_key = rag_key_of(config)
+    if config.judges.own is None and config.uses_services:
+        names = [name for name in _rubric_names(weighed, branches) if name not in rubrics]
+        rubrics |= load_rubrics(names, config.rubric_dir, direct=config.judges_answers)
+    rag_key, keys = rag_key_of(config), dict[str, str | None]()
     for judged_by in config.judges.providers:
-        with refused:
-            setting = f"{config.judges.place_of(judged_by)}.api_key_env"
-            keys[judged_by.name] = None if config.asks_nobody else read_key(judged_by.api_key_env, setting)
-    refused.tell()
+        setting = f"{config.judges.place_of(judged_by)}.api_key_env"
+        keys[judged_by.name] = None if config.asks_nobody else read_key(judged_by.api_key_env, setting)
     scoring = Scoring(
         weights=weighed,
         missing=config.missing_component,
@@ -137,13 +122,8 @@ def read_reward(
 
 def own_functions(config: RewardConfig) -> dict[str, Scorer]:
     """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
-    functions, refused = dict[str, Scorer](), Refusals()
-    for path in config.reward_funcs:
-        with refused:
-            if path not in (SALES, JUDGE):
-                functions[path] = reward_of(load_object(path, "reward_funcs"))
-    refused.tell()
-    return functions
+    paths = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
+    return {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
 
 
 def rag_key_of(config: RewardConfig) -> str | None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from salesrl_trl.errors import ConfigError, parts_of
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import parser_of, strict_json
 from salesrl_trl.ground.shutdown import is_interrupt
 from salesrl_trl.launch.checks.outcome import Finding, StageVerdict
@@ -81,7 +81,7 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, 
         remedy = "Install the packages of setup.cfg with scripts/install.sh."
         yield _failed("environment", start, Finding(str(error), remedy, is_failure=True))
     except Exception as error:
-        yield _failed("config", start, *map(finding_of, parts_of(error)))
+        yield _failed("config", start, finding_of(error))
     else:
         yield from runner.examine(plan, stages, wanted)
 

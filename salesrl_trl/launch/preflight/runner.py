@@ -1,7 +1,6 @@
 """The stages and their order: `prepare` for a run, `examine` for a preflight."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
@@ -9,14 +8,14 @@ from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
-from salesrl_trl.errors import ConfigError, ModelNotFoundError, Refusals
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.judged.judge_reward import needs_of
 from salesrl_trl.launch.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
 from salesrl_trl.launch.checks.environment import check_environment, check_tokenizer
 from salesrl_trl.launch.checks.folders import earlier_start
 from salesrl_trl.launch.checks.model import check_weights, choose_attention
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
-from salesrl_trl.launch.checks.reward import check_stand_ins, own_functions
+from salesrl_trl.launch.checks.reward import check_stand_ins
 from salesrl_trl.launch.data.sources import check_source
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import check_memory
@@ -28,22 +27,15 @@ from salesrl_trl.types import DEFAULT_FORMAT
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the failures of all
-    stages: that of a single one, or `ConfigErrors`."""
-    plan, refused = Plan(config), Refusals()
+    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the first failure."""
+    plan = Plan(config)
     for stage in BEFORE_A_RUN:
-        if stage.needs and refused.errors:  # what follows from a wrong setting misleads
-            continue
-        with refused:
-            if refused.errors:  # nobody waits for a server to start
-                config.training.vllm_server_timeout = 0.0
-        for finding in stage.run(plan, refused).items:
+        findings = Findings()
+        stage.run(plan, findings)
+        for finding in findings.items:
             if finding.is_failure:
-                with refused:
-                    raise ConfigError(finding.message)
-            else:
-                plan.notes.append(finding.message)
-    refused.tell()
+                raise ConfigError(finding.message)
+            plan.notes.append(finding.message)
     return plan
 
 
@@ -72,61 +64,52 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 def _check_sources(plan: Plan, findings: Findings) -> None:
     """The datasets, whose branches the other checks read."""
-    config, training, refused = plan.config, plan.config.training, findings.refused
-    with refused:
-        for source in config.data.sources:
-            check_source(source.train_source[0])
-            check_source(source.eval_source[0])
-        findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
-        if not training.branches:  # of a task of one's own: those of the rows
-            training.branches = plan.branches_of_rows
-            training.kl_targets()
+    config, training = plan.config, plan.config.training
+    for source in config.data.sources:
+        check_source(source.train_source[0])
+        check_source(source.eval_source[0])
+    findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
+    if not training.branches:  # of a task of one's own: those of the rows
+        training.branches = plan.branches_of_rows
+        training.kl_targets()
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Settings that depend on each other or on files. Those alone are checked in `config`."""
-    config, training, model, refused = plan.config, plan.config.training, plan.config.model, findings.refused
-    reward = config.reward
-    with refused:
-        resumed = find(
-            training.resume_from_checkpoint,
-            training.output_dir,
-            with_digests=training.local_process_index == 0,
-            without_manifest=training.allow_changed_resume,
+    config, training, model, reward = plan.config, plan.config.training, plan.config.model, plan.config.reward
+    resumed = find(
+        training.resume_from_checkpoint,
+        training.output_dir,
+        with_digests=training.local_process_index == 0,
+        without_manifest=training.allow_changed_resume,
+    )
+    training.resume_from_checkpoint = None if resumed is None else str(resumed)
+    config.telemetry.check_branches(training.branches)
+    if training.held_out_eval:
+        check_evaluation(training, training.world_size)
+    _check_small_policy(plan)
+    if model.use_peft:
+        check_ranges(model, LORA)
+    of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
+    of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
+    of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
+    findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
+    findings.notes(check_stand_ins(reward, training.branches, next(iter(config.data.own_sources), None)))
+    if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+        raise ModelNotFoundError(
+            f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+            "scripts/make_vision_policy.py`, which teaches it in two minutes."
         )
-        training.resume_from_checkpoint = None if resumed is None else str(resumed)
-    refused.each(lambda: config.telemetry.check_branches(training.branches))
-    with refused:
-        if training.held_out_eval:
-            check_evaluation(training, training.world_size)
-    refused.each(lambda: _check_small_policy(plan))
-    with refused:
-        if model.use_peft:
-            check_ranges(model, LORA)
-        of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
-        of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
-        of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
-        findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
-    with refused:
-        own = next(iter(config.data.own_sources), None)
-        findings.notes(check_stand_ins(reward, training.branches, own))
-    with refused:
-        if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-            raise ModelNotFoundError(
-                f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-                "scripts/make_vision_policy.py`, which teaches it in two minutes."
-            )
-        is_16_bit = bool(training.bf16 or training.fp16)
-        asked = model.attn_implementation
-        model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
-        findings.notes([line])
-    refused.each(lambda: own_functions(reward), lambda: plan.reward)
-    refused.each(lambda: check_weights(Path(config.policy_path).expanduser()))
-    with refused:
-        if training.resume_from_checkpoint is None:
-            findings.notes([earlier_start(training.output_dir)])
-        if 0 < training.max_steps <= training.warmup_steps:
-            findings.note("`warmup_steps` is not less than `max_steps`: the learning rate is never reached")
+    is_16_bit = bool(training.bf16 or training.fp16)
+    asked = model.attn_implementation
+    model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
+    findings.notes([line])
+    _ = plan.reward  # reads what it is made of
+    check_weights(Path(config.policy_path).expanduser())
+    if training.resume_from_checkpoint is None:
+        findings.notes([earlier_start(training.output_dir)])
+    if 0 < training.max_steps <= training.warmup_steps:
+        findings.note("`warmup_steps` is not less than `max_steps`: the learning rate is never reached")
 
 
 def _check_small_policy(plan: Plan) -> None:
@@ -155,11 +138,11 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
     train, held_out = plan.train, plan.held_out
-    with findings.refused:
-        needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
-        needs += needs_of(plan.reward.scoring) if config.reward.judges_answers else ()
-        for dataset in filter(None, plan.datasets):
-            findings.refused.each(*(partial(one.check, dataset.column_names) for one in needs))
+    needs = [one for scorer in plan.reward.functions.values() for one in scorer.names.needs]
+    needs += needs_of(plan.reward.scoring) if config.reward.judges_answers else ()
+    for dataset in filter(None, plan.datasets):
+        for one in needs:
+            one.check(dataset.column_names)
     records = [*plan.train_records, *plan.held_out_records]
     findings.notes([*(part.note for part in records), train.note, held_out.note])
     if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
@@ -170,13 +153,12 @@ def _check_data(plan: Plan, findings: Findings) -> None:
             f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Hold out "
             "more (`max_eval_rows`), or set `quick_eval_steps: 0`."
         )
-    with findings.refused:
-        prompts = training.generation_batch_size // training.num_generations
-        check(
-            training.mode != "train" or len(train.rows) >= prompts,
-            f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
-            "Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
-        )
+    prompts = training.generation_batch_size // training.num_generations
+    check(
+        training.mode != "train" or len(train.rows) >= prompts,
+        f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
+        "Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+    )
     check_splits(train.rows, held_out.rows, training.branches, findings)
     findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
     findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens

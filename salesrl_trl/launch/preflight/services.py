@@ -77,7 +77,7 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
         findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
         return
     if (address := config.rag_service.base_url) is not None:
-        findings.notes(check_rag(address, rag_key_of(config)))  # also where other parts can't be made
+        findings.notes(check_rag(address, rag_key_of(config)))
     if config.has_chain and not config.asks_nobody and _puts_load(plan):
         asyncio.run(_examine_rag(plan, findings))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from salesrl_trl.errors import Refusals, SalesRLError
+from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
 from salesrl_trl.launch.process import PAGE, recognised, short
 
@@ -30,14 +30,11 @@ class PreflightStage:
     needs: tuple[str, ...]  # names of earlier stages without which this one can't run
     checks: tuple[Check, ...]
 
-    def run(self, plan: "Plan", refused: Refusals) -> Findings:
-        """Make the checks, up to one that says that there is nothing to check, or refuses something."""
-        findings, before = Findings(refused=refused), len(refused.errors)
+    def run(self, plan: "Plan", findings: Findings) -> None:
+        """Make the checks, up to one that says that there is nothing to check."""
         for check in self.checks:
-            if findings.skipped is None and len(refused.errors) == before:
-                with refused:
-                    check(plan, findings)
-        return findings
+            if findings.skipped is None:
+                check(plan, findings)
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,11 @@ class StageReport:
 
 def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
     """Run a stage and time it. An error becomes a finding."""
-    start = time.perf_counter()
+    start, findings = time.perf_counter(), Findings()
     try:
-        findings = stage.run(plan, Refusals())
-        findings.items += [finding_of(error) for error in findings.refused.errors]
+        stage.run(plan, findings)
     except Exception as error:
-        findings = Findings([finding_of(error)])
+        findings.items.append(finding_of(error))
     reason = [Finding(findings.skipped)] if findings.skipped else []
     seconds = time.perf_counter() - start
     return StageReport(stage.name, findings.verdict, seconds, (*findings.items, *reason), dict(findings.figures))

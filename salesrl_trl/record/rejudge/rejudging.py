@@ -18,7 +18,7 @@ import torch
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import make_private
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.rag_client import RagBackend, answer_from_json
+from salesrl_trl.judged.rag_client import ANSWER, RagBackend
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
 from salesrl_trl.launch.data.sources import columns_of
@@ -145,7 +145,7 @@ class RecordedRag(RagBackend):
     def _answer(self, service: str, key: str) -> Answer:
         if key not in self._answers:
             raise ServiceUnavailable(f"the record has no such answer of {service}", code=f"{service}_not_recorded")
-        return answer_from_json(self._answers[key])
+        return ANSWER.validate_python(self._answers[key])
 
 
 def _key(context: str, ids: RequestIds, action: Mapping[str, str] | None) -> str:

@@ -54,8 +54,7 @@ def search():
 )
 def test_what_the_policy_is_told_of_a_search_and_whose_error_it_was(search, arguments, told, counted, reason):
     calls, notes = ToolCalls(["search"]), ConversationNotes()
-    tools = calls.of([search.function], notes)
-    result = asyncio.run(asyncio.wait_for(_caught(tools["search"](**arguments)), 5))
+    result = asyncio.run(asyncio.wait_for(_caught(calls.call(search.function, notes, arguments)), 5))
     assert result == told
     counts = calls.counts["search"]
     assert {name: counts[name] for name in ("errors", "failures") if counts[name]} == counted
@@ -89,7 +88,7 @@ def test_equal_searches_are_one_request_and_every_conversation_has_its_call_in_t
     async def searched(*queries):
         calls = ToolCalls(["search"])
         for query in queries:
-            await asyncio.gather(*(calls.of([search.function], each)["search"](query=query) for each in notes))
+            await asyncio.gather(*(calls.call(search.function, each, {"query": query}) for each in notes))
 
     asyncio.run(searched("yoga", "yoga", "nothing"))
     asked = [action["rewritten_query"] for action, *_ in search._rag.backend.asked]

@@ -365,3 +365,11 @@ def test_groups_do_not_go_by_themselves_where_a_batch_is_one(size, given, reason
     told = why_in_turn(args, *given)
     assert (told is None) == (reason is None)
     assert reason is None or reason in told
+
+
+@pytest.mark.parametrize("source", ["", {"path": ""}])
+@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+def test_a_source_that_can_be_none_is_refused(name, source):
+    if name == "eval_dataset" or isinstance(source, str):
+        with pytest.raises(ConfigError, match=rf"^`{name}(\.path)?` is "):
+            DataConfig(**{name: source})

@@ -119,8 +119,7 @@ def test_the_judgements_a_branch_needs_follow_its_weights():
     assert scoring.rubrics("a") == {"judge": "a"}
     assert scoring.rubrics("b") == {"judge": "b", "judge_tone": "tone"}
     assert scoring.rubrics("c") == {}
-    packaged = ("judge", "margin", "retrieval", "right_document", "format", "reference")
-    assert scoring.component_names == (*packaged, "judge_tone")
+    assert scoring.judged_names == ("judge", "margin", "reference", "judge_tone")
 
 
 @pytest.mark.parametrize(

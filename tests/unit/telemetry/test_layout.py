@@ -12,7 +12,6 @@ from transformers.integrations import TensorBoardCallback
 from salesrl_trl.names import (
     BY_SECOND_JUDGE,
     JUDGE_ALARMS,
-    JUDGE_DRIFT,
     MACHINE,
     MEMORY,
     THROUGHPUT,
@@ -34,7 +33,7 @@ TAGS = {
     f"train/{name}"
     for name in (
         *Ledger(REWARDS, with_kl=True, further=["refill"]).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
-        "failures/reason/rag_8b_timeout", BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, *map(agreement_of, BRANCHES),
+        "failures/reason/rag_8b_timeout", BY_SECOND_JUDGE, JUDGE_ALARMS, *map(agreement_of, BRANCHES),
         *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
 }  # fmt: skip
