@@ -23,8 +23,7 @@ from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
-from salesrl_trl.ground.own_code import warn_of_changes
-from salesrl_trl.ground.process import patched
+from salesrl_trl.ground.process import patched, warn_of_changes
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
