@@ -160,7 +160,8 @@ class SalesGRPOTrainer(SavingTrainer):
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
-            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
+            identity = self.components.policy.identity_of(self.train_dataset, self.components.branches)
+            resumed = self.components.keeper.begin(resume_from_checkpoint, identity, self.model.name_or_path)
             for part in self.components.parts:
                 part.begin(resumed, self.components.keeper.run)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start

@@ -107,7 +107,7 @@ class RewardFigures:
         of_the_chain = (
             names.REFERENCE_MISSING, names.RIGHT_DOCUMENT, names.LENGTH_CORRELATION, names.POSITION_GAP,
             names.JUDGE_SECONDS, *names.of_branches(names.reference_of(BRANCH), branches).values(),
-            *map(names.saved_by, names.CACHES), *map(names.slowest_of, Stage),
+            *map(names.saved_by, names.CACHES),
             *(names.stage_of(stage, share) for stage in Stage for share in names.STAGE_SHARES),
         )  # fmt: skip
         self.not_logged = frozenset(of_the_chain if reward.functions and not reward.components else ())
@@ -143,23 +143,11 @@ class RewardFigures:
                 tags = {name: is_known & (branch_ids == branch_id) for branch_id, name in by_branch}
             for name, counts in tags.items():
                 aggregates.add(name, values[counts].sum().item(), counts.sum().item())
-        self._add_stages(aggregates, table)
-
-    def _add_stages(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
-        """Seconds of each stage: percentiles over completions, and the stages of the slowest completion."""
-        seconds = {stage: self.column(table, stage) for stage in self._stages}
-        for stage, times in seconds.items():
+        for stage in self._stages:  # percentiles of its seconds, over completions
+            times = self.column(table, stage)
             measured = times[~times.isnan()].tolist()
             for name, share in names.STAGE_SHARES.items():
                 aggregates.add(names.stage_of(stage, name), percentile(measured, share), int(bool(measured)))
-        if not len(table):
-            return
-        spent = {stage: times.nan_to_num() for stage, times in seconds.items()}
-        beside = torch.maximum(spent[Stage.RAG_8B], spent[Stage.RAG_32B])
-        others = sum(times for stage, times in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
-        slowest = int((beside + others).argmax())
-        for stage, times in spent.items():
-            aggregates.add(names.slowest_of(stage), times[slowest].item(), 1)
 
     def encode_report(self, report: BatchReport) -> torch.Tensor:
         """A batch's report as a table, to be gathered: shape (1, 2 + `JudgeBias.SUMS` + counts), float64."""

@@ -362,3 +362,21 @@ def per_batch(
 def _decorated(function: Function | None, per: Per, deadline_s: float, transport: Transport | None) -> object:
     make = functools.partial(RewardFunction, per=per, deadline_s=deadline_s, transport=transport)
     return make if function is None else make(function)
+
+
+def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+    """A reward function of a completion's length, which DAPO adds to the task's reward.
+
+    It is 0 up to `max_completion_len - soft_punish_cache` tokens, and falls from there to -1 at `max_completion_len`
+    (https://huggingface.co/papers/2503.14476, equation 13). verl's `penalty_factor` is its entry of `reward_weights`.
+    """
+    from trl.rewards import get_soft_overlong_punishment  # trl takes seconds, which not every reader has
+
+    if not 0 < soft_punish_cache <= max_completion_len:
+        raise ConfigError(f"`soft_punish_cache` is {soft_punish_cache}. Expected 1 to {max_completion_len} tokens.")
+    of_batch = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+    return RewardFunction(functools.partial(soft_overlong, of_batch), Per.COMPLETION)
+
+
+def soft_overlong(of_batch: Callable[[list[list[int]]], list[float]], completion_ids: list[int]) -> float:
+    return of_batch([completion_ids])[0]

@@ -302,7 +302,7 @@ class RolloutScoring:
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
         mine = [(reward.reason, reward.value is None, is_refused, reward.breach) for reward in faulty]
         failed = gather_object(mine)
-        reports = rollout.reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
+        reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
         self._has_scored |= not rollout.failed.all().item()
         if not self._has_scored and failed and all(breach for *_, breach in failed):
             raise FunctionError(

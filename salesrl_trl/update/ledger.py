@@ -11,13 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from salesrl_trl.kl.branched import KLControl
-from salesrl_trl.names import (
-    ALL_KL,
-    FAILURE_REASONS,
-    beta_of,
-    kl_of,
-    line_names,
-)
+from salesrl_trl.names import ALL_KL, FAILURE_REASONS, beta_of, kl_of, line_names
 from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
 from salesrl_trl.telemetry.perf import StepAggregates
 from salesrl_trl.types import EvaluatedCompletion

@@ -14,20 +14,13 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig, rollouts
 from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.generation.sampler import (
-    Sampled,
-    Sampler,
-    Streamed,
-    Upstream,
-    WholeBatch,
-)
+from salesrl_trl.generation.sampler import Sampled, Sampler, Streamed, Upstream, WholeBatch
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
@@ -43,7 +36,6 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 
@@ -84,14 +76,7 @@ class Components:
         own = [name for part in parts for name in part.figure_names]
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
         self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
-        self.keeper = Keeper(
-            args,
-            self.kl,
-            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
-            is_skipping=lambda: self.run_control.is_skipping,
-            in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
-            parts=self.parts,
-        )
+        self.keeper = Keeper(args, self.kl, self.run_control, self.parts)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
@@ -116,8 +101,7 @@ class Components:
         )
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(trl.model, args.bf16 or args.fp16)
-            spare_casts(trl.model, trl.accelerator.device.type)  # that autocast takes back
+            self.policy.raise_adapters(trl.model)
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
@@ -221,6 +205,7 @@ class Components:
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
             seed=args.seed,
         )  # fmt: skip
+        self.keeper.buffer = self.pipeline.buffer
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,

@@ -49,7 +49,6 @@ class Hooks:
     model: torch.nn.Module
     ref_model: torch.nn.Module | None
     step: Callable[[], int]
-    last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
     updates: bool  # whether steps change the policy

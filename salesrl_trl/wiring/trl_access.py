@@ -36,7 +36,6 @@ class TRLAccess(TRLGeneration):
             model=self.model,
             ref_model=self.ref_model,
             step=lambda: self.state.global_step,
-            last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
             updates=self.updates,
