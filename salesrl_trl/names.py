@@ -84,7 +84,6 @@ BASELINE_FALLBACK = "failures/baseline_fallback"
 SINGLE_SCORED = "failures/single_scored"
 FAILURE_REASONS = "failures/reason/"  # before each reason code that has been seen
 
-LENGTH_CORRELATION = "judge/length_correlation"
 POSITION_GAP = "judge/position_gap"
 JUDGED_SINGLY = "judge/judged_singly"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge provider, in a generation batch

@@ -270,7 +270,6 @@ class SalesGRPOTrainer(SavingTrainer):
         return self._made.encoded or super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, if there is one."""
         if self._made.tokens is not None:
             return self._made.tokens(prompt_ids, num_generations)
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -384,7 +383,6 @@ class SalesGRPOTrainer(SavingTrainer):
         return output
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        """Adds a quick evaluation when one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.components.run_control.error is None:
             self.components.step_is_over()

@@ -1,8 +1,5 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
-
-A run that stopped inside a generation batch resumes with the completions that it had not trained on, and with
-`save_rollouts` with those that were generated ahead.
-"""
+With them go completions that are not trained on yet."""
 
 import contextlib
 import io
@@ -47,7 +44,6 @@ class HasState(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-    def known_run(self) -> str | None: ...
 
 
 @dataclass(eq=False)
@@ -78,7 +74,7 @@ class Keeper:
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-        self.run = agreed(lambda: _run_of(self._last, self._output_dir, self.parts))
+        self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         self._states = {}
         return None if self._last is None else str(self._last)
@@ -127,7 +123,7 @@ class Keeper:
         for first, rollout in flying.items():
             content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
             sampled = rollout.sampled
-            if sampled is not None and self.args.save_rollouts and not sampled.has_pictures:
+            if sampled is not None and self.args.save_rollouts and not any(sampled.generated[6] or ()):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
                 rollouts[first] = {**content, "sampled": tokens}
@@ -161,7 +157,6 @@ class Keeper:
         return None if saved is None else cast(Batches, saved["batches"])
 
     def _save_part(self, folder: Path, name: str, **content: object) -> None:
-        """Save this process's part, with the `arrangement` of batches that it holds for."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / name.format(rank=self.args.process_index)
         torch.save({"arrangement": self.args.arrangement, **content}, path)
@@ -225,7 +220,6 @@ class Keeper:
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
-        """Delete the oldest whole checkpoints, but neither the best nor the last one."""
         limit = self.args.save_total_limit or 0
         if limit <= 0:
             return
@@ -273,14 +267,11 @@ def choose_on_all_ranks(
     return chosen
 
 
-def _run_of(checkpoint: Path | None, output_dir: Path, parts: Sequence[HasState]) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
-    manifest a part may know it."""
-    ids: list[str | None] = []
-    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
-        manifest = read(checkpoint)
-        ids = [manifest.run if isinstance(manifest, Manifest) else None, *(part.known_run() for part in parts)]
-    return next(filter(None, ids), None) or uuid.uuid4().hex
+def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one."""
+    is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
+    manifest = read(checkpoint) if checkpoint is not None and is_own else None
+    return (manifest.run if isinstance(manifest, Manifest) else "") or uuid.uuid4().hex
 
 
 def agreed(work: Callable[[], T]) -> T:

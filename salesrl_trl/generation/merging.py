@@ -1,8 +1,6 @@
-"""What a push of weights to vLLM needs beside TRL's own: for adapters, a CPU, engines that quantise, and pictures.
-
-TRL merges an adapter into its base in place, and subtracts it after the push. In 16 bits both round, so the base
-drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
-"""
+"""What a push of weights to vLLM needs beside TRL's own. TRL merges an adapter into its base in place, and subtracts
+it after the push. In 16 bits both round, so the base drifts, which is the reference of the KL and what an adapter is
+loaded onto."""
 
 import contextlib
 import copy

@@ -1,7 +1,4 @@
-"""From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
-
-Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
-"""
+"""From prompts to completions: the protocol of a generation engine (`Sampler`), and TRL's own engines behind it."""
 
 import contextlib
 from asyncio import AbstractEventLoop
@@ -76,10 +73,6 @@ class Sampled:
     @property
     def completion_ids(self) -> list[list[int]]:
         return self.generated[1]  # type: ignore[no-any-return]
-
-    @property
-    def has_pictures(self) -> bool:
-        return any(self.generated[6] or ())
 
     @property
     def completions(self) -> list[Any]:
@@ -189,10 +182,10 @@ class WholeBatch:
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
         if isinstance(self._owner, GenerationConfig):
+            flags = SAMPLING_FLAGS & vars(self._owner).keys()  # transformers warns about each that is set
             with contextlib.ExitStack() as stack:
-                for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
-                    stack.enter_context(patched(self._owner, name, None))
-                stack.enter_context(patched(self._owner, "do_sample", False))
+                for name, value in {**dict.fromkeys(flags), "do_sample": False}.items():
+                    stack.enter_context(patched(self._owner, name, value))
                 yield
             return
         kwargs = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}

@@ -1,7 +1,5 @@
-"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`.
-
-vLLM is imported only while an engine is built, so that this module costs nothing without it.
-"""
+"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`. It is imported only while
+an engine is built."""
 
 import contextlib
 import functools

@@ -61,7 +61,6 @@ def _is_checkout() -> bool:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, or the one that pip has noted."""
     if _is_checkout():
         return _git("rev-parse", "HEAD")
     for installed in importlib.metadata.distributions(name=PACKAGE.name):

@@ -1,7 +1,4 @@
-"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise.
-
-docs/REWARDS.md is for their users.
-"""
+"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise."""
 
 import asyncio
 import copy
@@ -206,7 +203,6 @@ class RewardFunction(Scorer):
             raise failed from error
 
     def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Everything that it may ask for, but what it logs with."""
         first, is_batch = samples[0].row, self._per is Per.BATCH
         values: dict[str, Any] = {
             name: [sample.row[name] for sample in samples] if is_batch else first[name]
@@ -263,7 +259,6 @@ class RewardFunction(Scorer):
         return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words}, breach=breach)
 
     def _refused(self, code: str, what: str) -> FunctionError:
-        """An error about what the function returned, which is logged once."""
         self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
         return FunctionError(f"{self.__name__} ({self._place}) returned {what}.", f"{self.code}_{code}")
 
@@ -286,7 +281,6 @@ def _call_verls(
 
 
 def _number(value: Any) -> float | None:
-    """What a function returned as a number; `None` for what is none."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers

@@ -1,7 +1,4 @@
-"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
-
-TRL runs reward models, the reward loop calls all functions.
-"""
+"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Begins generation, and each completion's reward from the moment the completion is finished.
-
-Knows neither turns nor steps: `pipeline` and `buffer` say what is generated when.
-"""
+"""Begins generation, and each completion's reward from the moment the completion is finished."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +127,6 @@ class Launcher:
         return finished
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
-        """Keep the completions, and start the rewards that have not."""
         rollout.sampled = sampled
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:

@@ -1,9 +1,6 @@
-"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
-
-The trainer's overrides call it. `train_on` and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`,
-and `next_micro_batches` hands out groups that are scored first. The reward scores a completion, and TRL computes
-advantages; `_hybrid_advantages` replaces them where a reference counts.
-"""
+"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them. `train_on`
+and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`, and `next_micro_batches` hands out groups
+that are scored first."""
 
 import copy
 import math

@@ -1,8 +1,5 @@
-"""Log-probs of a padded batch, with each prompt once through the model. `rollout.model_passes` calls it.
-
-Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
-fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
-"""
+"""Log-probs of a padded batch, with each prompt once through the model: which batches go this way, how many passes it
+takes, and the comparison with TRL's own way at first use."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start.
-
-`perf` owns the arithmetic of the figures.
-"""
+"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start."""
 
 import functools
 import json
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TRACED_STEPS = range(1, 51)  # without instruments of one's own, as in the recipes
 BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summed
 
 
@@ -80,11 +76,6 @@ class Instruments:
         self._heartbeat: Heartbeat | None = None
         self._running = False
         self.last_step = 0  # the last step of training, for heartbeats
-
-    @classmethod
-    def by_default(cls, device: torch.device, output_dir: Path) -> "Instruments":
-        """Phases, heartbeats, and a trace of the first 50 steps."""
-        return cls(InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), device, output_dir)
 
     def start(self, is_main: bool) -> None:
         """Start the heartbeat and the trace, on the main rank. A second call does nothing."""

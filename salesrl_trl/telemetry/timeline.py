@@ -1,9 +1,5 @@
-"""The phases of a step, which add up to its wall time. Standard library only.
-
-A step is cut at marks: one wherever a phase begins or ends. The time between two marks belongs to the innermost phase
-that was open, or to `Phase.UNACCOUNTED`. So forgotten work shows up as unaccounted. Work on a GPU runs behind the
-host: there, a clock that is handed in says when the device reached a mark.
-"""
+"""The phases of a step, which add up to its wall time: the time between two marks belongs to the innermost open phase,
+or to `Phase.UNACCOUNTED`. Work on a GPU runs behind the host: there a clock says when the device reached a mark."""
 
 import functools
 import math
@@ -79,8 +75,6 @@ class _OpenPhase(NamedTuple):
 
 
 class _Step:
-    """Marks of a step, and the phase that owns the time after each mark."""
-
     def __init__(self, first: Mark, owner: str) -> None:
         self.marks = [first]
         self.owners = [owner]
@@ -234,7 +228,6 @@ class Timeline:
         return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
 
     def _cut(self, mark: Mark, stack: tuple[_OpenPhase, ...]) -> None:
-        """Cut the step where these phases begin to be the open ones."""
         self._stack, self._cut_at = stack, mark.host
         self._owner = _shown(stack, self._opaque).name if stack else Phase.UNACCOUNTED
         if self._step is not None:

@@ -112,7 +112,6 @@ class StepTrace:
                 os.truncate(self._path, size)
 
     def _events(self, origin: float, rank: int, offset: float, spans: Sequence[Span]) -> Iterator[dict[str, object]]:
-        """Spans of a rank as events of the format, with the names of new tracks."""
         for span in spans:
             process = rank if span.track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
             tracks = self._tracks.setdefault(process, [])

@@ -1,8 +1,5 @@
-"""The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
-
-Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a run
-fails. Holds no trainer. The trainer builds `Components` before TRL's own, and calls `connect` after it.
-"""
+"""The components of a trainer, built before TRL's own and connected after it by what they use of it (`Hooks`). Owns
+the order in which they are built, and what happens when a run fails. Holds no trainer."""
 
 import contextlib
 import copy
@@ -19,7 +16,7 @@ from salesrl_trl.config import SalesGRPOConfig, rollouts
 from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
-from salesrl_trl.data.branches import COLUMN, Branches
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.sampler import Sampled, Sampler, Streamed, Upstream, WholeBatch
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
@@ -30,7 +27,7 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.instruments import Instruments, StepMarks
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
@@ -59,9 +56,10 @@ class Components:
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
         self._rows: Any = train_dataset
-        self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
+        self.branches = Branches.of_data(args.branches, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments = instruments or Instruments.by_default(args.device, Path(args.output_dir))
+        settings = InstrumentSettings(trace_steps=range(1, 51))
+        self.instruments = instruments or Instruments(settings, args.device, Path(args.output_dir))
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.converses = False  # whether completions that may call tools go through their turns one by one

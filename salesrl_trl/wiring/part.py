@@ -1,8 +1,5 @@
-"""A part of a trainer: what it can train without. Recorder, evaluations, spending and trackers are parts.
-
-Owns the interface and the list of built-in parts with what turns each of them on. `components` builds and connects
-them. A part of your own goes into `SalesGRPOTrainer(parts=[...])`.
-"""
+"""A part of a trainer: what it can train without. Owns the interface, and the list of built-in parts with what turns
+each of them on. A part of your own goes into `SalesGRPOTrainer(parts=[...])`."""
 
 import importlib
 import logging
@@ -135,10 +132,6 @@ class Part(TrainerCallback):
 
     def connect(self, run: PartContext) -> None:
         """The trainer is built, and the parts before this one are connected."""
-
-    def known_run(self) -> str | None:
-        """The id of the run whose files this part finds in the output folder, if it keeps any."""
-        return None
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         """`train` begins, from the checkpoint `resumed` if there is one. `run_id`: of the run, over its resumes."""

@@ -1,7 +1,4 @@
-"""What the trainer writes and pushes: overrides of transformers' saving, with the package's own files and model card.
-
-Owns no format: `checkpoint.keeper` saves and restores, `checkpoint.run_files` says what may leave the machine.
-"""
+"""What the trainer writes and pushes: overrides of transformers' saving, with the package's own files."""
 
 import functools
 from concurrent.futures import Future
@@ -95,7 +92,6 @@ class SavingTrainer(TRLAccess):
             self._policy_is_saved(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the package's own files."""
         super()._save_optimizer_and_scheduler(output_dir)
         at = (self.state.global_step, self._step)
         self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])

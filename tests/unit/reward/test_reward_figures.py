@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from salesrl_trl.reward.batch import BatchReport
-from salesrl_trl.reward.figures import JudgeBias, RewardFigures
+from salesrl_trl.reward.figures import FIRST, SECOND, RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.perf import StepAggregates
@@ -70,8 +70,8 @@ def test_reports_of_ranks_are_summed_and_their_times_are_the_slowest():
         for seconds in (1.0, 3.0)
     ]
     figures_of = RewardFigures(BRANCHES, RewardNames(providers=("openai",), services=("rag_8b",)))
-    means, bias = StepAggregates(figures_of.names()), JudgeBias()
-    figures_of.add_report(means, bias, torch.cat([figures_of.encode_report(report) for report in reports]))
+    means = StepAggregates((*figures_of.names(), FIRST, SECOND))
+    figures_of.add_report(means, torch.cat([figures_of.encode_report(report) for report in reports]))
     figures = means.flush()
     assert (figures["time/reward_s"], figures["time/judge_s"]) == (3.0, 1.5)
     assert (figures["judge/openai/verdicts"], figures["judge/openai/usd"]) == (4.0, 0.5)
