@@ -59,8 +59,7 @@ SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "bes
 class Sampled:
     """Completions of one batch, as TRL's `_generate` returns them."""
 
-    generated: tuple[Any, ...]
-    """Eight lists. Each has length B, or is empty."""
+    generated: tuple[Any, ...]  # eight lists. Each has length B, or is empty.
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
@@ -166,8 +165,7 @@ def ready(sampled: Sampled) -> Begun:
     return Begun(lambda: sampled, lambda: None, is_ready=True)
 
 
-Start = Callable[[Sequence[object], Finished, bool], Handle]
-"""`Sampler.start`."""
+Start = Callable[[Sequence[object], Finished, bool], Handle]  # `Sampler.start`
 
 
 class WholeBatch:
@@ -281,8 +279,7 @@ class TurnAccess:
     begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]
     """Begins a batch of these prompts. The callable makes its result once it is over; a collective. `True`: training
     goes on before."""
-    sample: Callable[[Sequence[object], Made], Sampled]
-    """TRL's `_generate` around what is made; a collective."""
+    sample: Callable[[Sequence[object], Made], Sampled]  # TRL's `_generate` around what is made; a collective
     sums: Callable[[Mapping[str, float]], dict[str, float]]
     """Sums over all ranks, which have the same names; a collective."""
     tools: Sequence[Callable[..., object]]  # of TRL, with the methods of environments

@@ -33,8 +33,7 @@ class Launcher:
     """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
     play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
     """Plays an episode with each row, in place of a completion of the sampler's."""
-    go_on: Callable[[], None] = lambda: None
-    """Generates the next turns of conversations that are out."""
+    go_on: Callable[[], None] = lambda: None  # generates the next turns of conversations that are out
 
     def prepare(self, inputs: Sequence[Example]) -> None:
         """Ask for what the rewards of these rows need before their completions come."""

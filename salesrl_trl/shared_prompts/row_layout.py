@@ -20,8 +20,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-IGNORED = -100
-"""Label of a token whose prediction nobody asks for."""
+IGNORED = -100  # label of a token whose prediction nobody asks for
 Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
 """Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
 
@@ -72,8 +71,7 @@ class Layout:
     segments: tuple[tuple[int, ...], ...]
     """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
     source: np.ndarray = field(repr=False)  # shape (S,): place of each token in the flattened padded batch
-    weights: np.ndarray = field(repr=False)
-    """Shape (S,): how many tokens of the padded batch a token stands for."""
+    weights: np.ndarray = field(repr=False)  # shape (S,): how many tokens of the padded batch a token stands for
     device: torch.device
 
     @property

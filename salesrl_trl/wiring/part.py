@@ -250,13 +250,10 @@ def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
     )
 
 
-EXTRAS = ("agents", "demo")
-"""Layers with packages that the core does not bring."""
+EXTRAS = ("agents", "demo")  # layers with packages that the core does not bring
 
-AGENTS = "agents"
-"""Name of the part of tools and episodes."""
-BBQ_COLUMN = "stereotyped_groups"
-"""Of rows of BBQ alone: an evaluation of them has BBQ's scores."""
+AGENTS = "agents"  # name of the part of tools and episodes
+BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
 
 
 def _columns(dataset: Any) -> list[Sequence[str]]:
