@@ -184,12 +184,8 @@ def _over_padded(
     value: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    """As `shared_attention`, by two calls of `attend` with batches that are padded on the right:
-
-    - the prefixes: all tensors of shape (groups with a prefix, heads, longest prefix, channels);
-    - the segments: queries of shape (segments, heads, longest segment, channels); keys and values of each segment's
-      prefix and itself, (segments, heads of keys, longest prefix + longest segment, channels).
-    """
+    """By two calls of `attend` with batches that are padded on the right: the prefixes, shape (groups with a prefix,
+    heads, longest prefix, channels); and the segments, with keys and values of each one's prefix and itself."""
     padded = layout.padded
     parts = []
     if layout.prefixes:

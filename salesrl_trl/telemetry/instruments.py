@@ -49,11 +49,8 @@ class InstrumentSettings:
 
 
 class Instruments:
-    """A run's timeline and the figures from it.
-
-    Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
-    collective. The trace lies in `output_dir`.
-    """
+    """A run's timeline and the figures from it. Every rank has one, for its device; `figures` is a collective. The
+    trace lies in `output_dir`."""
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
         self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
@@ -74,15 +71,13 @@ class Instruments:
         self._output_dir = output_dir
         self.machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
-        self._running = False
         self.last_step = 0  # the last step of training, for heartbeats
 
     def start(self, is_main: bool) -> None:
         """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
-        if self._running or not is_main:
+        if not is_main:
             return
-        self._running = True
-        if self._settings.heartbeat_s:
+        if self._settings.heartbeat_s and self._heartbeat is None:
             self._heartbeat = Heartbeat(self, self._settings.heartbeat_s)
         self._trace.start()
 
@@ -168,7 +163,6 @@ class Instruments:
 
     def close(self) -> None:
         """End all open phases and write the main rank's last spans; no collective. May be called twice."""
-        self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None

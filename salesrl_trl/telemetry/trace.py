@@ -26,10 +26,7 @@ STEPS_TRACK = "steps"
 
 class StepTrace:
     """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. It
-    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once.
-
-    Each rank is a process of the trace, with a track of phases and one of steps. A second process has a track for each
-    place in a batch of rewards."""
+    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once."""
 
     def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._path = path
