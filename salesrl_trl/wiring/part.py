@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -192,37 +192,32 @@ def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> N
         part.connect(run)
 
 
-class _BuiltIn(NamedTuple):
-    place: str
-    is_on: bool
-    asked_by: str = ""  # what asks for it; without, a run does without it where its layer is not there
-
-
 def built_in(run: PartContext) -> list[Part]:
     """The parts that the settings ask for, in the order of their collectives. Nothing is imported for the others."""
     args, reward = run.args, run.reward_loop.reward
     has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
     has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
+    # what asks for it comes last; without, a run does without it where its layer is not there
     wanted = (
-        _BuiltIn("parts.run_banner:Banner", True),
-        _BuiltIn("parts.step_lines:StepLine", True),
-        _BuiltIn("parts.step_lines:EpochLine", True),
-        _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
-        _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
-        _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
-        _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
-        _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
-        _BuiltIn("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
-        _BuiltIn("launch.evaluation.held_out:HeldOut", True),
-        _BuiltIn("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
-        _BuiltIn("parts.trackers:TrackersPart", True),
-        _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
-        _BuiltIn("parts.model_card:ModelCard", True),
+        ("parts.run_banner:Banner", True, ""),
+        ("parts.step_lines:StepLine", True, ""),
+        ("parts.step_lines:EpochLine", True, ""),
+        ("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
+        ("judged.spending:Spending", reward.budget is not None, "a budget"),
+        ("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead), ""),
+        ("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
+        ("record.recorder:RecorderPart", bool(args.record), "`record`"),
+        ("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
+        ("launch.evaluation.held_out:HeldOut", True, ""),
+        ("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
+        ("parts.trackers:TrackersPart", True, ""),
+        ("parts.weight_change:WeightChange", run.trl.updates, ""),
+        ("parts.model_card:ModelCard", True, ""),
         # behind all that logs figures
-        _BuiltIn("record.recorder:ClosingReport", "tensorboard" in args.report_to),
+        ("record.recorder:ClosingReport", "tensorboard" in args.report_to, ""),
     )
     parts: list[Part] = []
-    for place, _, asked_by in (part for part in wanted if part.is_on):
+    for place, _, asked_by in (part for part in wanted if part[1]):
         module, _, kind = place.partition(":")
         try:
             parts.append(getattr(layer(module, asked_by), kind)())
