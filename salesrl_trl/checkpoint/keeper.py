@@ -42,8 +42,8 @@ class HasState(Protocol):
 
     name: str
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Keeper:
         self._is_main, self._leads_node = self.args.process_index == 0, self.args.local_process_index == 0
         self._last: Path | None = None
         self.run = ""  # its id, once it has begun
-        self._states: Mapping[str, Mapping[str, Any]] = {}  # of parts, as the run goes on from a checkpoint
+        self._states: Mapping[str, Mapping[str, object]] = {}  # of parts, as the run goes on from a checkpoint
 
     def begin(self, asked: str | os.PathLike[str] | bool | None, identity: Identity, model: str) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. Files of another run are put

@@ -114,7 +114,7 @@ def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(wide, requires_grad=False)
 
 
-def reload_all(llm: Any, weights: Any) -> None:
+def reload_all(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load all weights through vLLM's worker, which repacks parameters after loading: TRL's push of single ones fails
     on a CPU, and for an engine that quantises."""
     worker = llm.llm_engine.model_executor.driver_worker

@@ -37,7 +37,7 @@ class Finished(Protocol):
         token_ids: Sequence[int],
         messages: Sequence[object] | None = None,
         failed: str | None = None,
-        columns: Mapping[str, Any] | None = None,
+        columns: Mapping[str, object] | None = None,
     ) -> None: ...
 
 
@@ -81,10 +81,10 @@ class Sampled:
     def logprobs(self) -> list[list[float]] | None:
         return self.generated[4]  # type: ignore[no-any-return]
 
-    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
+    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
         `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without pictures."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
             ("completion", self.completion_ids, "right"),
@@ -210,7 +210,7 @@ VISION_FIELDS = (
 """What TRL hands to a model beside tokens, if a batch has pictures."""
 
 
-def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[str, object]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded, perhaps
     with some of `VISION_FIELDS`. `batch_size`: completions of a forward pass."""
     ids, mask = (
@@ -239,7 +239,7 @@ def guard_parser(tokenizer: Any) -> None:
     tokenizer.parse_response = MethodType(parse_response, tokenizer)
 
 
-def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, Any]:
+def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, object]:
     if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
         raise ValueError("the turn has more ends than are sampled")
     try:
@@ -253,8 +253,8 @@ def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -
 
 class Encoded(NamedTuple):
     ids: list[list[int]]
-    images: list[Any] | None
-    fields: Mapping[str, Any]  # what the processor makes beside tokens
+    images: list[object] | None
+    fields: Mapping[str, object]  # what the processor makes beside tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,12 +263,12 @@ class Made:
 
     encoded: Encoded | None = None
     tokens: TokenSource | None = None  # in place of TRL's engines
-    talked: tuple[Any, ...] | None = None  # what `_tool_call_loop` is to return
-    rollout: Mapping[str, Any] | None = None  # what a `rollout_func` is to return
+    talked: tuple[object, ...] | None = None  # what `_tool_call_loop` is to return
+    rollout: Mapping[str, object] | None = None  # what a `rollout_func` is to return
 
 
 class ToolsOf(NamedTuple):
-    schemas: list[Any]  # as the chat template gets them
+    schemas: list[object]  # as the chat template gets them
     functions: Sequence[Callable[..., object]]  # those that are called
 
 

@@ -27,7 +27,7 @@ from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward, missing
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
@@ -176,7 +176,7 @@ class RewardFunction(Scorer):
         rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
         return rewards
 
-    async def _returned(self, arguments: Mapping[str, Any], count: int = 1) -> Any:
+    async def _returned(self, arguments: Mapping[str, object], count: int = 1) -> object:
         """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
         `ServiceError`."""
         arguments = _copied(arguments)
@@ -202,9 +202,9 @@ class RewardFunction(Scorer):
             failed.worth_retrying = True
             raise failed from error
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, object]:
         first, is_batch = samples[0].row, self._per is Per.BATCH
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             name: [sample.row[name] for sample in samples] if is_batch else first[name]
             for name in first
             if name not in ("prompt", "completion", *TRL_ARGUMENTS)
@@ -227,7 +227,7 @@ class RewardFunction(Scorer):
             raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
         return list(returned)
 
-    def _reward(self, value: Any) -> Reward:
+    def _reward(self, value: object) -> Reward:
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
@@ -287,7 +287,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _listing(function: Function, arguments: Mapping[str, Any], count: int) -> object:
+def _listing(function: Function, arguments: Mapping[str, object], count: int) -> object:
     """What a function returns; a generator's code runs here, in the function's thread, for `count` rewards and one."""
     returned = function(**arguments)
     return list(itertools.islice(returned, count + 1)) if isinstance(returned, Iterator) else returned

@@ -110,7 +110,7 @@ class Launcher:
             token_ids: Sequence[int],
             messages: Sequence[Any] | None = None,
             failed: str | None = None,
-            columns: Mapping[str, Any] | None = None,
+            columns: Mapping[str, object] | None = None,
         ) -> None:
             completion: Completion
             if messages is not None:
@@ -151,7 +151,7 @@ def prompts_of(inputs: Sequence[Example]) -> list[object]:
     return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]
 
 
-def _pictures(example: Example) -> list[Any] | None:
+def _pictures(example: Example) -> list[object] | None:
     if "images" in example:
         return example["images"]  # type: ignore[no-any-return]
     return None if example.get("image") is None else [example["image"]]

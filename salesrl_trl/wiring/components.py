@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
@@ -336,5 +337,5 @@ class Components:
             part.close()
 
 
-def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, Any]:
+def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, torch.Tensor]:
     return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

@@ -136,10 +136,10 @@ class Part(TrainerCallback):
     def begin(self, resumed: str | None, run_id: str) -> None:
         """`train` begins, from the checkpoint `resumed` if there is one. `run_id`: of the run, over its resumes."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Steps begin. `state`: what the checkpoint holds of this part; empty where there is none."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint keeps, as values of JSON. Called on the main process alone."""
         return {}
 
@@ -157,11 +157,11 @@ class Part(TrainerCallback):
         """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
         return {}
 
-    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
+    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, object]) -> None:
         """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
         `create_model_card`. Called on the main process alone."""
 
-    def card_values(self) -> Mapping[str, Any]:
+    def card_values(self) -> Mapping[str, object]:
         """What the model card shows of this part, by the names that `parts/model_card.jinja` has."""
         return {}
 
@@ -251,6 +251,6 @@ AGENTS = "agents"  # name of the part of tools and episodes
 BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
 
 
-def _columns(dataset: Any) -> list[Sequence[str]]:
+def _columns(dataset: object) -> list[Sequence[str]]:
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return [getattr(each, "column_names", None) or () for each in datasets]
