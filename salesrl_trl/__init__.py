@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from salesrl_trl.reward.functions import per_batch as per_batch
     from salesrl_trl.reward.functions import per_completion as per_completion
     from salesrl_trl.reward.functions import per_group as per_group
-    from salesrl_trl.reward.reward_funcs import soft_overlong_punishment as soft_overlong_punishment
+    from salesrl_trl.reward.functions import soft_overlong_punishment as soft_overlong_punishment
     from salesrl_trl.rollout.buffer import ByArrival as ByArrival
     from salesrl_trl.service.transport import Transport as Transport
     from salesrl_trl.timing import TimingContext as TimingContext
@@ -75,7 +75,7 @@ _NAMES = [
     ("reward.functions", "per_completion", "per_group", "per_batch"),
     ("agents.episodes", "per_episode"),
     ("reward.functions", "RewardFunction"),
-    ("reward.reward_funcs", "soft_overlong_punishment"),
+    ("reward.functions", "soft_overlong_punishment"),
     ("types", "Reward"),
     ("service.transport", "Transport"),
     ("agents.tools", "tool"),

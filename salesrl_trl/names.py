@@ -67,7 +67,6 @@ class Stage(StrEnum):
 
 STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # of a stage's seconds, over completions that had it
 stage_of: TagOfTwo = "time/{}_{}_s".format  # stage, share
-slowest_of: Tag = "time/slowest_{}_s".format
 REWARD_SECONDS = "time/reward_s"
 REWARD_EXPOSED = "time/reward_exposed_s"
 REWARD_HIDDEN = "time/reward_hidden_s"
@@ -85,7 +84,6 @@ BASELINE_FALLBACK = "failures/baseline_fallback"
 SINGLE_SCORED = "failures/single_scored"
 FAILURE_REASONS = "failures/reason/"  # before each reason code that has been seen
 
-LENGTH_CORRELATION = "judge/length_correlation"
 POSITION_GAP = "judge/position_gap"
 JUDGED_SINGLY = "judge/judged_singly"
 USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge provider, in a generation batch

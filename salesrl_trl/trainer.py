@@ -23,8 +23,7 @@ from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import check_not_taken, with_ids
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
-from salesrl_trl.ground.own_code import warn_of_changes
-from salesrl_trl.ground.process import patched
+from salesrl_trl.ground.process import patched, warn_of_changes
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.kl.penalty import BranchPenalty
@@ -161,7 +160,8 @@ class SalesGRPOTrainer(SavingTrainer):
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
         with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
-            resumed = self.components.keeper.begin(resume_from_checkpoint, self.train_dataset, self.model.name_or_path)
+            identity = self.components.policy.identity_of(self.train_dataset, self.components.branches)
+            resumed = self.components.keeper.begin(resume_from_checkpoint, identity, self.model.name_or_path)
             for part in self.components.parts:
                 part.begin(resumed, self.components.keeper.run)
             starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
@@ -270,7 +270,6 @@ class SalesGRPOTrainer(SavingTrainer):
         return self._made.encoded or super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs):
-        """Lets another engine generate, if there is one."""
         if self._made.tokens is not None:
             return self._made.tokens(prompt_ids, num_generations)
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
@@ -384,7 +383,6 @@ class SalesGRPOTrainer(SavingTrainer):
         return output
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        """Adds a quick evaluation when one is due."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.components.run_control.error is None:
             self.components.step_is_over()

@@ -1,8 +1,5 @@
-"""The values that pass between packages: rows, actions, answers, verdicts, rewards.
-
-Owns these values alone: no parsing, no I/O, standard library only. All of them are frozen, so that the trainer's
-thread and the thread of the reward's event loop may share them.
-"""
+"""The values that pass between packages: rows, actions, answers, verdicts, rewards. Standard library only. All are
+frozen, so that the trainer's thread and the thread of the reward's event loop may share them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -325,7 +322,6 @@ class JudgeRecord:
     """One valid verdict, to check whether the judge likes anything else than quality."""
 
     score: float
-    chars: int  # length of the candidate's answer
     candidate_first: bool | None
     """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
 

@@ -1,8 +1,5 @@
 """The checkpoints of a run: written beside the others, put in place when they are whole, deleted when they are old.
-
-A run that stopped inside a generation batch resumes with the completions that it had not trained on, and with
-`save_rollouts` with those that were generated ahead.
-"""
+With them go completions that are not trained on yet."""
 
 import contextlib
 import io
@@ -11,7 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -24,22 +21,16 @@ from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import Identity, check_identity, write_identity
 from salesrl_trl.checkpoint.run_files import put_run_aside
-from salesrl_trl.checkpoint.whole import (
-    STATE_FILE,
-    Manifest,
-    find,
-    read,
-    seal,
-    whole,
-)
+from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, read, seal, whole
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.process import patched, put_in_place
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
+from salesrl_trl.rollout.buffer import Buffer
 from salesrl_trl.rollout.in_flight import KeptRollouts
-from salesrl_trl.update.run_control import on_any_rank
+from salesrl_trl.update.run_control import RunControl, on_any_rank
 
 logger = get_logger(__name__)
 
@@ -51,23 +42,20 @@ class HasState(Protocol):
 
     name: str
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
-    def known_run(self) -> str | None: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Saves the checkpoints of one run, with the state of `kl`. `identity_of` gives the run's identity from its
-    training dataset. `is_skipping`: the generation batch under way is left out of the loss, and so of a checkpoint.
-    `in_flight`: `Buffer.in_flight`. `parts`: those of the trainer, whose states a checkpoint holds."""
+    """Saves the checkpoints of one run, with the state of `kl` and of the trainer's `parts`. `run_control` says
+    whether the generation batch under way is left out of the loss, and so of a checkpoint."""
 
     args: SalesGRPOConfig
     kl: BranchedKL | None
-    identity_of: Callable[[object], Identity]
-    is_skipping: Callable[[], bool]
-    in_flight: Callable[[int, int], Mapping[int, KeptRollouts]]
+    run_control: RunControl
     parts: Sequence["HasState"] = ()
+    buffer: Buffer = field(init=False)  # of the rollouts, once it is built
 
     def __post_init__(self) -> None:
         self._kept: dict[int, KeptRollouts] = {}
@@ -75,18 +63,18 @@ class Keeper:
         self._is_main, self._leads_node = self.args.process_index == 0, self.args.local_process_index == 0
         self._last: Path | None = None
         self.run = ""  # its id, once it has begun
-        self._states: Mapping[str, Mapping[str, Any]] = {}  # of parts, as the run goes on from a checkpoint
+        self._states: Mapping[str, Mapping[str, object]] = {}  # of parts, as the run goes on from a checkpoint
 
-    def begin(self, asked: str | os.PathLike[str] | bool | None, dataset: object, model: str) -> str | None:
+    def begin(self, asked: str | os.PathLike[str] | bool | None, identity: Identity, model: str) -> str | None:
         """A run begins, or goes on from the checkpoint that is returned; a collective. Files of another run are put
         aside. `asked` is as in `whole.find`; `model` is the policy's folder or name. Raises `ConfigError` if the run
         can't go on from the checkpoint, or needs a file that would move."""
-        self._identity = self.identity_of(dataset)
-        self._last = choose_on_all_ranks(asked, self.args, self._identity)
+        self._identity = identity
+        self._last = choose_on_all_ranks(asked, self.args, identity)
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-        self.run = agreed(lambda: _run_of(self._last, self._output_dir, self.parts))
+        self.run = agreed(lambda: _run_of(self._last, self._output_dir))
         self._clear()
         self._states = {}
         return None if self._last is None else str(self._last)
@@ -119,7 +107,7 @@ class Keeper:
     def add_parts(self, folder: Path, update: int, micro_step: int, slices: Batches) -> None:
         """Write the package's own files. `update` and `micro_step`: steps done. `slices`: of the generation batch
         under way, as TRL keeps them."""
-        is_inside, flying = bool(micro_step % self.args.window), self.in_flight(micro_step, update)
+        is_inside, flying = bool(micro_step % self.args.window), self.buffer.in_flight(micro_step, update)
         moved = any(rollout.inputs or not rollout.rows for rollout in flying.values())  # to prompts of this process's
         if self.args.should_save:
             write_identity(folder, self._identity, is_inside or moved)
@@ -127,7 +115,7 @@ class Keeper:
                 self.kl.save(folder)
             if states := {name: state for name, part in self._named() if (state := part.state_dict())}:
                 (folder / PARTS_STATE_FILE).write_text(json.dumps(states))
-        if is_inside and not self.is_skipping():
+        if is_inside and not self.run_control.is_skipping:
             self._save_part(folder, UNDER_WAY_FILE, batches=slices)
         if not self.args.save_rollouts and not moved:
             return
@@ -135,7 +123,7 @@ class Keeper:
         for first, rollout in flying.items():
             content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
             sampled = rollout.sampled
-            if sampled is not None and self.args.save_rollouts and not sampled.has_pictures:
+            if sampled is not None and self.args.save_rollouts and not any(sampled.generated[6] or ()):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
                 rollouts[first] = {**content, "sampled": tokens}
@@ -169,7 +157,6 @@ class Keeper:
         return None if saved is None else cast(Batches, saved["batches"])
 
     def _save_part(self, folder: Path, name: str, **content: object) -> None:
-        """Save this process's part, with the `arrangement` of batches that it holds for."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / name.format(rank=self.args.process_index)
         torch.save({"arrangement": self.args.arrangement, **content}, path)
@@ -233,7 +220,6 @@ class Keeper:
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
-        """Delete the oldest whole checkpoints, but neither the best nor the last one."""
         limit = self.args.save_total_limit or 0
         if limit <= 0:
             return
@@ -281,14 +267,11 @@ def choose_on_all_ranks(
     return chosen
 
 
-def _run_of(checkpoint: Path | None, output_dir: Path, parts: Sequence[HasState]) -> str:
-    """The id of the run that goes on from a checkpoint of its own folder, else a new one. For a checkpoint without a
-    manifest a part may know it."""
-    ids: list[str | None] = []
-    if checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve():
-        manifest = read(checkpoint)
-        ids = [manifest.run if isinstance(manifest, Manifest) else None, *(part.known_run() for part in parts)]
-    return next(filter(None, ids), None) or uuid.uuid4().hex
+def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
+    """The id of the run that goes on from a checkpoint of its own folder, else a new one."""
+    is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
+    manifest = read(checkpoint) if checkpoint is not None and is_own else None
+    return (manifest.run if isinstance(manifest, Manifest) else "") or uuid.uuid4().hex
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -327,17 +310,18 @@ def fitted(optimizer: Any, schedule: Any, step: int) -> Iterator[None]:
         load_optimizer({**state, "param_groups": [old | new for old, new in zip(groups, kept, strict=True)]})
 
     def schedule_of(state: dict[str, Any]) -> None:
-        own = schedule.state_dict()
-        own.pop("load_state_dict", None)  # this function
-        if state.keys() == own.keys() and len(state["_last_lr"]) == len(fresh):
+        if not isinstance(schedule, LambdaLR):
             load_schedule(state)
-        elif isinstance(schedule, LambdaLR):
+            return
+        base_rates = schedule.base_lrs
+        if "base_lrs" in state:
+            load_schedule(state)
+        else:  # of a plateau
             schedule.last_epoch = step
-        if isinstance(schedule, LambdaLR):
-            schedule.base_lrs = own["base_lrs"]
-            parts = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-            schedule._last_lr = [rate * share(schedule.last_epoch) for rate, share in parts]
-        for group, rate in zip(schedule.optimizer.param_groups, rates := schedule.get_last_lr(), strict=True):
+        schedule.base_lrs = base_rates
+        parts = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        schedule._last_lr = rates = [rate * share(schedule.last_epoch) for rate, share in parts]
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if rates != state["_last_lr"]:
             logger.warning(

@@ -1,8 +1,5 @@
-"""The files of a run's folder by kind: which are the policy's, and may leave the machine, and which a run's results.
-
-Owns the copy of a folder that a push uploads, and the move of an earlier run's files into a folder of their own.
-`run_files.toml` names them; no other file is uploaded or moved. `trainer`, `keeper` and `train` call it.
-"""
+"""The files of a run's folder by kind (`run_files.toml`): what a push uploads, which are the policy's, and which are
+an earlier run's and move into a folder of their own."""
 
 import contextlib
 import itertools

@@ -49,7 +49,6 @@ def seal(folder: Path, processes: int, has_optimizer: bool, output_dir: Path | N
 
 
 def _read(checkpoint: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or why there is none."""
     try:
         content = json.loads((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8"))
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}

@@ -1,6 +1,6 @@
 """Local files: records with their lines, a knowledge base, and the words about a file that can't be read."""
 
-import difflib
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from salesrl_trl.errors import DataError
+from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
 
 DEMO = "demo"  # name of the packaged conversations, as a dataset
@@ -96,15 +96,12 @@ def read_lines(path: Path) -> Iterator[Placed]:
 
 
 def nearest_file(path: Path | str) -> str:
-    """`" Did you mean rows.jsonl?"`: the file or folder beside a path that is not there with the most similar name.
-    Empty for a path that is there, and where no name is similar."""
+    """`" Did you mean 'rows.jsonl'?"`: the entry beside a path that is not there with the most similar name. Empty for
+    a path that is there, and where no name is similar."""
     wanted = Path(path).expanduser()
-    try:
-        names = [] if wanted.exists() else [entry.name for entry in wanted.parent.iterdir()]
-    except OSError:  # its folder is not there either, or may not be read
-        names = []
-    near = difflib.get_close_matches(wanted.name, names, n=1)
-    return f" Did you mean {Path(path).with_name(near[0])}?" if near else ""
+    with contextlib.suppress(OSError):  # its folder is not there either, or may not be read
+        return "" if wanted.exists() else nearest(wanted.name, [entry.name for entry in wanted.parent.iterdir()])
+    return ""
 
 
 def unreadable(error: OSError | UnicodeDecodeError) -> str:

@@ -1,8 +1,6 @@
-"""What a push of weights to vLLM needs beside TRL's own: for adapters, a CPU, engines that quantise, and pictures.
-
-TRL merges an adapter into its base in place, and subtracts it after the push. In 16 bits both round, so the base
-drifts from push to push. The base is the reference of the KL, and what a saved adapter is loaded onto.
-"""
+"""What a push of weights to vLLM needs beside TRL's own. TRL merges an adapter into its base in place, and subtracts
+it after the push. In 16 bits both round, so the base drifts, which is the reference of the KL and what an adapter is
+loaded onto."""
 
 import contextlib
 import copy
@@ -116,7 +114,7 @@ def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(wide, requires_grad=False)
 
 
-def reload_all(llm: Any, weights: Any) -> None:
+def reload_all(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load all weights through vLLM's worker, which repacks parameters after loading: TRL's push of single ones fails
     on a CPU, and for an engine that quantises."""
     worker = llm.llm_engine.model_executor.driver_worker

@@ -1,7 +1,4 @@
-"""From prompts to completions: the protocol of a generation engine, and TRL's own engines behind it.
-
-Another engine is a class with the two methods of `Sampler`. The trainer calls the class with one argument, `Upstream`.
-"""
+"""From prompts to completions: the protocol of a generation engine (`Sampler`), and TRL's own engines behind it."""
 
 import contextlib
 from asyncio import AbstractEventLoop
@@ -40,7 +37,7 @@ class Finished(Protocol):
         token_ids: Sequence[int],
         messages: Sequence[object] | None = None,
         failed: str | None = None,
-        columns: Mapping[str, Any] | None = None,
+        columns: Mapping[str, object] | None = None,
     ) -> None: ...
 
 
@@ -62,8 +59,7 @@ SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "bes
 class Sampled:
     """Completions of one batch, as TRL's `_generate` returns them."""
 
-    generated: tuple[Any, ...]
-    """Eight lists. Each has length B, or is empty."""
+    generated: tuple[Any, ...]  # eight lists. Each has length B, or is empty.
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     """TRL's figures of this generation. Logged with the step that trains on the batch."""
     tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
@@ -78,10 +74,6 @@ class Sampled:
         return self.generated[1]  # type: ignore[no-any-return]
 
     @property
-    def has_pictures(self) -> bool:
-        return any(self.generated[6] or ())
-
-    @property
     def completions(self) -> list[Any]:
         return self.generated[3]  # type: ignore[no-any-return]
 
@@ -89,10 +81,10 @@ class Sampled:
     def logprobs(self) -> list[list[float]] | None:
         return self.generated[4]  # type: ignore[no-any-return]
 
-    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, Any]:
+    def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
         `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without pictures."""
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
             ("completion", self.completion_ids, "right"),
@@ -173,8 +165,7 @@ def ready(sampled: Sampled) -> Begun:
     return Begun(lambda: sampled, lambda: None, is_ready=True)
 
 
-Start = Callable[[Sequence[object], Finished, bool], Handle]
-"""`Sampler.start`."""
+Start = Callable[[Sequence[object], Finished, bool], Handle]  # `Sampler.start`
 
 
 class WholeBatch:
@@ -189,10 +180,10 @@ class WholeBatch:
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
         if isinstance(self._owner, GenerationConfig):
+            flags = SAMPLING_FLAGS & vars(self._owner).keys()  # transformers warns about each that is set
             with contextlib.ExitStack() as stack:
-                for name in SAMPLING_FLAGS & vars(self._owner).keys():  # transformers warns about each that is set
-                    stack.enter_context(patched(self._owner, name, None))
-                stack.enter_context(patched(self._owner, "do_sample", False))
+                for name, value in {**dict.fromkeys(flags), "do_sample": False}.items():
+                    stack.enter_context(patched(self._owner, name, value))
                 yield
             return
         kwargs = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
@@ -219,7 +210,7 @@ VISION_FIELDS = (
 """What TRL hands to a model beside tokens, if a batch has pictures."""
 
 
-def logps_arguments(batch: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[str, object]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded, perhaps
     with some of `VISION_FIELDS`. `batch_size`: completions of a forward pass."""
     ids, mask = (
@@ -248,7 +239,7 @@ def guard_parser(tokenizer: Any) -> None:
     tokenizer.parse_response = MethodType(parse_response, tokenizer)
 
 
-def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, Any]:
+def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, object]:
     if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
         raise ValueError("the turn has more ends than are sampled")
     try:
@@ -262,8 +253,8 @@ def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -
 
 class Encoded(NamedTuple):
     ids: list[list[int]]
-    images: list[Any] | None
-    fields: Mapping[str, Any]  # what the processor makes beside tokens
+    images: list[object] | None
+    fields: Mapping[str, object]  # what the processor makes beside tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,12 +263,12 @@ class Made:
 
     encoded: Encoded | None = None
     tokens: TokenSource | None = None  # in place of TRL's engines
-    talked: tuple[Any, ...] | None = None  # what `_tool_call_loop` is to return
-    rollout: Mapping[str, Any] | None = None  # what a `rollout_func` is to return
+    talked: tuple[object, ...] | None = None  # what `_tool_call_loop` is to return
+    rollout: Mapping[str, object] | None = None  # what a `rollout_func` is to return
 
 
 class ToolsOf(NamedTuple):
-    schemas: list[Any]  # as the chat template gets them
+    schemas: list[object]  # as the chat template gets them
     functions: Sequence[Callable[..., object]]  # those that are called
 
 
@@ -288,8 +279,7 @@ class TurnAccess:
     begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]
     """Begins a batch of these prompts. The callable makes its result once it is over; a collective. `True`: training
     goes on before."""
-    sample: Callable[[Sequence[object], Made], Sampled]
-    """TRL's `_generate` around what is made; a collective."""
+    sample: Callable[[Sequence[object], Made], Sampled]  # TRL's `_generate` around what is made; a collective
     sums: Callable[[Mapping[str, float]], dict[str, float]]
     """Sums over all ranks, which have the same names; a collective."""
     tools: Sequence[Callable[..., object]]  # of TRL, with the methods of environments

@@ -1,7 +1,5 @@
-"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`.
-
-vLLM is imported only while an engine is built, so that this module costs nothing without it.
-"""
+"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`. It is imported only while
+an engine is built."""
 
 import contextlib
 import functools
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
 """The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
-_NOTHING: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
+_NOTHING: dict[str, list[object]] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 """What TRL gets of a server where a batch is begun."""
 
 
@@ -121,8 +119,8 @@ class SalesVLLMGeneration(VLLMGeneration):
         return isinstance(self.processing_class, ProcessorMixin)
 
     def generate(
-        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: object = None
-    ) -> tuple[Any, ...]:
+        self, prompts: list[list[int]], images: list[object] | None, num_generations: int, profiler: object = None
+    ) -> tuple[object, ...]:
         """TRL's `generate`, which begins a `batch` if there is one. In this process vLLM makes no texts: TRL reads
         none, and they hold small models up; and there is one token for each picture. A server is asked by each process
         for its own completions, one request each: TRL's one request for all is answered when the last is finished."""
@@ -146,7 +144,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             check_expanded(generated[0] if batch is None else batch.read, prompts)
         return generated  # type: ignore[no-any-return]
 
-    def _begin(self, prompts: Sequence[Prompt], sampling_params: object, **_: object) -> list[Any]:
+    def _begin(self, prompts: Sequence[Prompt], sampling_params: object, **_: object) -> list[object]:
         """In place of `LLM.generate`. Tensor parallelism generates the completions of all ranks of a group on each."""
         batch = self.batch
         assert batch is not None
@@ -161,14 +159,14 @@ class SalesVLLMGeneration(VLLMGeneration):
 
     def _begin_on_server(
         self, batch: TaskBatch[Any], prompts: list[list[int]], images: list[Any] | None, group: int, profiler: object
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         first = self.accelerator.process_index * len(prompts)
         send = self.vllm_client.generate
 
         def begin(
-            *, prompts: list[list[int]], features: list[Any] | None, generation_kwargs: Mapping[str, Any],
-            **request: Any,
-        ) -> dict[str, list[Any]]:  # fmt: skip
+            *, prompts: list[list[int]], features: list[object] | None, generation_kwargs: Mapping[str, Any],
+            **request: object,
+        ) -> dict[str, list[object]]:  # fmt: skip
             params = []
             for place in range(len(prompts)):
                 further = dict(generation_kwargs)

@@ -1,24 +1,18 @@
-"""The package's own files: their version, hash and commit, and what of them changed since they were imported."""
+"""The package's own files: their version, hash and commit."""
 
 import hashlib
 import importlib.metadata
 import json
-import logging
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from salesrl_trl import __version__
 from salesrl_trl.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
 _GIT_S = 10.0
 _SHORTEST = 7  # characters of a commit, without a repository that knows what else begins so
-_told = set[str]()
-_imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,6 @@ def _is_checkout() -> bool:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, or the one that pip has noted."""
     if _is_checkout():
         return _git("rev-parse", "HEAD")
     for installed in importlib.metadata.distributions(name=PACKAGE.name):
@@ -83,24 +76,3 @@ def _git(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def warn_of_changes() -> None:
-    """Log, once, the files whose content is not what this process imported. Modules that were imported since the last
-    call are noted as they are now."""
-    changed = list[str]()
-    for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] == PACKAGE.name and (file := getattr(module, "__file__", None)):
-            path = Path(file)
-            now = hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
-            spec, before = _imported.get(name, (None, b""))
-            if spec is not module.__spec__:
-                _imported[name] = module.__spec__, now
-            elif now != before and name not in _told:
-                changed.append(name)
-    _told.update(changed)
-    if changed:
-        logger.warning(
-            f"{', '.join(changed)}: the file has changed since this process imported it, and the run uses the older "
-            "code. Restart the kernel, or the process, to use the new code"
-        )

@@ -7,8 +7,10 @@ import ctypes
 import errno
 import functools
 import gc
+import hashlib
 import importlib.metadata
 import itertools
+import logging
 import os
 import resource
 import shutil
@@ -31,6 +33,8 @@ MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a th
 
 _GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between two collections of each generation
 _GC_USUAL = gc.get_threshold()
+_imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
+logger = logging.getLogger(__name__)
 
 
 def keep_freed_memory() -> None:
@@ -230,3 +234,22 @@ def enter() -> None:
         torch.cuda.set_device(index)
     if default is not None and torch.get_default_device() != default:
         torch.set_default_device(default)
+
+
+def warn_of_changes() -> None:
+    """Log, once, the files whose content is not what this process imported. Modules that were imported since the last
+    call are noted as they are now."""
+    changed = list[str]()
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] == "salesrl_trl" and (file := getattr(module, "__file__", None)):
+            path = Path(file)
+            now = hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b""
+            spec, before = _imported.get(name, (None, b""))
+            if spec is module.__spec__ and now != before:
+                changed.append(name)
+            _imported[name] = module.__spec__, now
+    if changed:
+        logger.warning(
+            f"{', '.join(changed)}: the file has changed since this process imported it, and the run uses the older "
+            "code. Restart the kernel, or the process, to use the new code"
+        )

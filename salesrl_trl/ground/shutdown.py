@@ -1,7 +1,5 @@
 """Exit codes, and the end of a command that Ctrl-C or an output without room cuts off: one line, no traceback.
-
-Standard library only: a command calls `end_tidily` before the imports that take seconds.
-"""
+Standard library only."""
 
 import atexit
 import contextlib
@@ -63,7 +61,6 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def _unwritten(error: OSError, report: ReportLine) -> int:
-    """Report it, drop what is left, and return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
     if error.errno == errno.EPIPE:
         return EXIT_UNREAD

@@ -244,12 +244,10 @@ class JudgeClient(Judge):
             except ServiceError as error:
                 failures.append(error)
                 continue
-            for place, (verdict, (_, answer)) in enumerate(zip(verdicts, material.candidates, strict=True)):
+            for place, verdict in enumerate(verdicts):
                 behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
                 first = None if behind == 0 else behind < 0
-                self._records.append(
-                    JudgeRecord(score=verdict.candidate, chars=len(answer.text), candidate_first=first)
-                )
+                self._records.append(JudgeRecord(score=verdict.candidate, candidate_first=first))
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
         worth = {error: isinstance(error, JudgeInvalid) - isinstance(error, BudgetSpent) for error in failures}

@@ -1,10 +1,6 @@
 """The KL of all branches during training: windows over which it is measured, coefficients that a law moves at their
-ends, the penalty, and the saved state.
-
-The same measurements give the same decisions, on every rank and after a resume. Of an optimizer step: `penalty` and
-`add` for each micro-batch, `drain_sums` for this rank's sums, which `Components.end_kl_step` adds up over ranks, and
-`end_step` takes the totals, moves the coefficients and logs each move.
-"""
+ends, the penalty, and the saved state. The same measurements give the same decisions, on every rank and after a
+resume."""
 
 import json
 import logging

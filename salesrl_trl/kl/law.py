@@ -1,8 +1,5 @@
-"""The target of a branch's KL (`KLTarget`), and the law that moves its coefficient (`KLLaw`, `AdaptiveLaw`).
-
-Pure: no torch, clock, file or collective, and no state of its own. The same arguments give the same coefficient, on
-every rank and after a resume. docs/KL.md has an example of a law of your own.
-"""
+"""The target of a branch's KL (`KLTarget`), and the law that moves its coefficient (`KLLaw`, `AdaptiveLaw`). Pure, and
+without a state of its own: the same arguments give the same coefficient, on every rank and after a resume."""
 
 import contextlib
 import inspect

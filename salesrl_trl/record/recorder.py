@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 from salesrl_trl.checkpoint.whole import STATE_FILE
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files, run_of
+from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files
 from salesrl_trl.record.replay import recorded_name
 from salesrl_trl.record.report import write_report
 from salesrl_trl.record.writer import Batch, Entry, Recorder
@@ -33,9 +33,6 @@ class RecorderPart(Part):
 
     def connect(self, run: PartContext) -> None:
         self._run = run
-
-    def known_run(self) -> str | None:
-        return run_of(record_file(Path(self._run.args.output_dir), 0))
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         if self._is_given:

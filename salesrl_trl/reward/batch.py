@@ -1,7 +1,5 @@
-"""The rewards of a batch while they come in: started one by one, awaited together or group by group.
-
-Methods are called on the event loop's thread, unless they say otherwise.
-"""
+"""The rewards of a batch while they come in: started one by one, awaited together or group by group. Methods are
+called on the event loop's thread, unless they say otherwise."""
 
 import asyncio
 import json
@@ -361,7 +359,6 @@ class RewardBatch:
             self._changed.set_result(None)
 
     def _drop(self, place: int) -> bool:
-        """Cancel what is under way for a place, if there is something."""
         task = self._tasks.pop(place, None)
         return task is not None and task.cancel()
 

@@ -1,12 +1,8 @@
-"""The figures of rewards: from each rank's completions to the sums of a log line.
-
-Owns the value of each figure of a completion, the judge's bias, and the tables in which these and a batch's report
-travel between ranks.
-"""
+"""The figures of rewards: from each rank's completions to the sums of a log line, and the tables in which they travel
+between ranks."""
 
 import math
 from collections.abc import Sequence
-from operator import mul
 
 import torch
 
@@ -38,42 +34,14 @@ def values_of(reward: Reward, components: Sequence[str] = ()) -> dict[str, float
     }
 
 
-class JudgeBias:
-    """Whether a judge's scores depend on an answer's length or position, over all verdicts since the last `flush`.
-
-    Computed from sums over verdicts of score y and length x: n, sum x, sum y, sum xx, sum yy, sum xy; then the number
-    and the sum of scores of candidates that stood first; then both for candidates that stood second.
-    """
-
-    SUMS = 10
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * self.SUMS
-
-    def add(self, sums: Sequence[float]) -> None:
-        """Add `bias_sums` of all ranks."""
-        self._sums = [total + other for total, other in zip(self._sums, sums, strict=True)]
-
-    def flush(self) -> dict[str, float]:
-        """The figures, NaN where they are undefined. Starts over."""
-        n, x, y, xx, yy, xy, first, y_first, second, y_second = self._sums
-        self._sums = [0.0] * self.SUMS
-        spread = (n * xx - x * x) * (n * yy - y * y)
-        # Equal scores leave a spread of rounding errors. This must not look like a correlation.
-        varies = n > 1 and spread > 1e-9 * max(n * xx * n * yy, 1e-12)
-        return {
-            names.LENGTH_CORRELATION: (n * xy - x * y) / math.sqrt(spread) if varies else math.nan,
-            names.POSITION_GAP: y_first / first - y_second / second if first and second else math.nan,
-        }
+FIRST, SECOND = "shown first", "shown second"
+"""Scores of candidates that stood so. No figures: `names.POSITION_GAP` is the difference of their means."""
 
 
-def bias_sums(records: Sequence[JudgeRecord]) -> list[float]:
-    """The sums of `JudgeBias` over some verdicts."""
-    x, y = [float(record.chars) for record in records], [record.score for record in records]
-    first = [record.score for record in records if record.candidate_first is True]
-    second = [record.score for record in records if record.candidate_first is False]
-    products = (sum(map(mul, *pair)) for pair in ((x, x), (y, y), (x, y)))
-    return [len(x), sum(x), sum(y), *products, len(first), sum(first), len(second), sum(second)]
+def position_sums(records: Sequence[JudgeRecord]) -> list[float]:
+    """Number and sum of the scores of candidates that stood first, then of those that stood second."""
+    by_place = [[each.score for each in records if each.candidate_first is is_first] for is_first in (True, False)]
+    return [figure for scores in by_place for figure in (len(scores), sum(scores))]
 
 
 class RewardFigures:
@@ -105,15 +73,15 @@ class RewardFigures:
         }
         """What the words in braces of `names.FIGURES` stand for."""
         of_the_chain = (
-            names.REFERENCE_MISSING, names.RIGHT_DOCUMENT, names.LENGTH_CORRELATION, names.POSITION_GAP,
+            names.REFERENCE_MISSING, names.RIGHT_DOCUMENT, names.POSITION_GAP,
             names.JUDGE_SECONDS, *names.of_branches(names.reference_of(BRANCH), branches).values(),
-            *map(names.saved_by, names.CACHES), *map(names.slowest_of, Stage),
+            *map(names.saved_by, names.CACHES),
             *(names.stage_of(stage, share) for stage in Stage for share in names.STAGE_SHARES),
         )  # fmt: skip
         self.not_logged = frozenset(of_the_chain if reward.functions and not reward.components else ())
 
     def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
-        """Every tag of the ledger's line, but for the KL and the judge's bias. `further`: parts of it."""
+        """Every tag of the ledger's line, but for the KL and the judge's gap. `further`: parts of it."""
         present = (part for part, is_there in self._parts.items() if is_there)
         return names.line_names({"rewards", *further, *present}, self.words)
 
@@ -143,26 +111,14 @@ class RewardFigures:
                 tags = {name: is_known & (branch_ids == branch_id) for branch_id, name in by_branch}
             for name, counts in tags.items():
                 aggregates.add(name, values[counts].sum().item(), counts.sum().item())
-        self._add_stages(aggregates, table)
-
-    def _add_stages(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
-        """Seconds of each stage: percentiles over completions, and the stages of the slowest completion."""
-        seconds = {stage: self.column(table, stage) for stage in self._stages}
-        for stage, times in seconds.items():
+        for stage in self._stages:  # percentiles of its seconds, over completions
+            times = self.column(table, stage)
             measured = times[~times.isnan()].tolist()
             for name, share in names.STAGE_SHARES.items():
                 aggregates.add(names.stage_of(stage, name), percentile(measured, share), int(bool(measured)))
-        if not len(table):
-            return
-        spent = {stage: times.nan_to_num() for stage, times in seconds.items()}
-        beside = torch.maximum(spent[Stage.RAG_8B], spent[Stage.RAG_32B])
-        others = sum(times for stage, times in spent.items() if stage not in (Stage.RAG_8B, Stage.RAG_32B))
-        slowest = int((beside + others).argmax())
-        for stage, times in spent.items():
-            aggregates.add(names.slowest_of(stage), times[slowest].item(), 1)
 
     def encode_report(self, report: BatchReport) -> torch.Tensor:
-        """A batch's report as a table, to be gathered: shape (1, 2 + `JudgeBias.SUMS` + counts), float64."""
+        """A batch's report as a table, to be gathered: shape (1, 6 + counts), float64."""
         used = ((name, kind, getattr(usage, kind)) for name, usage in report.usage.items() for kind in names.USAGE)
         counts = {
             **{names.usage_of(name, kind): number for name, kind, number in used},
@@ -171,16 +127,18 @@ class RewardFigures:
             names.JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]
-        row = [report.seconds, report.judge_seconds, *bias_sums(report.records), *counted]
+        row = [report.seconds, report.judge_seconds, *position_sums(report.records), *counted]
         return torch.tensor([row], dtype=torch.float64)
 
-    def add_report(self, aggregates: StepAggregates, bias: JudgeBias, table: torch.Tensor) -> None:
+    def add_report(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
         """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""
-        seconds, bias_columns, counts = torch.split(table, [2, JudgeBias.SUMS, len(self._counts)], dim=1)
+        seconds, positions, counts = torch.split(table, [2, 4, len(self._counts)], dim=1)
         slowest = seconds.max(dim=0).values.tolist()
         for name, value in zip((names.REWARD_SECONDS, names.JUDGE_SECONDS), slowest, strict=True):
             aggregates.add(name, value, 1)
-        bias.add(bias_columns.sum(dim=0).tolist())
+        first, of_first, second, of_second = positions.sum(dim=0).tolist()
+        aggregates.add(FIRST, of_first, first)
+        aggregates.add(SECOND, of_second, second)
         sums = dict(zip(self._counts, counts.sum(dim=0).tolist(), strict=True))
         for name, value in sums.items():
             aggregates.add(name, value, 1)

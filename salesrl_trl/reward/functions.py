@@ -1,7 +1,4 @@
-"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise.
-
-docs/REWARDS.md is for their users.
-"""
+"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise."""
 
 import asyncio
 import copy
@@ -30,7 +27,7 @@ from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
 from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, Outcome, Reward, missing
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
@@ -179,7 +176,7 @@ class RewardFunction(Scorer):
         rewards[0] = replace(rewards[0], metrics=(*rewards[0].metrics, *metrics))
         return rewards
 
-    async def _returned(self, arguments: Mapping[str, Any], count: int = 1) -> Any:
+    async def _returned(self, arguments: Mapping[str, object], count: int = 1) -> object:
         """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
         `ServiceError`."""
         arguments = _copied(arguments)
@@ -205,10 +202,9 @@ class RewardFunction(Scorer):
             failed.worth_retrying = True
             raise failed from error
 
-    def _arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Everything that it may ask for, but what it logs with."""
+    def _arguments(self, samples: Sequence[Sample]) -> dict[str, object]:
         first, is_batch = samples[0].row, self._per is Per.BATCH
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             name: [sample.row[name] for sample in samples] if is_batch else first[name]
             for name in first
             if name not in ("prompt", "completion", *TRL_ARGUMENTS)
@@ -231,7 +227,7 @@ class RewardFunction(Scorer):
             raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
         return list(returned)
 
-    def _reward(self, value: Any) -> Reward:
+    def _reward(self, value: object) -> Reward:
         if value is None:
             return self._unscored(NOT_APPLICABLE, f"{self.__name__} returned None")
         if isinstance(value, Reward):
@@ -263,7 +259,6 @@ class RewardFunction(Scorer):
         return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words}, breach=breach)
 
     def _refused(self, code: str, what: str) -> FunctionError:
-        """An error about what the function returned, which is logged once."""
         self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
         return FunctionError(f"{self.__name__} ({self._place}) returned {what}.", f"{self.code}_{code}")
 
@@ -286,14 +281,13 @@ def _call_verls(
 
 
 def _number(value: Any) -> float | None:
-    """What a function returned as a number; `None` for what is none."""
     try:
         return None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
         return None
 
 
-def _listing(function: Function, arguments: Mapping[str, Any], count: int) -> object:
+def _listing(function: Function, arguments: Mapping[str, object], count: int) -> object:
     """What a function returns; a generator's code runs here, in the function's thread, for `count` rewards and one."""
     returned = function(**arguments)
     return list(itertools.islice(returned, count + 1)) if isinstance(returned, Iterator) else returned
@@ -362,3 +356,21 @@ def per_batch(
 def _decorated(function: Function | None, per: Per, deadline_s: float, transport: Transport | None) -> object:
     make = functools.partial(RewardFunction, per=per, deadline_s=deadline_s, transport=transport)
     return make if function is None else make(function)
+
+
+def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
+    """A reward function of a completion's length, which DAPO adds to the task's reward.
+
+    It is 0 up to `max_completion_len - soft_punish_cache` tokens, and falls from there to -1 at `max_completion_len`
+    (https://huggingface.co/papers/2503.14476, equation 13). verl's `penalty_factor` is its entry of `reward_weights`.
+    """
+    from trl.rewards import get_soft_overlong_punishment  # trl takes seconds, which not every reader has
+
+    if not 0 < soft_punish_cache <= max_completion_len:
+        raise ConfigError(f"`soft_punish_cache` is {soft_punish_cache}. Expected 1 to {max_completion_len} tokens.")
+    of_batch = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+    return RewardFunction(functools.partial(soft_overlong, of_batch), Per.COMPLETION)
+
+
+def soft_overlong(of_batch: Callable[[list[list[int]]], list[float]], completion_ids: list[int]) -> float:
+    return of_batch([completion_ids])[0]

@@ -1,8 +1,6 @@
-"""Several reward functions as one reward: the sum of each one's number times its weight.
-
-A function that returns `None` does not apply, and is left out, as in TRL. One that fails leaves the completion without
-a number. TRL's sum would count it as 0, so that a completion whose judge timed out were the worst of its group.
-"""
+"""Several reward functions as one reward: the sum of each one's number times its weight. One that returns `None` does
+not apply, and is left out, as in TRL. One that fails leaves the completion without a number: TRL's sum would count
+0."""
 
 import asyncio
 from collections import Counter

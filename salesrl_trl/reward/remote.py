@@ -1,8 +1,5 @@
-"""A reward in a process of its own, because its code and vLLM's engine would wait for each other in one.
-
-The trainer's process keeps the batch, its deadlines and its report; the very same reward does everything else in a
-child, which has one event loop. A child that says nothing for `SILENT_PINGS` is ended, whatever holds it up.
-"""
+"""A reward in a process of its own, because its code and vLLM's engine would wait for each other in one. The trainer's
+process keeps the batch, its deadlines and its report. A child that says nothing for `SILENT_PINGS` is ended."""
 
 import asyncio
 import contextlib

@@ -1,20 +1,16 @@
-"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets.
-
-TRL runs reward models, the reward loop calls all functions.
-"""
+"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.functions import RewardFunction, reward_of
+from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
-from salesrl_trl.reward.scorer import Per, Scorer
+from salesrl_trl.reward.scorer import Scorer
 
 RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., object] | Scorer | RewardLoop
 """As TRL has it: a function, a reward model, or its id; or a reward of this package."""
@@ -91,21 +87,3 @@ class RewardFuncs:
 def needs_loop(function: object) -> bool:
     """Whether TRL's own trainer can't call it."""
     return isinstance(function, RewardLoop) or (isinstance(function, Scorer) and function.is_played)
-
-
-def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
-    """A reward function of a completion's length, which DAPO adds to the task's reward.
-
-    It is 0 up to `max_completion_len - soft_punish_cache` tokens, and falls from there to -1 at `max_completion_len`
-    (https://huggingface.co/papers/2503.14476, equation 13). verl's `penalty_factor` is its entry of `reward_weights`.
-    """
-    from trl.rewards import get_soft_overlong_punishment  # trl takes seconds, which not every reader has
-
-    if not 0 < soft_punish_cache <= max_completion_len:
-        raise ConfigError(f"`soft_punish_cache` is {soft_punish_cache}. Expected 1 to {max_completion_len} tokens.")
-    of_batch = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
-    return RewardFunction(partial(soft_overlong, of_batch), Per.COMPLETION)
-
-
-def soft_overlong(of_batch: Callable[[list[list[int]]], list[float]], completion_ids: list[int]) -> float:
-    return of_batch([completion_ids])[0]

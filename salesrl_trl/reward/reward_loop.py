@@ -33,15 +33,8 @@ DRAIN_S = 6.0  # longest wait for the figures of services
 
 
 class RewardLoop:
-    """Scores batches for a caller that is not on an event loop. TRL gets `functions` as its reward functions.
-
-        batch = loop.begin(rows)                  # then loop.start(batch, place, text), as completions come
-        result = loop.result(batch, completions)  # waits; starts what has not been started with the same text
-        with loop.answering(result):
-            rewards = super()._calculate_rewards(...)
-
-    All methods may be called from any thread but the loop's own. `reward` is used there alone, but for its names.
-    """
+    """Scores batches for a caller that is not on an event loop. TRL gets `functions` as its reward functions. All
+    methods may be called from any thread but the loop's own. `reward` is used there alone, but for its names."""
 
     def __init__(self, reward: Scorer) -> None:
         self.reward = reward

@@ -1,7 +1,4 @@
-"""The interface of every reward: `Scorer`, six methods of which one has to be written.
-
-A user writes functions, stages or a judge, not this.
-"""
+"""The interface of every reward: `Scorer`. A user writes functions, stages or a judge, not this."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

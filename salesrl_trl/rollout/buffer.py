@@ -1,8 +1,6 @@
-"""The buffer of groups in flight: what is launched, which groups a turn trains on, and what a checkpoint keeps.
-
-`docs/ARCHITECTURE.md` has its contract. A policy says which groups it prefers, on each rank for this rank's groups,
-and makes no collective; `choose` keeps the bound of their age.
-"""
+"""The buffer of groups in flight: what is launched, which groups a turn trains on, and what a checkpoint keeps
+(docs/ARCHITECTURE.md has its contract). A policy prefers groups, on each rank for its own and without a collective;
+`choose` keeps the bound of their age."""
 
 import itertools
 import math

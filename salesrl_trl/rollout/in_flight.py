@@ -136,8 +136,6 @@ class Rollout:
     """The completions as TRL has them, B of them, once it has asked for their rewards."""
     scored: torch.Tensor | None = None
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
-    reports: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """Table of `encode_report` of all ranks, once all rewards are in."""
     failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
     is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in

@@ -1,13 +1,7 @@
-"""The passes through the model for one update: which are made, and which are left out. `shared_prompts` makes them.
-
-One pass serves several micro-batches of an update. Each has its own loss and its own `backward`, as in TRL. Those of
-all but the last one end at the log-probs, where their gradients wait. The last one goes on through the model with all
-of them. The weights do not move inside an update, so the gradient is the sum that TRL accumulates.
-
-TRL makes a pass of its own for the policy's log-probs before an update (old log-probs), for its correction for the
-sampler's distribution. Where the update is the only one of its generation batch, the pass that trains gives the same
-ones. The ratio and its figures are TRL's.
-"""
+"""The passes through the model for one update. One pass serves several micro-batches, each with its own loss and
+`backward`, as in TRL. Those of all but the last one end at the log-probs, where their gradients wait; the last one
+goes on through the model with all of them. Where an update is the only one of its generation batch, the pass that
+trains gives the old log-probs too."""
 
 import contextlib
 import math

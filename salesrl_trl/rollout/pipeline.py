@@ -1,7 +1,4 @@
-"""When rollouts begin: prompts are read ahead, turns that are due are launched, and an evaluation's batches too.
-
-`reading_ahead` owns the order of prompts, `launcher` generates, `buffer` owns what is in flight.
-"""
+"""When rollouts begin: prompts are read ahead, turns that are due are launched, and an evaluation's batches too."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping

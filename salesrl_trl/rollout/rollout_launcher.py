@@ -1,7 +1,4 @@
-"""Begins generation, and each completion's reward from the moment the completion is finished.
-
-Knows neither turns nor steps: `pipeline` and `buffer` say what is generated when.
-"""
+"""Begins generation, and each completion's reward from the moment the completion is finished."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +33,7 @@ class Launcher:
     """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
     play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
     """Plays an episode with each row, in place of a completion of the sampler's."""
-    go_on: Callable[[], None] = lambda: None
-    """Generates the next turns of conversations that are out."""
+    go_on: Callable[[], None] = lambda: None  # generates the next turns of conversations that are out
 
     def prepare(self, inputs: Sequence[Example]) -> None:
         """Ask for what the rewards of these rows need before their completions come."""
@@ -114,7 +110,7 @@ class Launcher:
             token_ids: Sequence[int],
             messages: Sequence[Any] | None = None,
             failed: str | None = None,
-            columns: Mapping[str, Any] | None = None,
+            columns: Mapping[str, object] | None = None,
         ) -> None:
             completion: Completion
             if messages is not None:
@@ -130,7 +126,6 @@ class Launcher:
         return finished
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
-        """Keep the completions, and start the rewards that have not."""
         rollout.sampled = sampled
         extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
@@ -156,7 +151,7 @@ def prompts_of(inputs: Sequence[Example]) -> list[object]:
     return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]
 
 
-def _pictures(example: Example) -> list[Any] | None:
+def _pictures(example: Example) -> list[object] | None:
     if "images" in example:
         return example["images"]  # type: ignore[no-any-return]
     return None if example.get("image") is None else [example["image"]]

@@ -1,9 +1,6 @@
-"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them.
-
-The trainer's overrides call it. `train_on` and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`,
-and `next_micro_batches` hands out groups that are scored first. The reward scores a completion, and TRL computes
-advantages; `_hybrid_advantages` replaces them where a reference counts.
-"""
+"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them. `train_on`
+and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`, and `next_micro_batches` hands out groups
+that are scored first."""
 
 import copy
 import math
@@ -302,7 +299,7 @@ class RolloutScoring:
         is_refused = control.is_refused_by_budget([reward.reason for reward in faulty if reward.value is None])
         mine = [(reward.reason, reward.value is None, is_refused, reward.breach) for reward in faulty]
         failed = gather_object(mine)
-        reports = rollout.reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
+        reports = gather(self.figures.encode_report(result.report).to(self.device)).cpu()
         self._has_scored |= not rollout.failed.all().item()
         if not self._has_scored and failed and all(breach for *_, breach in failed):
             raise FunctionError(

@@ -20,8 +20,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-IGNORED = -100
-"""Label of a token whose prediction nobody asks for."""
+IGNORED = -100  # label of a token whose prediction nobody asks for
 Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
 """Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
 
@@ -71,15 +70,9 @@ class Layout:
     prefixes: tuple[int, ...]  # tokens of each prefix, of groups that have one
     segments: tuple[tuple[int, ...], ...]
     """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
-    longest: int  # tokens of the longest sequence, prompt and completion
     source: np.ndarray = field(repr=False)  # shape (S,): place of each token in the flattened padded batch
-    weights: np.ndarray = field(repr=False)
-    """Shape (S,): how many tokens of the padded batch a token stands for."""
+    weights: np.ndarray = field(repr=False)  # shape (S,): how many tokens of the padded batch a token stands for
     device: torch.device
-
-    @property
-    def size(self) -> int:
-        return len(self.source)
 
     @property
     def prefix_tokens(self) -> int:
@@ -180,9 +173,7 @@ def layout_of(
     if not filled:
         row = groups[0].rows[0]
         place = np.array([row * columns + first - 1], dtype=np.int64)
-        return Layout(
-            prefixes=(), segments=((1,),), longest=1, source=place, weights=np.ones(1, np.float32), device=device
-        )
+        return Layout(prefixes=(), segments=((1,),), source=place, weights=np.ones(1, np.float32), device=device)
     filled.sort(key=lambda item: item[0] == 1)  # a prompt of one token has no prefix
     prefixes, segments, source, weights = [], [], [], []
     for prompt, pairs in filled:
@@ -201,7 +192,6 @@ def layout_of(
     return Layout(
         prefixes=tuple(prefixes),
         segments=tuple(segments),
-        longest=max(prompt + max(length for _, length in pairs) for prompt, pairs in filled),
         source=np.concatenate(source),
         weights=np.concatenate(weights),
         device=device,

@@ -26,10 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
 
 HALVES = (torch.float16, torch.bfloat16)
-LARGEST_HEAD = 256
-"""Channels of a head that the kernels take."""
-AMPERE = (8, 0)
-"""Compute capability of the oldest GPUs that they run on."""
+LARGEST_HEAD = 256  # channels of a head that the kernels take
+AMPERE = (8, 0)  # compute capability of the oldest GPUs that they run on
 
 
 def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -186,12 +184,8 @@ def _over_padded(
     value: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    """As `shared_attention`, by two calls of `attend` with batches that are padded on the right:
-
-    - the prefixes: all tensors of shape (groups with a prefix, heads, longest prefix, channels);
-    - the segments: queries of shape (segments, heads, longest segment, channels); keys and values of each segment's
-      prefix and itself, (segments, heads of keys, longest prefix + longest segment, channels).
-    """
+    """By two calls of `attend` with batches that are padded on the right: the prefixes, shape (groups with a prefix,
+    heads, longest prefix, channels); and the segments, with keys and values of each one's prefix and itself."""
     padded = layout.padded
     parts = []
     if layout.prefixes:
@@ -208,8 +202,7 @@ def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return taken.view(len(taken), *places.shape, -1).transpose(0, 1)
 
 
-FLASH = "flash"
-"""Part of the names of attentions that compute as `SharedFlash` does."""
+FLASH = "flash"  # part of the names of attentions that compute as `SharedFlash` does
 CHANGING_ROPE = ("dynamic", "longrope")
 """Parts of the names of rotary embeddings whose frequencies follow the longest sequence of a batch."""
 KINDS = {"full_attention", "sliding_attention"}

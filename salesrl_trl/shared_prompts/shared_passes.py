@@ -1,8 +1,5 @@
-"""Log-probs of a padded batch, with each prompt once through the model. `rollout.model_passes` calls it.
-
-Owns which batches go this way, how many passes it takes, and the comparison with TRL's own way at first use. TRL's
-fused head gives log-probs and entropies of the row, at its temperature, in its chunks.
-"""
+"""Log-probs of a padded batch, with each prompt once through the model: which batches go this way, how many passes it
+takes, and the comparison with TRL's own way at first use."""
 
 import contextlib
 import functools
@@ -48,8 +45,7 @@ TIMES_THE_ROUNDING = 4.0
 AGAIN_AFTER = (1, 2)
 """Updates after which both ways are compared once more. A fresh adapter changes nothing, so the first comparison does
 not see it. With a warm-up the first update has a learning rate of 0."""
-MOST_OF_AN_ERROR = 200
-"""Characters of an error in the line that names it."""
+MOST_OF_AN_ERROR = 200  # characters of an error in the line that names it
 _ON_ANOTHER_RANK = "another rank found that it can't"
 _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
@@ -59,12 +55,10 @@ class PassSettings:
     is_on: bool  # `shared_prompts: auto`
     reason: str | None = None
     autocast: Callable[[], AbstractContextManager[Any]]
-    most_tokens: int | None = None
-    """Of a pass without gradients. `MOST_TOKENS` when not given."""
+    most_tokens: int | None = None  # of a pass without gradients. `MOST_TOKENS` when not given.
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
-    highest_of_all: Callable[[int], int] = int
-    """The highest number of all ranks; a collective if there are several."""
+    highest_of_all: Callable[[int], int] = int  # the highest number of all ranks; a collective if there are several
 
 
 class SharedPrompts:

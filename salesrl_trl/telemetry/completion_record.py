@@ -1,8 +1,5 @@
 """What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
-
-A reward begins a record where it begins to score. What runs on that completion's behalf finds it by the context, so
-calls need no further argument: `Transport` notes attempts, `HttpClient` requests. The writer puts it into the file.
-"""
+What runs on its behalf finds the record by the context, so calls need no further argument."""
 
 import contextlib
 import contextvars

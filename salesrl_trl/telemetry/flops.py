@@ -1,23 +1,20 @@
-"""The FLOPs of a training pass of a causal language model, as PyTorch counts them, for `instruments`.
+"""The FLOPs of a training pass of a causal language model, for `instruments`: model FLOPs as in PaLM (Chowdhery et al.
+2022, appendix B), by the shapes of its weights. Work that is done a second time (gradient checkpointing) lowers the
+utilisation."""
 
-Model FLOPs as in PaLM (Chowdhery et al. 2022, appendix B): the matrix products that forward and backward pass need.
-Work that is done a second time (gradient checkpointing) lowers the utilisation. The count runs on a copy without
-memory (torch's `meta` device), built from the configuration: weights may be sharded or quantised.
-"""
-
-import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-TOKENS = 8  # length of the shortest counted sequence. Others are twice and three times as long.
-OTHER_ATTENTION = ("attention_chunk_size", "global_head_dim", "num_kv_shared_layers")
-"""Fields of a config with which layers have attention of unlike costs, or share keys."""
+OTHER_COSTS = (
+    "attention_chunk_size", "num_kv_shared_layers", "num_experts", "num_local_experts", "n_routed_experts",
+    "kv_lora_rank", "is_encoder_decoder",
+)  # fmt: skip
+"""Fields of a config with which tokens or layers are of unlike costs."""
 
 
 class UnknownFlops(ValueError):
@@ -30,7 +27,7 @@ class ModelFlops:
 
         FLOPs = per_token * tokens + per_head_token * completion tokens + per_pair * pairs
 
-    Example: one layer with 4 heads of 16, trained in full, has `per_pair=12 * 64`, of which 4 * 64 are the forward's.
+    Example: one layer with 4 heads of 16 has `per_pair=12 * 64`, of which 4 * 64 are the forward's.
     """
 
     per_token: float  # FLOPs per token of all products but those of attention and of the output head
@@ -67,109 +64,33 @@ def attention_pairs(lengths: torch.Tensor) -> torch.Tensor:
 def model_flops(model: nn.Module) -> ModelFlops:
     """The coefficients of a causal language model of transformers, with or without an adapter of PEFT, unwrapped.
 
-    The FLOPs of a sequence of s tokens, of which c are completion, are `a s + h c + p s**2 + k`. Four counts give a, h
-    and p. The counter takes attention in full, so that p belongs to a pair. k is left out, which no token needs: the
-    norms of DoRA's weights, for example.
-
-    Counts run over few layers, because each layer's products are dispatched one by one: a layer costs what the one
-    before it costs, if both have the same weights and train the same of them. The first of such a row is apart: what
-    comes before it may need no gradient.
-
-    Raises `UnknownFlops` for models whose tokens differ in cost in other ways. A model that can't run on `meta` raises
-    errors of its own.
+    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input, and 2 more if it is trained itself. Raises
+    `UnknownFlops` for models whose tokens differ in cost.
     """
-    base = _base(model)
-    depth = base.config.num_hidden_layers
-    bare = _without_memory(model, base)
-    lists = (module for module in bare.modules() if isinstance(module, nn.ModuleList))
-    layers = next((modules for modules in lists if len(modules) == depth), None)
-    if layers is None:
-        raise UnknownFlops(f"no list of {depth} decoder layers was found in it")
-    rows = [list(row) for _, row in itertools.groupby(layers, key=_weights)]
-    shortest = _counts(bare, layers, [row[:2] for row in rows])
-    total = shortest
-    for index, row in enumerate(rows):
-        if len(row) > 2:
-            others = [other[: 1 if place == index else 2] for place, other in enumerate(rows)]
-            total = total + (len(row) - 2) * (shortest - _counts(bare, layers, others))
-    once, twice, thrice, longer_completion = total.tolist()
-    per_pair = (thrice - 2 * twice + once) / (2 * TOKENS**2)
-    per_token = (twice - once) / TOKENS - 3 * TOKENS * per_pair
-    return ModelFlops(per_token=per_token, per_head_token=longer_completion - once, per_pair=per_pair)
-
-
-def _counts(model: nn.Module, layers: nn.ModuleList, rows: Sequence[Sequence[nn.Module]]) -> torch.Tensor:
-    """FLOPs of a forward and backward pass through these layers alone, shape (4,), float64: of a sequence with one
-    completion token, of one twice and one thrice as long, and of the first one with two completion tokens."""
-    del layers[:]
-    layers.extend(itertools.chain.from_iterable(rows))
-    counts = []
-    for length, completion in ((TOKENS, 1), (2 * TOKENS, 1), (3 * TOKENS, 1), (TOKENS, 2)):
-        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-            logits = model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=completion, use_cache=False
-            ).logits
-            if logits.requires_grad:
-                logits.sum().backward()
-        counts.append(counter.get_total_flops())
-    return torch.tensor(counts, dtype=torch.float64)
-
-
-def _base(model: nn.Module) -> PreTrainedModel:
-    from peft import PeftModel
-
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = getattr(model, "get_base_model", lambda: model)()
     if not isinstance(base, PreTrainedModel):
         raise UnknownFlops("the model has no transformers config")
-    config = base.config
-    if config.is_encoder_decoder:
-        raise UnknownFlops("it is an encoder-decoder")
+    config, head = base.config, base.get_output_embeddings()
     if config.get_text_config() is not config:
         raise UnknownFlops("it takes more than text: its config has a text config inside")
-    for field in OTHER_ATTENTION:
-        if getattr(config, field, None):
-            raise UnknownFlops(f"its attention is not alike in all layers ({field} is set)")
+    if others := [field for field in OTHER_COSTS if getattr(config, field, None)]:
+        raise UnknownFlops(f"its tokens or layers are not alike ({', '.join(others)})")
     # without `layer_types` (Mistral, Phi-3), `sliding_window` applies to every layer
     has_window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if has_window else "full_attention"]
     if others := sorted({*kinds} - {"full_attention"}):
         raise UnknownFlops(f"it has layers of type {', '.join(others)}")
-    return base
-
-
-def _without_memory(model: nn.Module, base: PreTrainedModel) -> nn.Module:
-    """A copy on `meta`, with the active adapter, which trains what the model trains. Attention and experts are plain
-    products there, as many for each token, and nothing is computed a second time."""
-    config = copy.deepcopy(base.config)
-    config._attn_implementation, config._experts_implementation = "eager", "batched_mm"
-    with torch.device("meta"):
-        plain = type(base)(config)
-        if any(vars(module).get("_require_grads_hooks") for module in model.modules()):
-            plain.enable_input_require_grads()
-        bare = _with_adapter(plain, model)
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, parameter in bare.named_parameters():
-        if name not in trained:
-            raise UnknownFlops(f"its weights are not those of its configuration, which has {name}")
-        parameter.requires_grad_(trained[name])
-    return bare
-
-
-def _with_adapter(bare: nn.Module, model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    if not isinstance(model, PeftModel):
-        return bare
-    settings = copy.deepcopy(model.peft_config[model.active_adapter])
-    if settings.is_prompt_learning:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnknownFlops("its adapter adds tokens to the prompt")
-    if isinstance(settings, LoraConfig):
-        settings.init_lora_weights = False  # some ways to begin read the weights
-    adapted: nn.Module = get_peft_model(bare, settings, adapter_name=model.active_adapter)
-    return adapted
+    if getattr(base, "is_quantized", False) and not getattr(base, "is_loaded_in_4bit", False):
+        raise UnknownFlops("its weights are packed")
+    costs = {module: _cost(module) for module in base.modules() if isinstance(module, nn.Linear | Conv1D)}
+    of_head = sum(costs.pop(module, 0) for module in head.modules())
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = 12 * config.num_hidden_layers * config.num_attention_heads * width
+    return ModelFlops(per_token=sum(costs.values()), per_head_token=of_head, per_pair=pairs)
 
 
-def _weights(layer: nn.Module) -> list[tuple[str, torch.Size, bool]]:
-    """What a layer's products depend on."""
-    return [(name, weight.shape, weight.requires_grad) for name, weight in layer.named_parameters()]
+def _cost(layer: nn.Linear | Conv1D) -> int:
+    inputs, outputs = (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+    return inputs * outputs * (6 if layer.weight.requires_grad else 4)  # by its shape: ZeRO-3 takes weights away

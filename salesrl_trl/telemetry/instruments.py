@@ -1,14 +1,13 @@
-"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start.
-
-`perf` owns the arithmetic of the figures.
-"""
+"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start."""
 
 import functools
 import json
 import logging
 import math
 import os
+import threading
 import time
+import tomllib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,18 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, gather
 from transformers import TrainerCallback, TrainerState
 
-from salesrl_trl.names import (
-    MEMORY,
-    MFU_MODEL,
-    START_UP_FILE,
-    TRACE_FILE,
-    Phase,
-    StartUp,
-    perf_of,
-)
+from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
-from salesrl_trl.telemetry.heartbeat import Heartbeat
 from salesrl_trl.telemetry.logs import spared
 from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
@@ -43,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TRACED_STEPS = range(1, 51)  # without instruments of one's own, as in the recipes
 BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summed
 
 
@@ -51,7 +40,6 @@ BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summe
 class InstrumentSettings:
     """Settings: which measurements, and how much is kept."""
 
-    enabled: bool = True
     trace_steps: range = range(0)
     """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
     range means no trace."""
@@ -61,15 +49,11 @@ class InstrumentSettings:
 
 
 class Instruments:
-    """A run's timeline and the figures from it.
-
-    Built before the model, so that the start-up is measured too. Every rank has one, for its device; `figures` is a
-    collective. The trace lies in `output_dir`.
-    """
+    """A run's timeline and the figures from it. Every rank has one, for its device; `figures` is a collective. The
+    trace lies in `output_dir`."""
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
         self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
-        self.timeline.enabled = settings.enabled
         self.details: dict[str, Callable[[], str]] = {}
         """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
         self.step = 0  # optimizer steps done, for the trace and the heartbeat
@@ -85,30 +69,16 @@ class Instruments:
         self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
         self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
         self._output_dir = output_dir
-        self._machine = MachineUse(device)
+        self.machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
-        self._running = False
         self.last_step = 0  # the last step of training, for heartbeats
-
-    @classmethod
-    def by_default(cls, device: torch.device, output_dir: Path) -> "Instruments":
-        """Phases, heartbeats, and a trace of the first 50 steps."""
-        return cls(InstrumentSettings(trace_steps=DEFAULT_TRACED_STEPS), device, output_dir)
 
     def start(self, is_main: bool) -> None:
         """Start the heartbeat and the trace, on the main rank. A second call does nothing."""
-        if self._running or not is_main or not self._settings.enabled:
+        if not is_main:
             return
-        self._running = True
-        if self._settings.heartbeat_s:
-            self._heartbeat = Heartbeat(
-                lambda: self.timeline.current,
-                self._settings.heartbeat_s,
-                self._where,
-                self.details,
-                self._machine.sample,
-            )
-            self._heartbeat.start()
+        if self._settings.heartbeat_s and self._heartbeat is None:
+            self._heartbeat = Heartbeat(self, self._settings.heartbeat_s)
         self._trace.start()
 
     def run_begins(self, step: int, last_step: int) -> None:
@@ -181,7 +151,7 @@ class Instruments:
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
-        figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self._machine.drain()
+        figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self.machine.drain()
         known = self._flops is not None and self._peak is not None
         if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
             self._warn_once(
@@ -193,7 +163,6 @@ class Instruments:
 
     def close(self) -> None:
         """End all open phases and write the main rank's last spans; no collective. May be called twice."""
-        self._running = False
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -213,7 +182,7 @@ class Instruments:
             sums = torch.cat((sums, self._flops.sums(lengths, completions, own)))
         self._trained = sums if self._trained is None else self._trained + sums
 
-    def _where(self) -> str:
+    def where(self) -> str:
         if not self.last_step:
             return "before the first step"
         done = self.step >= self.last_step
@@ -244,6 +213,51 @@ class Instruments:
             perf.SAMPLES: samples,
             **dict(zip(MEMORY, memory_gib(self._device), strict=True)),
         }
+
+
+ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+
+
+class Heartbeat:
+    """Logs a line about a phase that lasts: after `heartbeat_s` of the settings, then each time its seconds have
+    doubled. Only reads the training thread's state."""
+
+    def __init__(self, events: Instruments, after_s: float) -> None:
+        self._events, self._after_s = events, after_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        logged, next_s = "", 0.0  # the phase of the last line, and the seconds for the next line
+        last_seconds = 0.0
+        while not self._stopped.wait(min(self._after_s / 4, 1.0)):
+            machine, now = self._events.machine.sample(), self._events.timeline.current
+            if now is None:
+                continue
+            name, seconds = now
+            if name != logged or seconds < last_seconds:
+                logged, next_s = name, self._after_s
+            last_seconds = seconds
+            if seconds >= next_s:
+                try:
+                    logger.info(self.line(name, seconds, machine))
+                except Exception as error:  # a fault in the details must not end the thread
+                    failed = type(error).__name__
+                    logger.warning(f"[Heartbeat] {name} for {seconds:.0f} s ({failed} while asking for more)")
+                next_s = self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1)
+
+    def line(self, phase: str, seconds: float, machine: str) -> str:
+        """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""
+        more = self._events.details[phase]() if phase in self._events.details else ""
+        detail = f": {more}" if more else ""
+        advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""
+        about = f" ({machine})" if machine else ""
+        return f"[Heartbeat] {self._events.where()}: {phase} for {seconds:.0f} s{about}{detail}{advice}"
 
 
 @dataclass(eq=False)

@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
@@ -88,24 +87,15 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float:
     return share if share <= 1 else math.nan
 
 
-class Peak(NamedTuple):
-    """A chip's peak; `peaks.toml` describes the fields."""
-
-    name: str
-    tflops: float
-    source: str
-
-
-PEAK_BF16 = tuple(
-    Peak(**peak) for peak in tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))["peak"]
-)
+_PEAKS = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))["peak"]
+PEAK_BF16: dict[str, float] = {peak["name"]: peak["tflops"] for peak in _PEAKS}
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
     """Peak of a chip in FLOP/s with dense bf16, by `torch.cuda.get_device_name()`; `None` for one that the table does
     not have."""
     name = device_name.removeprefix("NVIDIA ")
-    return next((peak.tflops * 1e12 for peak in PEAK_BF16 if re.fullmatch(peak.name, name)), None)
+    return next((tflops * 1e12 for chip, tflops in PEAK_BF16.items() if re.fullmatch(chip, name)), None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,9 +1,5 @@
-"""The phases of a step, which add up to its wall time. Standard library only.
-
-A step is cut at marks: one wherever a phase begins or ends. The time between two marks belongs to the innermost phase
-that was open, or to `Phase.UNACCOUNTED`. So forgotten work shows up as unaccounted. Work on a GPU runs behind the
-host: there, a clock that is handed in says when the device reached a mark.
-"""
+"""The phases of a step, which add up to its wall time: the time between two marks belongs to the innermost open phase,
+or to `Phase.UNACCOUNTED`. Work on a GPU runs behind the host: there a clock says when the device reached a mark."""
 
 import functools
 import math
@@ -21,11 +17,8 @@ from salesrl_trl.timing import Span, Timing, TimingContext
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_STEPS_PENDING = 8
-"""Finished steps that wait for `drain_steps`. Beyond it, those that the device is done with are settled, so that marks
-do not pile up."""
-MAX_STEPS_KEPT = 10_000
-"""Settled steps that nobody drains, for example because nothing is logged. Beyond it, the oldest are dropped."""
+MAX_STEPS_KEPT = 1_000
+"""Steps that nobody drains, for example because nothing is logged. Beyond it, the oldest are dropped."""
 MAX_SPANS_PENDING = 100_000
 """Spans that nobody drains. Beyond it, the oldest are dropped. A step has some dozens of spans, and four more for each
 completion while rewards are traced."""
@@ -82,8 +75,6 @@ class _OpenPhase(NamedTuple):
 
 
 class _Step:
-    """Marks of a step, and the phase that owns the time after each mark."""
-
     def __init__(self, first: Mark, owner: str) -> None:
         self.marks = [first]
         self.owners = [owner]
@@ -117,9 +108,9 @@ class Timeline:
         self._owner: str = Phase.UNACCOUNTED  # of the time from now on
         self._step: _Step | None = None
         self._cut_at = 0.0
-        self._finished: list[_Step] = []
-        self._settled: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
-        self._closed_phases: list[tuple[str, Mark, Mark, bool]] = []  # name, start, end, failed; not settled
+        self._finished: deque[_Step] = deque(maxlen=MAX_STEPS_KEPT)
+        self._closed_phases: deque[tuple[str, Mark, Mark, bool]] = deque(maxlen=MAX_SPANS_PENDING)
+        """Name, start, end, failed; not settled."""
 
     @property
     def current(self) -> tuple[str, float] | None:
@@ -175,7 +166,6 @@ class Timeline:
         self._thread = threading.get_ident()
         self._stack, self._owner = (), Phase.UNACCOUNTED
         self._finished.clear()
-        self._settled.clear()
         self._cut_at = time.perf_counter()
         self._step = _Step(self._clock.mark(), Phase.UNACCOUNTED) if self.enabled else None
 
@@ -193,8 +183,6 @@ class Timeline:
             self._step.cut(mark, Phase.UNACCOUNTED)
             self._finished.append(self._step)
         self._step = _Step(mark, self._owner)
-        if len(self._finished) > MAX_STEPS_PENDING and self._clock.is_reached(self._finished[-2].marks[-1]):
-            self._settle(self._finished[:-1])
 
     def add(self, spans: Iterable[Span]) -> None:
         """Keep spans that were measured elsewhere. From any thread."""
@@ -209,8 +197,13 @@ class Timeline:
 
     def drain_steps(self) -> list[StepTimes]:
         """The steps that ended since the last call. Waits until the device is done with them."""
-        self._settle(self._finished)
-        steps, self._settled = list(self._settled), deque(maxlen=MAX_STEPS_KEPT)
+        steps = []
+        while self._finished:
+            step = self._finished.popleft()
+            self._settle_marks(step.marks, step.marks[-1].host)
+            steps.append(step.times())
+        if self._step is None:  # phases may lie outside of any step
+            self._settle_marks([], math.inf)
         return steps
 
     def close(self) -> StepTimes | None:
@@ -227,42 +220,29 @@ class Timeline:
                 self._clock = Clock()
                 break
             time.sleep(0.01)
-        self._settle(self._finished)
         if last is not None:
             last.cut(end, Phase.UNACCOUNTED)
             self._settle_marks(last.marks, end.host)
         self._step = None
-        self._settle([])
+        self._settle_marks([], math.inf)
         return last.times(complete=False) if last is not None and len(last.marks) > 1 else None
 
     def _cut(self, mark: Mark, stack: tuple[_OpenPhase, ...]) -> None:
-        """Cut the step where these phases begin to be the open ones."""
         self._stack, self._cut_at = stack, mark.host
         self._owner = _shown(stack, self._opaque).name if stack else Phase.UNACCOUNTED
         if self._step is not None:
             self._step.cut(mark, self._owner)
 
-    def _settle(self, steps: list[_Step]) -> None:
-        for step in list(steps):
-            self._settle_marks(step.marks, step.marks[-1].host)
-            self._settled.append(step.times())
-            self._finished.remove(step)
-        if self._step is None:  # phases may lie outside of any step
-            self._settle_marks([], math.inf)
-
     def _settle_marks(self, marks: Sequence[Mark], until: float) -> None:
-        """Settle marks, with the marks of phases that were closed before `until` on the host's clock."""
-        phases = [mark for _, start, end, _ in self._closed_phases for mark in (start, end) if end.host <= until]
-        waiting = {mark for mark in (*marks, *phases) if mark.time is None}
+        """Settle marks, with the marks of phases that were closed by `until`, which become spans."""
+        ended = []
+        while self._closed_phases and self._closed_phases[0][2].host <= until:
+            ended.append(self._closed_phases.popleft())
+        waiting = {mark for mark in (*marks, *(mark for phase in ended for mark in phase[1:3])) if mark.time is None}
         if waiting:
             self._clock.settle(sorted(waiting, key=lambda mark: mark.host))
-        still_open = []
-        for name, start, end, failed in self._closed_phases:
-            if start.time is None or end.time is None:
-                still_open.append((name, start, end, failed))
-            else:
-                self.add([Span(name=name, started=start.time, ended=end.time, failed=failed)])
-        self._closed_phases = still_open
+        for name, start, end, failed in ended:
+            self.add([Span(name=name, started=start.time or 0.0, ended=end.time or 0.0, failed=failed)])
 
 
 def _shown(stack: tuple[_OpenPhase, ...], opaque: frozenset[str]) -> Timing:

@@ -1,13 +1,13 @@
 """The run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing. `instruments` calls `StepTrace`.
 
-The file is a valid JSON array after every write, so that the trace of a run that was cut off can be read. Format:
+The file is a JSON array, which may lack its end: the trace of a run that was cut off can be read. Format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
-import errno
-import io
+import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,15 +22,11 @@ logger = logging.getLogger(__name__)
 
 REWARDS_PROCESS = 100_000  # number of the process with the tracks of a rank's rewards: this plus the rank
 STEPS_TRACK = "steps"
-_TAIL = b"\n]\n"
 
 
 class StepTrace:
     """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. It
-    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once.
-
-    Each rank is a process of the trace, with a track of phases and one of steps. A second process has a track for each
-    place in a batch of rewards."""
+    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once."""
 
     def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
         self._path = path
@@ -38,8 +34,7 @@ class StepTrace:
         self._max_bytes = max_bytes
         self._warn = warn
         self._background_spans: list[Span] = []  # of batches of the traced steps
-        self._file: io.FileIO | None = None
-        self._origin = 0.0  # time at which the file begins, on the scale that all ranks share
+        self._origin: float | None = None  # time at which the file begins, on the scale that all ranks share
         self._tracks: dict[int, list[str]] = {}  # by process
         self._is_written = False  # by this rank
         self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
@@ -53,9 +48,8 @@ class StepTrace:
         """Begin training after `step` optimizer steps. Spans of an earlier training are dropped."""
         self._first_step = step
         self._background_spans.clear()
-        if self._file is not None and not self._path.exists():  # it was moved with its run
-            self._file.close()
-            self._file = None
+        if not self._path.exists():  # it was moved with its run
+            self._origin = None
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
         """Keep spans of other threads, if `step` is traced."""
@@ -85,30 +79,36 @@ class StepTrace:
     def close(
         self, last_step: int, steps: Sequence[StepTimes], cut_off: StepTimes | None, spans: Sequence[Span]
     ) -> None:
-        """Write the main rank's last spans, with the step that was cut off, and close the file; no collective."""
-        if self._is_written and (self._file is not None or cut_off is not None):
+        """Write the main rank's last spans, with the step that was cut off, and end the file; no collective."""
+        if self._is_written and (self._origin is not None or cut_off is not None):
             ended = [*steps, *([cut_off] if cut_off else [])]
             self._write([(0, self._clock_offset, [*spans, *self._background_spans, *_step_spans(last_step, ended)])])
-        self._close_file()
+        if self._origin is not None:
+            with contextlib.suppress(OSError), self._path.open("a") as file:
+                file.write("\n]\n")
+        self._origin, self._is_written = None, False
 
     def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
         """Write spans, each list with its rank and its clock's offset. A full disk ends the trace, not the run."""
         starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
         if not starts:
             return
+        size = 0
         try:
-            if self._file is None:
+            if self._origin is None:
                 put_aside(self._path)
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file, self._origin, self._tracks = self._path.open("wb", buffering=0), min(starts), {}
-                self._file.write(b"[" + _TAIL)
-            self._append([event for each in everywhere for event in self._events(*each)])
+                self._path.write_text("[", encoding="utf-8")
+                self._origin, self._tracks = min(starts), {}
+            size = self._path.stat().st_size
+            self._append([event for each in everywhere for event in self._events(self._origin, *each)], size)
         except OSError as error:
             logger.warning(f"the trace ends here: {self._path} can't be written ({type(error).__name__})")
-            self._close_file()
+            self._is_written = False
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
 
-    def _events(self, rank: int, offset: float, spans: Sequence[Span]) -> Iterator[dict[str, object]]:
-        """Spans of a rank as events of the format, with the names of new tracks."""
+    def _events(self, origin: float, rank: int, offset: float, spans: Sequence[Span]) -> Iterator[dict[str, object]]:
         for span in spans:
             process = rank if span.track in (PHASES_TRACK, STEPS_TRACK) else REWARDS_PROCESS + rank
             tracks = self._tracks.setdefault(process, [])
@@ -119,35 +119,20 @@ class StepTrace:
             if span.track not in tracks:
                 tracks.append(span.track)
                 yield {"name": "thread_name", **about, "args": {"name": span.track}}
-            times = {"ts": 1e6 * (span.started + offset - self._origin), "dur": 1e6 * span.seconds}
+            times = {"ts": 1e6 * (span.started + offset - origin), "dur": 1e6 * span.seconds}
             failed = {"cname": "terrible", "args": {"failed": True}} if span.failed else {}
             yield {"name": span.name, "ph": "X", "pid": process, "tid": tracks.index(span.track), **times, **failed}
 
-    def _append(self, events: Sequence[dict[str, object]]) -> None:
-        """Add events to the file. Raises `OSError` if it can't be written; its content is as before."""
-        assert self._file is not None
-        position = self._file.tell() - len(_TAIL)
-        text = ",\n".join(json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events)
-        content = (",\n" if position > 1 else "\n").encode() + text.encode(errors="replace") + _TAIL
-        if position + len(content) > self._max_bytes:
-            size = f"{self._max_bytes / 1e6:.0f} MB"
-            self._warn(f"{self._path} is full at {size}: later spans are left out (`trace_steps` chooses others)")
-            self._close_file()
+    def _append(self, events: Sequence[dict[str, object]], size: int) -> None:
+        lines = [json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events]
+        content = (",\n" if size > 1 else "\n") + ",\n".join(lines)
+        if size + len(content) + 3 > self._max_bytes:  # with the end
+            most = f"{self._max_bytes / 1e6:.0f} MB"
+            self._warn(f"{self._path} is full at {most}: later spans are left out (`trace_steps` chooses others)")
+            self._is_written = False
             return
-        self._file.seek(position)
-        try:
-            if self._file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, "no space left for the trace")
-        except OSError:
-            self._file.seek(position)
-            self._file.write(_TAIL)
-            self._file.truncate()
-            raise
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._is_written = None, False
+        with self._path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(content)
 
 
 def _step_spans(last_step: int, steps: Sequence[StepTimes]) -> list[Span]:

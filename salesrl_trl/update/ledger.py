@@ -1,7 +1,5 @@
-"""The figures of the next log line, for training and for evaluations: sums, and failures by reason.
-
-They are already the same on all ranks: there is no collective here.
-"""
+"""The figures of the next log line, for training and for evaluations: sums, and failures by reason. They are already
+the same on all ranks: there is no collective here."""
 
 import contextlib
 import math
@@ -11,14 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from salesrl_trl.kl.branched import KLControl
-from salesrl_trl.names import (
-    ALL_KL,
-    FAILURE_REASONS,
-    beta_of,
-    kl_of,
-    line_names,
-)
-from salesrl_trl.reward.figures import VALUE, JudgeBias, RewardFigures
+from salesrl_trl.names import ALL_KL, FAILURE_REASONS, POSITION_GAP, beta_of, kl_of, line_names
+from salesrl_trl.reward.figures import FIRST, SECOND, VALUE, RewardFigures
 from salesrl_trl.telemetry.perf import StepAggregates
 from salesrl_trl.types import EvaluatedCompletion
 
@@ -32,8 +24,7 @@ def kl_names(branches: Sequence[str]) -> tuple[str, ...]:
 
 class _ModeFigures:
     def __init__(self, names: Sequence[str]) -> None:
-        self.sums = StepAggregates(names)
-        self.bias = JudgeBias()
+        self.sums = StepAggregates((*names, FIRST, SECOND))
         self.failures: Counter[str] = Counter()
         self.batches = 0  # generation batches
         self.rewards: list[float] = []  # by completion; of evaluations only
@@ -61,7 +52,7 @@ class Ledger:
         """Add the rewards of a batch: the tables of `RewardFigures` of all ranks, and why completions failed."""
         figures = self._modes[mode]
         self._rewards.add_rewards(figures.sums, table)
-        self._rewards.add_report(figures.sums, figures.bias, reports)
+        self._rewards.add_report(figures.sums, reports)
         figures.failures.update(reasons)
         figures.batches += 1
         if mode == "eval":
@@ -107,7 +98,8 @@ class Ledger:
 
     def flush(self, mode: str) -> dict[str, float]:
         """The figures of a mode's line: always the same names, NaN if nothing was recorded. Starts over."""
-        figures = {**self._modes[mode].sums.flush(), **self._modes[mode].bias.flush()}
+        figures = self._modes[mode].sums.flush()
+        figures[POSITION_GAP] = figures.pop(FIRST) - figures.pop(SECOND)
         return {name: value for name, value in figures.items() if name not in self._rewards.not_logged}
 
     def failures(self, mode: str) -> Counter[str]:

@@ -1,8 +1,5 @@
-"""The components of a trainer, built and connected, and what they use of TRL's trainer (`Hooks`).
-
-Owns the order in which they are built, which one gets which, the sum of the KL over ranks, and what happens when a run
-fails. Holds no trainer. The trainer builds `Components` before TRL's own, and calls `connect` after it.
-"""
+"""The components of a trainer, built before TRL's own and connected after it by what they use of it (`Hooks`). Owns
+the order in which they are built, and what happens when a run fails. Holds no trainer."""
 
 import contextlib
 import copy
@@ -11,23 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from salesrl_trl.checkpoint.identity import identity_of_run
 from salesrl_trl.checkpoint.keeper import Keeper, why_not_kept
 from salesrl_trl.config import SalesGRPOConfig, rollouts
 from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
-from salesrl_trl.data.branches import COLUMN, Branches
-from salesrl_trl.generation.sampler import (
-    Sampled,
-    Sampler,
-    Streamed,
-    Upstream,
-    WholeBatch,
-)
+from salesrl_trl.data.branches import Branches
+from salesrl_trl.generation.sampler import Sampled, Sampler, Streamed, Upstream, WholeBatch
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
@@ -37,13 +28,12 @@ from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.rollout.rollout_scoring import RolloutScoring, ScoringSettings
-from salesrl_trl.telemetry.instruments import Instruments, StepMarks
+from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings, StepMarks
 from salesrl_trl.telemetry.logs import hide_lines, show_lines
 from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 
@@ -67,9 +57,10 @@ class Components:
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
         self._rows: Any = train_dataset
-        self.branches = Branches.of_data(args.branches, COLUMN, train_dataset)
+        self.branches = Branches.of_data(args.branches, train_dataset)
         args.branches = [*self.branches.names]
-        self.instruments = instruments or Instruments.by_default(args.device, Path(args.output_dir))
+        settings = InstrumentSettings(trace_steps=range(1, 51))
+        self.instruments = instruments or Instruments(settings, args.device, Path(args.output_dir))
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
         self.converses = False  # whether completions that may call tools go through their turns one by one
@@ -84,14 +75,7 @@ class Components:
         own = [name for part in parts for name in part.figure_names]
         self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
         self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
-        self.keeper = Keeper(
-            args,
-            self.kl,
-            lambda rows: identity_of_run(args, rows, self.branches, self.policy.first_weights, self.policy.shape),
-            is_skipping=lambda: self.run_control.is_skipping,
-            in_flight=lambda *counts: self.pipeline.buffer.in_flight(*counts),
-            parts=self.parts,
-        )
+        self.keeper = Keeper(args, self.kl, self.run_control, self.parts)
 
     def connect(
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
@@ -116,8 +100,7 @@ class Components:
         )
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(trl.model, args.bf16 or args.fp16)
-            spare_casts(trl.model, trl.accelerator.device.type)  # that autocast takes back
+            self.policy.raise_adapters(trl.model)
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
@@ -221,6 +204,7 @@ class Components:
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
             seed=args.seed,
         )  # fmt: skip
+        self.keeper.buffer = self.pipeline.buffer
         self.scoring = RolloutScoring(
             pipeline=self.pipeline,
             reward_loop=self.reward_loop,
@@ -353,5 +337,5 @@ class Components:
             part.close()
 
 
-def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, Any]:
+def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, torch.Tensor]:
     return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

@@ -1,8 +1,5 @@
-"""A part of a trainer: what it can train without. Recorder, evaluations, spending and trackers are parts.
-
-Owns the interface and the list of built-in parts with what turns each of them on. `components` builds and connects
-them. A part of your own goes into `SalesGRPOTrainer(parts=[...])`.
-"""
+"""A part of a trainer: what it can train without. Owns the interface, and the list of built-in parts with what turns
+each of them on. A part of your own goes into `SalesGRPOTrainer(parts=[...])`."""
 
 import importlib
 import logging
@@ -11,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -49,7 +46,6 @@ class Hooks:
     model: torch.nn.Module
     ref_model: torch.nn.Module | None
     step: Callable[[], int]
-    last_step: Callable[[], int]
     accelerator: Accelerator
     is_deepspeed: bool
     updates: bool  # whether steps change the policy
@@ -137,17 +133,13 @@ class Part(TrainerCallback):
     def connect(self, run: PartContext) -> None:
         """The trainer is built, and the parts before this one are connected."""
 
-    def known_run(self) -> str | None:
-        """The id of the run whose files this part finds in the output folder, if it keeps any."""
-        return None
-
     def begin(self, resumed: str | None, run_id: str) -> None:
         """`train` begins, from the checkpoint `resumed` if there is one. `run_id`: of the run, over its resumes."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Steps begin. `state`: what the checkpoint holds of this part; empty where there is none."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint keeps, as values of JSON. Called on the main process alone."""
         return {}
 
@@ -165,11 +157,11 @@ class Part(TrainerCallback):
         """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
         return {}
 
-    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
+    def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, object]) -> None:
         """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
         `create_model_card`. Called on the main process alone."""
 
-    def card_values(self) -> Mapping[str, Any]:
+    def card_values(self) -> Mapping[str, object]:
         """What the model card shows of this part, by the names that `parts/model_card.jinja` has."""
         return {}
 
@@ -200,37 +192,32 @@ def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> N
         part.connect(run)
 
 
-class _BuiltIn(NamedTuple):
-    place: str
-    is_on: bool
-    asked_by: str = ""  # what asks for it; without, a run does without it where its layer is not there
-
-
 def built_in(run: PartContext) -> list[Part]:
     """The parts that the settings ask for, in the order of their collectives. Nothing is imported for the others."""
     args, reward = run.args, run.reward_loop.reward
     has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
     has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
+    # what asks for it comes last; without, a run does without it where its layer is not there
     wanted = (
-        _BuiltIn("parts.run_banner:Banner", True),
-        _BuiltIn("parts.step_lines:StepLine", True),
-        _BuiltIn("parts.step_lines:EpochLine", True),
-        _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
-        _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
-        _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),
-        _BuiltIn("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
-        _BuiltIn("record.recorder:RecorderPart", bool(args.record), "`record`"),
-        _BuiltIn("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
-        _BuiltIn("launch.evaluation.held_out:HeldOut", True),
-        _BuiltIn("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
-        _BuiltIn("parts.trackers:TrackersPart", True),
-        _BuiltIn("parts.weight_change:WeightChange", run.trl.updates),
-        _BuiltIn("parts.model_card:ModelCard", True),
+        ("parts.run_banner:Banner", True, ""),
+        ("parts.step_lines:StepLine", True, ""),
+        ("parts.step_lines:EpochLine", True, ""),
+        ("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
+        ("judged.spending:Spending", reward.budget is not None, "a budget"),
+        ("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead), ""),
+        ("judged.meter_part:JudgeMeter", reward.names.meter is not None, "`judge_meter`"),
+        ("record.recorder:RecorderPart", bool(args.record), "`record`"),
+        ("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
+        ("launch.evaluation.held_out:HeldOut", True, ""),
+        ("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
+        ("parts.trackers:TrackersPart", True, ""),
+        ("parts.weight_change:WeightChange", run.trl.updates, ""),
+        ("parts.model_card:ModelCard", True, ""),
         # behind all that logs figures
-        _BuiltIn("record.recorder:ClosingReport", "tensorboard" in args.report_to),
+        ("record.recorder:ClosingReport", "tensorboard" in args.report_to, ""),
     )
     parts: list[Part] = []
-    for place, _, asked_by in (part for part in wanted if part.is_on):
+    for place, _, asked_by in (part for part in wanted if part[1]):
         module, _, kind = place.partition(":")
         try:
             parts.append(getattr(layer(module, asked_by), kind)())
@@ -258,15 +245,12 @@ def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
     )
 
 
-EXTRAS = ("agents", "demo")
-"""Layers with packages that the core does not bring."""
+EXTRAS = ("agents", "demo")  # layers with packages that the core does not bring
 
-AGENTS = "agents"
-"""Name of the part of tools and episodes."""
-BBQ_COLUMN = "stereotyped_groups"
-"""Of rows of BBQ alone: an evaluation of them has BBQ's scores."""
+AGENTS = "agents"  # name of the part of tools and episodes
+BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
 
 
-def _columns(dataset: Any) -> list[Sequence[str]]:
+def _columns(dataset: object) -> list[Sequence[str]]:
     datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
     return [getattr(each, "column_names", None) or () for each in datasets]

@@ -9,15 +9,13 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 
-from salesrl_trl.checkpoint.identity import shape_of, weights_of
+from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.rollouts import (
-    SAMPLING_HINTS,
-    engine_options,
-)
+from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
+from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import vllm_engine_options
 from salesrl_trl.ground.process import patched
-from salesrl_trl.update.weights import WeightCheck
+from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
 
 class Policy:
@@ -66,6 +64,14 @@ class Policy:
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())
+
+    def identity_of(self, rows: object, branches: Branches) -> Identity:
+        """The identity of a run that trains on these rows."""
+        return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
+
+    def raise_adapters(self, model: torch.nn.Module) -> None:
+        raise_adapters(model, self._args.bf16 or self._args.fp16)
+        spare_casts(model, self._args.device.type)  # that autocast takes back
 
 
 class Reference:

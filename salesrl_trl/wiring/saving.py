@@ -1,7 +1,4 @@
-"""What the trainer writes and pushes: overrides of transformers' saving, with the package's own files and model card.
-
-Owns no format: `checkpoint.keeper` saves and restores, `checkpoint.run_files` says what may leave the machine.
-"""
+"""What the trainer writes and pushes: overrides of transformers' saving, with the package's own files."""
 
 import functools
 from concurrent.futures import Future
@@ -59,11 +56,11 @@ class SavingTrainer(TRLAccess):
 
     def _upload(
         self, policy: Path, message: str, inside: str | None, token: str | None = None, revision: str | None = None
-    ) -> Future[Any]:
+    ) -> Future[object]:
         args = self.args
         self.callback_handler.on_push_begin(args, self.state, self.control)
         place = staged(policy, Path(args.output_dir), inside)
-        upload: Future[Any] = transformers_trainer.hf_api().upload_folder(
+        upload: Future[object] = transformers_trainer.hf_api().upload_folder(
             repo_id=self.hub_model_id, folder_path=str(place), commit_message=message, run_as_future=True,
             token=token or args.hub_token, revision=revision or args.hub_revision,
         )  # fmt: skip
@@ -80,11 +77,11 @@ class SavingTrainer(TRLAccess):
             given = {"name": model_name, "dataset": dataset_name, "tags": [tags] if isinstance(tags, str) else tags}
             self._policy_is_saved(folder, **given)
 
-    def _policy_is_saved(self, folder: Path, **given: Any) -> None:
+    def _policy_is_saved(self, folder: Path, **given: object) -> None:
         for part in self.components.parts:
             part.on_policy_saved(folder, self.state, given)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, object] | None = None) -> None:
         """Leaves one policy in the folder, with its card."""
         folder = Path(output_dir or self.args.output_dir)
         has_room = may_write_card(folder)  # peft writes another one
@@ -95,7 +92,6 @@ class SavingTrainer(TRLAccess):
             self._policy_is_saved(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Adds the package's own files."""
         super()._save_optimizer_and_scheduler(output_dir)
         at = (self.state.global_step, self._step)
         self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])

@@ -27,7 +27,7 @@ from salesrl_trl.wiring.trl_generation import TRLGeneration
 class TRLAccess(TRLGeneration):
     updates: bool
     _timeline: Timeline
-    _loss_inputs: dict[str, Any] | None = None  # the micro-batch whose loss TRL computes
+    _loss_inputs: dict[str, object] | None = None  # the micro-batch whose loss TRL computes
     _logs: dict[str, Any]
     beta: float | BranchPenalty
 
@@ -36,7 +36,6 @@ class TRLAccess(TRLGeneration):
             model=self.model,
             ref_model=self.ref_model,
             step=lambda: self.state.global_step,
-            last_step=lambda: self.state.max_steps,
             accelerator=self.accelerator,
             is_deepspeed=self.is_deepspeed_enabled,
             updates=self.updates,
@@ -110,7 +109,7 @@ class TRLAccess(TRLGeneration):
             self.components.policy.weight_check.check(output, self._logps_of)
         return output
 
-    def _logps_of(self, output: Mapping[str, Any]) -> torch.Tensor:
+    def _logps_of(self, output: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             arguments = logps_arguments(output, self.args.per_device_train_batch_size)
             return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]

@@ -1,7 +1,4 @@
-"""TRL's trainer as it generates: batches begin on the engine loop, and TRL's `_generate` runs around what they became.
-
-Overrides nothing. Tools and episodes are a part's (`agents.agents_part`).
-"""
+"""TRL's trainer as it generates: batches begin on the engine loop, and TRL's `_generate` runs around them."""
 
 import copy
 import functools
@@ -69,7 +66,6 @@ class TRLGeneration(GRPOTrainer):
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def _stream(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin completions on vLLM, each of which is reported when it is finished."""
         encoded, loop = self._encode(prompts), self.vllm_generation.loop
         batch = CompletionTasks(len(prompts), loop, finished)
 

@@ -85,5 +85,5 @@ def test_figures_that_are_undefined_are_no_numbers(scripted_trainer):
     trainer = scripted_trainer(texts=(BAD,), max_steps=1)
     trainer.train()
     (logs,) = steps_of(trainer)
-    assert logs["judge/length_correlation"] is None
+    assert logs["judge/position_gap"] is None
     assert not any(isinstance(value, float) and math.isnan(value) for value in logs.values())

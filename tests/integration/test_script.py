@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground import own_code
+from salesrl_trl.ground import process
 from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.report import read_run
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -34,8 +34,7 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     tiny, tmp_path, caplog, monkeypatch
 ):
     imported = sys.modules["salesrl_trl.trainer"].__spec__, b"the hash of an older file"
-    monkeypatch.setitem(own_code._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
-    monkeypatch.setattr(own_code, "_told", set())
+    monkeypatch.setitem(process._imported, "salesrl_trl.trainer", imported)  # as in a kernel that was not restarted
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)

@@ -91,7 +91,6 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
         check_seconds(abs(logs[REWARD_HIDDEN] - logs[time_of(Phase.REFERENCE_LOGPROBS)]), most=0.05)
         assert logs["time/judge_p50_s"] >= 0.3
         assert logs["time/rag_8b_p50_s"] <= logs["time/rag_8b_max_s"] < logs[REWARD_SECONDS]
-        assert logs["time/slowest_judge_s"] <= logs["time/judge_max_s"]
         assert logs["perf/samples_per_s"] == pytest.approx(4 / logs[STEP_SECONDS], rel=1e-6)
         assert logs[MFU_MODEL] is logs[MFU_STEP] is None  # a CPU's peak is in no table
     keys = [set(logs) for logs in steps_of(trainer)]
@@ -109,7 +108,9 @@ def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, se
 def test_without_timing_nothing_is_measured_and_nothing_else_changes(
     scripted_trainer, services, instruments, tmp_path
 ):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(enabled=False), max_steps=2)
+    off = instruments()
+    off.timeline.enabled = False
+    trainer = scripted_trainer(DIFFERENT, instruments=off, max_steps=2)
     trainer.train()
     for logs in steps_of(trainer):
         assert STEP_SECONDS not in logs

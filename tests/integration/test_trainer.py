@@ -147,7 +147,7 @@ def test_a_stop_that_comes_while_a_run_is_looked_at_is_not_lost(scripted_trainer
         trainer.request_stop("SIGTERM")
         return identity_of_run(*given)
 
-    monkeypatch.setattr("salesrl_trl.wiring.components.identity_of_run", asked)
+    monkeypatch.setattr("salesrl_trl.wiring.policy.identity_of_run", asked)
     with pytest.raises(RunStopped, match="SIGTERM before another step was done"):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -56,8 +56,9 @@ def check_times(output_dir, steps):
 
 
 def spans(output_dir):
-    """The events of a run's trace that have a duration, by the name of their track; it is valid JSON."""
-    trace = json.loads((output_dir / "trace.json").read_text(encoding="utf-8"))
+    """The events of a run's trace that have a duration, by their track's name. Of a killed run it lacks its end."""
+    text = (output_dir / "trace.json").read_text(encoding="utf-8").rstrip()
+    trace = json.loads(text if text.endswith("]") else f"{text}]")
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     found = {}
     for event in trace:

@@ -127,7 +127,7 @@ def keeper(tmp_path):
     args = SimpleNamespace(
         output_dir=str(tmp_path), process_index=0, local_process_index=0, save_only_model=False, save_total_limit=None
     )
-    keeper = Keeper(args, None, lambda dataset: {}, is_skipping=lambda: False, in_flight=lambda *_: {})
+    keeper = Keeper(args, None, SimpleNamespace(is_skipping=False))
     keeper.args = args
     return keeper
 

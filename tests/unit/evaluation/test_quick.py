@@ -226,7 +226,7 @@ def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator):
     assert saved == [[2], [2]]
 
 
-BRANCHES = Branches(("fairness", "hallucination"), "branch")
+BRANCHES = Branches(("fairness", "hallucination"))
 
 
 @pytest.mark.parametrize("count", [1, 2])

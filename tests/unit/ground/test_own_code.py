@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from salesrl_trl.ground import own_code
+from salesrl_trl.ground import own_code, process
 from salesrl_trl.launch import env
 
 
@@ -85,11 +85,10 @@ def test_a_file_newer_than_what_was_imported_is_told_once_and_not_after_a_reload
 
     def told():
         caplog.clear()
-        own_code.warn_of_changes()
+        process.warn_of_changes()
         return caplog.messages
 
-    monkeypatch.setattr(own_code, "_imported", {})
-    monkeypatch.setattr(own_code, "_told", set())
+    monkeypatch.setattr(process, "_imported", {})
     file.write_text("A = 1")
     load()
     assert told() == told() == []

@@ -29,7 +29,7 @@ def test_batches_that_begin_are_of_the_second_judge(on_alarm, since, modes):
     PartialState(cpu=True)  # for its logger
     reward = SimpleNamespace(names=SimpleNamespace(meter=MeterSettings(on_alarm=on_alarm)))
     loop = SimpleNamespace(give_up=lambda batches: None, reward=reward)
-    branches, args = Branches(("all",), "branch"), SimpleNamespace(num_generations=2)
+    branches, args = Branches(("all",)), SimpleNamespace(num_generations=2)
     meter = JudgeMeter()
     meter.connect(SimpleNamespace(reward_loop=loop, branches=branches, args=args))
     meter.load_state_dict({} if since is None else {"second_since": since})

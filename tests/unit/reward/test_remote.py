@@ -235,7 +235,7 @@ def untimed(report):
     """The parts of a report that hold no time and do not depend on which of two calls was faster, such as whether a
     failed completion already had its row's reference."""
     spans = sorted((span.track, span.name, span.failed) for span in report.spans if span.name != "rag_32b")
-    records = sorted((record.score, record.chars) for record in report.records)
+    records = sorted(record.score for record in report.records)
     hits = {name: count for name, count in report.cache_hits.items() if name != "references"}
     return spans, records, dict(report.usage), {n: dict(t) for n, t in report.traffic.items()}, hits
 

@@ -191,12 +191,14 @@ def test_completions_of_earlier_weights_need_log_probs():
     assert len(seen) == 2  # of a sampler that generates at once they are computed at once
 
 
-def keeper(folder, sizes, in_flight):
+def keeper(folder, sizes, buffer):
     args = SimpleNamespace(
         output_dir=str(folder), process_index=0, local_process_index=0, should_save=False, save_rollouts=True,
         window=1, arrangement=sizes, device=torch.device("cpu"),
     )  # fmt: skip
-    return Keeper(args, None, None, lambda: False, in_flight)
+    made = Keeper(args, None, SimpleNamespace(is_skipping=False))
+    made.buffer = buffer
+    return made
 
 
 def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_path):
@@ -206,7 +208,7 @@ def test_rollouts_in_flight_go_into_a_checkpoint_and_are_generated_no_more(tmp_p
     first.make()
     # a step is undone: what it trains on comes again, and what it launched is no part of the checkpoint before it
     assert list(first.kept(1)) == [0, 1]
-    saves, loads, differs = (keeper(tmp_path, sizes, first.buffer.in_flight) for sizes in ([1, 2], [1, 2], [1, 3]))
+    saves, loads, differs = (keeper(tmp_path, sizes, first.buffer) for sizes in ([1, 2], [1, 2], [1, 3]))
     saves.add_parts(tmp_path, 1, 1, [])
     assert loads.load_parts(tmp_path, 1) is differs.load_parts(tmp_path, 1) is None
     assert differs.drain_rollouts() == {}  # other batch sizes
@@ -296,7 +298,7 @@ def test_a_group_has_one_number_on_all_ranks(rank, groups, monkeypatch):
         inputs=[{"prompt": "p"}] * EACH, completions=["c"] * EACH, rewards=rewards, result=result, sampled=None,
         group=GROUP, is_trained_on=True, mode="train", steps=[4, 3] * 3, groups=None,
     )  # fmt: skip
-    found = batch_of(CompletedBatch(rollout=rollout, advantages=None, update=5), Branches(("only",), "branch"))
+    found = batch_of(CompletedBatch(rollout=rollout, advantages=None, update=5), Branches(("only",)))
     assert [entry.prompt_group for entry in found.entries] == groups
     assert (found.step, found.number) == (6, 3)
     assert [entry.staleness for entry in found.entries] == [1, 2] * 3

@@ -12,7 +12,7 @@ from salesrl_trl.names import (
     reward_of,
 )
 from salesrl_trl.parts import step_lines, trackers
-from salesrl_trl.reward.figures import JudgeBias, RewardFigures
+from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.telemetry import perf
 from salesrl_trl.update.ledger import kl_names
@@ -23,7 +23,7 @@ NAMES = RewardNames(providers=("openai",), components=("judge", "reference"), st
 def test_every_figure_that_is_logged_is_in_the_list_once():
     assert len({figure.tag for figure in FIGURES}) == len(FIGURES)
     patterns = [pattern_of(figure.tag) for figure in FIGURES]
-    logged = (*RewardFigures(("a",), NAMES).names(["baseline", "refill"]), *kl_names(("a",)), *JudgeBias().flush(),
+    logged = (*RewardFigures(("a",), NAMES).names(["baseline", "refill"]), *kl_names(("a",)), names.POSITION_GAP,
               *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE)  # fmt: skip
     assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)] == []
 

@@ -56,13 +56,13 @@ def test_each_token_to_predict_sees_its_own_sequence_at_its_positions_and_nothin
     if with_last:
         assert layout.weights.sum() == mask.sum()  # each token of the batch is counted
     else:
-        assert layout.size <= max(mask.sum(), 1)
+        assert len(layout.source) <= max(mask.sum(), 1)
 
 
 def test_a_batch_without_a_token_to_predict_is_a_row_of_one():
     ids, mask = padded_batch(completions=[0] * len(PROMPTS))
     layout = layout_of(groups_of(ids, mask, WIDTH), ids.size(1), WIDTH, CPU)
-    assert layout.size == 1
+    assert len(layout.source) == 1
     assert Row.of(layout, ids, mask, WIDTH).labels.tolist() == [[IGNORED]]
 
 

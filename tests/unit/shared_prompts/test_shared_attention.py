@@ -69,7 +69,7 @@ def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, g
     for flashes in (True, False):
         monkeypatch.setattr(shared_attention, "can_flash", lambda *_, flashes=flashes: flashes)
         draw = torch.Generator().manual_seed(0)
-        given = [torch.randn(1, heads, layout.size, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+        given = [torch.randn(1, heads, len(layout.source), 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
         out = shared_attention.shared_attention(sdpa_attention_forward, layer, *given, layout)
         (out * torch.randn(out.shape, generator=draw)).sum().backward()
         found.append((out.detach(), *(each.grad for each in given)))

@@ -1,6 +1,5 @@
-"""Coefficients against a count of the whole model and against hand formulas, sums against loops, peaks by names."""
+"""Coefficients against a count of the whole model, sums against loops, peaks by names."""
 
-import copy
 import functools
 import math
 import re
@@ -15,8 +14,6 @@ from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pair
 from salesrl_trl.telemetry.perf import PEAK_BF16, mfu, peak_bf16_flops
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 2, 64, 96, 4, 2, 160
-DEEP = 4
-"""Layers of a model of which not all are run. Counts take twice as long then."""
 SIZES = {
     "num_hidden_layers": LAYERS,
     "hidden_size": HIDDEN,
@@ -27,8 +24,6 @@ SIZES = {
     "attn_implementation": "eager",
 }
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ATTENTION = ALL_LINEAR[:4]
-RANK = 8
 
 
 def small(kind, **fields):
@@ -37,7 +32,6 @@ def small(kind, **fields):
 
 qwen2, llama = (functools.partial(small, kind) for kind in ("qwen2", "llama"))
 qwen3 = functools.partial(small, "qwen3", head_dim=32)  # 4 heads of 32 in a width of 64
-mixtral = functools.partial(small, "mixtral", num_local_experts=4, num_experts_per_tok=2)
 
 
 def gpt2():
@@ -46,84 +40,24 @@ def gpt2():
     return AutoModelForCausalLM.from_config(config)
 
 
-def lora(model, targets=ALL_LINEAR, rank=RANK, **fields):
-    return get_peft_model(model, LoraConfig(r=rank, target_modules=list(targets), **fields))
-
-
-def with_input_gradients(model):
+def lora(model, targets=ALL_LINEAR):
+    """With gradients of the first layer's input too, as with gradient checkpointing."""
     model.enable_input_require_grads()
-    return model
-
-
-def with_reference(model):
-    """A second adapter beside the one that is trained, as TRL keeps the starting point of one."""
-    model.add_adapter("ref", LoraConfig(r=2 * RANK, target_modules=list(ALL_LINEAR)))
-    return model
-
-
-def frozen_embedding(model):
-    model.get_input_embeddings().requires_grad_(False)
-    return model
-
-
-def frozen_up_to(model, layer):
-    frozen_embedding(model)
-    model.model.layers[:layer].requires_grad_(False)
-    return model
-
-
-def only_matrices_of_attention(model):
-    """No adapter, no norms: the first layer's projections read what nothing before them is trained for."""
-    model.requires_grad_(False)
-    for layer in model.model.layers:
-        for name in ATTENTION:
-            getattr(layer.self_attn, name).requires_grad_(True)
-    return model
-
-
-def checkpointed(**fields):
-    model = llama(**fields)
-    model.gradient_checkpointing_enable()
-    return model.train()
-
-
-def deepseek():
-    """Latent attention, one dense layer before the mixtures, a shared expert."""
-    sizes = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
-             "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-             "num_hidden_layers": DEEP, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
-             "num_key_value_heads": HEADS}  # fmt: skip
-    return small("deepseek_v3", **sizes)
+    return get_peft_model(model, LoraConfig(r=8, target_modules=list(targets)))
 
 
 MODELS = {
     "dense with heads wider than the model": qwen3,
-    "dense with one head for keys and a tied, frozen head": lambda: frozen_embedding(
-        llama(num_key_value_heads=1, tie_word_embeddings=True)
-    ),
-    "dense with frozen lower layers": lambda: frozen_up_to(llama(num_hidden_layers=DEEP), 2),
-    "all frozen but the final norm and the head": lambda: frozen_up_to(llama(), LAYERS),
-    "matrices of attention only": lambda: only_matrices_of_attention(llama()),
+    "dense with one head for keys and a tied head": lambda: llama(num_key_value_heads=1, tie_word_embeddings=True),
     "gpt2": gpt2,
-    "mixture with latent attention": deepseek,
-    "mixture, lora on attention": lambda: lora(mixtral(), ATTENTION),
-    "lora on queries and values": lambda: lora(llama(num_hidden_layers=DEEP), ("q_proj", "v_proj")),
-    "lora on upper layers": lambda: lora(llama(), layers_to_transform=[1]),
-    "lora with input gradients": lambda: with_input_gradients(lora(qwen3())),
-    "lora with trained copies of head and embedding": lambda: lora(
-        qwen2(), modules_to_save=["lm_head", "embed_tokens"]
-    ),
+    "lora": lambda: lora(qwen3()),
     "lora on the head": lambda: lora(qwen2(), (*ALL_LINEAR, "lm_head")),
-    "dora": lambda: lora(llama(), use_dora=True),
 }
 LENGTH = 24
 
 
 def counted(model, length, completion):
     """FLOPs that PyTorch counts in a pass of the whole model on a CPU, but for those that no token needs."""
-    for module in model.modules():
-        if hasattr(module, "config"):
-            module.config._experts_implementation = "eager"
 
     def once(rows):
         ids = torch.arange(rows * length).reshape(rows, length) % VOCABULARY
@@ -137,74 +71,17 @@ def counted(model, length, completion):
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_flops_are_those_of_a_pass_through_the_whole_model(build):
     model, completion = build(), 7
-    flops = model_flops(model)
     # The counter takes the products of attention in full. Rotary embeddings, 1 in 10,000, count once in a batch.
-    total = flops.total([LENGTH, completion, LENGTH**2])
-    assert total == pytest.approx(counted(model, LENGTH, completion), rel=2e-4)
+    total = model_flops(model).total([LENGTH, completion, LENGTH**2])
+    assert total == pytest.approx(counted(model, LENGTH, completion), rel=1e-3)
 
 
-# By hand: 2 FLOPs for a weight forward, and as many for each gradient, of the weight and of its input. Rotary
-# embeddings: one product of head_dim / 2 numbers more, which makes a head's width in FLOPs.
-MLP = 3 * HIDDEN * INNER
-ATTENTION_WEIGHTS = 2 * HIDDEN * 16 * (HEADS + KV_HEADS)
-BY_HAND = {
-    "dense": (llama, 6 * DEEP * (ATTENTION_WEIGHTS + MLP), 6, 12),
-    "dense, with gradient checkpointing": (checkpointed, 6 * DEEP * (ATTENTION_WEIGHTS + MLP), 6, 12),
-    "mixture: two experts and a router": (mixtral, 6 * DEEP * (ATTENTION_WEIGHTS + 2 * MLP + HIDDEN * 4), 6, 12),
-    "frozen": (lambda **deep: llama(**deep).requires_grad_(False), 2 * DEEP * (ATTENTION_WEIGHTS + MLP), 2, 4),
-    "lora on the mlp of the last layer": (
-        lambda **deep: lora(llama(**deep), ["down_proj"], layers_to_transform=[DEEP - 1]),
-        # every weight forward; the adapter 96 -> 8 -> 64: its own gradients, and the one between both
-        2 * DEEP * (ATTENTION_WEIGHTS + MLP) + 2 * RANK * (2 * INNER + 3 * HIDDEN), 4, 4,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("build", "per_token", "per_head_weight", "per_channel"), BY_HAND.values(), ids=BY_HAND)
-def test_coefficients_are_those_by_hand(build, per_token, per_head_weight, per_channel):
-    flops = model_flops(build(num_hidden_layers=DEEP))
-    assert flops.per_token == per_token + 16
-    assert flops.per_head_token == per_head_weight * HIDDEN * VOCABULARY
-    assert flops.per_pair == per_channel * DEEP * HEADS * 16
-
-
-def test_a_model_is_as_it_was_after_the_count():
-    model = lora(mixtral(), ATTENTION)
-    before = copy.deepcopy(model.config.to_dict()), {name: weight.requires_grad for name, weight in
-                                                     model.named_parameters()}  # fmt: skip
-    model_flops(model)
-    after = model.config.to_dict(), {name: weight.requires_grad for name, weight in model.named_parameters()}
-    assert before == after
-    assert len(model.get_base_model().model.layers) == LAYERS
-    assert all(weight.grad is None for weight in model.parameters())
-
-
-@pytest.fixture(scope="module")
-def flops_of_lora():
-    return model_flops(lora(qwen3()))
-
-
-def test_a_removed_hook_costs_nothing(flops_of_lora):
-    model = with_input_gradients(lora(qwen3()))
-    assert model_flops(model).per_token > flops_of_lora.per_token
-    model.disable_input_require_grads()
-    assert model_flops(model) == flops_of_lora
-
-
-def test_of_two_adapters_the_one_that_runs_is_counted(flops_of_lora):
-    model = with_reference(lora(qwen3()))
-    assert model_flops(model) == flops_of_lora
-    model.set_adapter("ref")
-    assert model_flops(model) == model_flops(lora(qwen3(), rank=2 * RANK))
-
-
-def test_weights_that_zero_3_took_away_count_in_full(flops_of_lora, monkeypatch):
+def test_weights_that_zero_3_took_away_count_in_full():
     model = lora(qwen3())
+    flops = model_flops(model)
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
-    assert model_flops(model) == flops_of_lora
+    assert model_flops(model) == flops
 
 
 def test_pairs_of_long_sequences_are_exact():
@@ -255,23 +132,20 @@ def with_field(name, value):
 
 
 def packed():
-    """As GPTQ has it: weights that are buffers, under another name."""
     model = llama()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj = torch.nn.Module()
-        layer.self_attn.q_proj.register_buffer("qweight", torch.zeros(8, 8, dtype=torch.int32))
+    model.is_quantized = True  # as GPTQ
     return model
 
 
 UNKNOWN = {
-    "encoder-decoder": (t5, "encoder-decoder"),
+    "encoder-decoder": (t5, "is_encoder_decoder"),
     "linear attention": (lambda: with_layer_type("linear_attention"), "linear_attention"),
     "layers with a window": (lambda: with_layer_type("sliding_attention"), "sliding_attention"),
     "a window without layer types": (lambda: small("mistral", sliding_window=5), "sliding_attention"),
     "keys that layers share": (lambda: with_field("num_kv_shared_layers", 2), "num_kv_shared_layers"),
     "no config": (lambda: torch.nn.Linear(2, 2), "no transformers config"),
-    "other layers than its configuration says": (lambda: with_field("num_hidden_layers", 5), "not those of its conf"),
-    "packed weights": (packed, "not those of its configuration, which has .*q_proj.weight"),
+    "packed weights": (packed, "packed"),
+    "mixture of experts": (lambda: with_field("num_local_experts", 4), "num_local_experts"),
     "adapter that adds to the prompt": (
         lambda: get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
         "adds tokens to the prompt",
@@ -334,7 +208,7 @@ def test_a_chip_or_a_slice_that_is_not_in_the_table_has_no_peak(name):
 
 
 def test_every_entry_of_the_table_is_met_by_a_real_name():
-    met = {peak.name: [name for name in PEAKS if re.fullmatch(peak.name, name)] for peak in PEAK_BF16}
+    met = {chip: [name for name in PEAKS if re.fullmatch(chip, name)] for chip in PEAK_BF16}
     assert [pattern for pattern, those in met.items() if not those] == []
     assert sum(len(those) for those in met.values()) == len(PEAKS)  # no name meets two
 

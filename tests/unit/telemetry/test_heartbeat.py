@@ -2,15 +2,31 @@
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.heartbeat import ADVICE, Heartbeat
+from salesrl_trl.telemetry.instruments import ADVICE, Heartbeat
+
+
+class Events:
+    """As much of `Instruments` as a heartbeat reads. Its timeline is itself."""
+
+    def __init__(self, look, sample, details):
+        self._look, self.details, self.timeline = look, details, self
+        self.machine = SimpleNamespace(sample=sample)
+
+    @property
+    def current(self):
+        return self._look()
+
+    def where(self):
+        return "step 3/21"
 
 
 def heartbeat(current, after_s=0.1, sample=str, **details):
-    return Heartbeat(current, after_s, lambda: "step 3/21", details, sample)
+    return Heartbeat(Events(current, sample, details), after_s)
 
 
 @pytest.fixture
@@ -29,7 +45,6 @@ def told(caplog):
             return names[place % len(names)], now
 
         beat = heartbeat(current, **given)
-        beat.start()
         assert done.wait(10)
         beat.stop()
         return caplog.messages
@@ -39,7 +54,8 @@ def told(caplog):
 
 def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     beat = heartbeat(lambda: None, reward_wait=lambda: "of 64 completions 52 in judge")
-    line = beat.line("reward_wait", 12.3)
+    line = beat.line("reward_wait", 12.3, "")
+    beat.stop()
     assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
     assert "its limit of calls" in line
 
@@ -51,7 +67,6 @@ def test_every_phase_of_training_has_an_advice():
 def test_stopping_ends_the_thread():
     others = set(threading.enumerate())  # another test's trainer may not be finished yet
     beat = heartbeat(lambda: None, after_s=60.0)
-    beat.start()
     assert set(threading.enumerate()) - others
     beat.stop()
     assert not set(threading.enumerate()) - others

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -55,14 +56,17 @@ def test_what_was_recorded_of_a_step_is_in_its_line_and_not_in_the_next(ledger):
     assert measured(ledger.flush("train")) == {}
 
 
-def test_a_report_brings_times_and_the_judges_bias():
-    verdicts = [JudgeRecord(score=score, chars=chars, candidate_first=None) for score, chars in ((0.2, 10), (0.4, 20))]
+def test_a_report_brings_times_and_the_judges_gap_between_first_and_second():
+    placed = ((0.8, True), (0.6, True), (0.5, False), (0.9, None))  # the last had nothing beside it
+    verdicts = [JudgeRecord(score=score, candidate_first=first) for score, first in placed]
     report = BatchReport(seconds=3.0, judge_seconds=1.0, usage={}, traffic={}, records=verdicts,
                          cache_hits={"answers": 0, "references": 0})  # fmt: skip
     ledger = Ledger(FIGURES)
     record(ledger, "train", report=report)
     figures = ledger.flush("train")
-    assert (figures["time/reward_s"], figures["judge/length_correlation"]) == (3.0, pytest.approx(1.0))
+    assert (figures["time/reward_s"], figures["judge/position_gap"]) == (3.0, pytest.approx(0.2))
+    record(ledger, "train", report=replace(report, records=verdicts[:2]))
+    assert math.isnan(ledger.flush("train")["judge/position_gap"])
 
 
 def test_a_reason_of_training_has_a_count_in_each_line_after_it_came_first(ledger):

@@ -175,7 +175,7 @@ def test_reading_leaves_the_record_as_it_is(tmp_path):
 
 def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ConfigError, match=r"there is no .*runz\. Did you mean .*runs"):
+    with pytest.raises(ConfigError, match=r"there is no .*runz\. Did you mean '.*runs"):
         Index([tmp_path / "runz"])
     with pytest.raises(ConfigError, match=r"holds no record .*`--record true`"):
         Index([tmp_path / "runs"])
