@@ -66,8 +66,10 @@ def read_reward(
     refused, functions, stages = Refusals(), dict[str, Scorer](), list[RewardStage]()
     rag = judge = search = None
     tools = list[Callable[..., object]]()
-    with refused:
-        functions = own_functions(config)
+    for path in config.reward_funcs:
+        with refused:
+            if path not in (SALES, JUDGE):
+                functions[path] = reward_of(load_object(path, "reward_funcs"))
     refused.check(
         not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
@@ -133,17 +135,6 @@ def read_reward(
         functions=functions, tools=tools, search=search,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )  # fmt: skip
-
-
-def own_functions(config: RewardConfig) -> dict[str, Scorer]:
-    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
-    functions, refused = dict[str, Scorer](), Refusals()
-    for path in config.reward_funcs:
-        with refused:
-            if path not in (SALES, JUDGE):
-                functions[path] = reward_of(load_object(path, "reward_funcs"))
-    refused.tell()
-    return functions
 
 
 def rag_key_of(config: RewardConfig) -> str | None:
