@@ -245,12 +245,6 @@ _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_pr
 """Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
 
 
-def sequences(args: SalesGRPOConfig) -> int:
-    """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
-    of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
-    return of_trl + args.most_unfinished
-
-
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
     """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
     of a colocated engine are given for a server."""
@@ -274,8 +268,9 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
         # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
         "seed": args.seed * 1000 + group,
     }
-    if args.most_unfinished:
-        options["max_num_seqs"] = sequences(args)
+    if args.most_unfinished:  # at once: TRL's number, and those that are left of the batch before
+        of_trl = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+        options["max_num_seqs"] = of_trl + args.most_unfinished
     if eager is None and not on_cpu:
         options["compilation_config"] = GRAPHS_ALONE
     return options | extra

@@ -16,7 +16,6 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import (
     GRAPHS_ALONE,
     engine_options,
-    sequences,
     why_not_partial,
 )
 from salesrl_trl.config.trl_settings import COMPILERS
@@ -121,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config
 def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles_for(config):
     given = dict(zip(*[iter(settings_of("8x512"))] * 2, strict=True))
     args = config(**{name.removeprefix("--"): int(value) for name, value in given.items()})
-    assert (sequences(args), args.vllm_max_model_length) == (8, 512)
+    assert (args.per_device_train_batch_size * args.steps_per_generation, args.vllm_max_model_length) == (8, 512)
     with pytest.raises(ConfigError, match="8by512"):
         settings_of("8by512")
 
@@ -143,6 +142,6 @@ def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_fro
     partial = {"rollout_lookahead": 1, "partial_rollouts": 0.5, "use_vllm": True, **given}
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
     assert args.most_unfinished == left
-    assert sequences(args) == 8 + left
+    assert engine_options(args, Policy()).get("max_num_seqs") == (8 + left if left else None)
     told = why_not_partial(args, None, talks=False, reads_pictures=False)
     assert told is None if reason is None else told.startswith(reason)
