@@ -4,7 +4,7 @@ import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from salesrl_trl.config.checks import (
     Count,
@@ -298,7 +298,7 @@ class RewardConfig:
 
     def parsed_attempts(self) -> Attempts:
         text = str(self.max_attempts)
-        value: Any = int(text) if text.isdecimal() else self.max_attempts
+        value: object = int(text) if text.isdecimal() else self.max_attempts
         if isinstance(value, int | float):
             check_value("max_attempts", value, Count)
             value = {"rag": value, "judge": value}

@@ -344,7 +344,7 @@ class SettingsParser(TrlParser):
             )
         return recipe
 
-    def _with_guesses(self, unknown: Mapping[Any, object], known: set[str]) -> str:
+    def _with_guesses(self, unknown: Mapping[str, object], known: set[str]) -> str:
         """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system
         is here. Of many names the first ones."""
         entries = coming_from.flat(unknown)

@@ -27,7 +27,7 @@ _WIDEST, _SHORT = 110, 180
 
 
 _HELP: dict[str, Any] = read_yaml(Path(__file__).with_name("help.yaml"))  # type: ignore[assignment]
-GROUPS: dict[str, dict[str, Any]] = _HELP["groups"]
+GROUPS: dict[str, dict[str, str | list[str]]] = _HELP["groups"]
 """By the name that `--help GROUP` takes: what it is about, and its classes by dotted path."""
 FIRST: list[str] = _HELP["first"]
 OWN_TEXTS: dict[str, str] = _HELP["texts"]

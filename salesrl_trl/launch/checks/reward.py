@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, load_object
@@ -78,8 +78,8 @@ def read_reward(
         search = Search(deadline_s=config.reward_deadline_s)
     for path in config.tools:
         with refused:
-            own: Any = search.function if search and path == SEARCH else load_object(path, "tools")
-            tools.append(own)
+            own = search.function if search and path == SEARCH else load_object(path, "tools")
+            tools.append(cast("Callable[..., object]", own))
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     refused.check(
