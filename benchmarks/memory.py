@@ -11,7 +11,7 @@ says whether there is a second model. The last row has vLLM in the process.
 
 `--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
 
-- `allocated`: PyTorch's peak, as the trainer logs it (it starts anew at each log line), against all tensors;
+- `allocated`: PyTorch's peak, as the trainer logs it (it starts anew at each log line);
 - `reserved`: the peak of what PyTorch's allocator took from the device;
 - `used`: the memory of the device that is not free after the row, against the whole estimate. Nobody else may use it;
 - an update's seconds: the median of all updates but the first two.
@@ -213,10 +213,10 @@ def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, ca
     shape = figures_of(row.shape, model_settings)
     tokens = packaged_tokenizer().apply_chat_template(prompt_of(row), add_generation_prompt=True, return_dict=True)
     setup = Setup(
-        training=args, model=model_settings, shape=shape, prompt_tokens=len(tokens["input_ids"]), dtype=row.dtype,
-        optim=args.optim.value,
+        training=args, model=model_settings, shape=shape, card_gib=card_gib, prompt_tokens=len(tokens["input_ids"]),
+        dtype=row.dtype, optim=args.optim.value,
     )  # fmt: skip
-    return estimate(setup, card_gib)
+    return estimate(setup)
 
 
 def measure(row: Row) -> dict[str, Any]:
@@ -232,7 +232,8 @@ def measure(row: Row) -> dict[str, Any]:
         trainer.train()
         card = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else 80.0
         found = estimate_of(row, trainer.args, model_settings, card)
-        figures = {"row": row.name, "left_gib": left, **expected(found)}
+        figures = {"row": row.name, "left_gib": left, "moment": found.peak.name, "parts_gib": dict(found.peak.parts)}
+        figures["estimated_gib"] = found.needed_gib
         if on_gpu:
             free, total = torch.cuda.mem_get_info()
             figures |= {
@@ -246,24 +247,11 @@ def measure(row: Row) -> dict[str, Any]:
     return figures
 
 
-def expected(found: Estimate) -> dict[str, Any]:
-    """The estimate of a row: the moment with the most tensors, its parts, and the whole."""
-    moment = max(found.moments, key=lambda each: each.tensors_gib)
-    return {
-        "moment": moment.name,
-        "parts_gib": dict(moment.parts),
-        "tensors_gib": moment.tensors_gib,
-        "estimated_gib": found.needed_gib,
-    }
-
-
 def line(figures: dict[str, Any]) -> str:
     """The figures of a row, for people."""
-    told = f"{figures['row']}: estimated {figures['tensors_gib']:.2f} GiB of tensors ({figures['moment']}), "
-    told += f"{figures['estimated_gib']:.2f} in all"
+    told = f"{figures['row']}: estimated {figures['estimated_gib']:.2f} GiB ({figures['moment']})"
     if "allocated_gib" in figures:
-        tensors = figures["tensors_gib"] / figures["allocated_gib"]
-        told += f"; measured {figures['allocated_gib']:.2f} allocated (estimate {tensors - 1:+.1%}), "
+        told += f"; measured {figures['allocated_gib']:.2f} allocated, "
         told += f"{figures['reserved_gib']:.2f} reserved, {figures['used_gib']:.2f} used "
         told += f"(estimate {figures['estimated_gib'] / figures['used_gib'] - 1:+.1%})"
     else:

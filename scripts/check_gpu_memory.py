@@ -5,7 +5,7 @@
     .venv/bin/python scripts/check_gpu_memory.py --config recipes/full.yaml --use_peft true --preset 40gb --card 40gb
 
 Takes every setting of a recipe; default: recipes/full.yaml. Without --card it reads the card of this machine, and says
-what is in use now and by which processes. `80gb` is 80e9 bytes, the least that cards of this name have. The run is one
+what is in use now. `80gb` is 80e9 bytes, the least that cards of this name have. The run is one
 without DeepSpeed and FSDP, whose memory the preflight's stage `step` measures.
 
 Exit code: 0 it fits; 2 bad input; 3 it does not fit.
@@ -27,7 +27,7 @@ from salesrl_trl.config.checks import Range, check_range
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.memory_estimate import Estimate, Setup, estimate
 from salesrl_trl.launch.plan import Plan
-from salesrl_trl.launch.preflight.memory import LESS, policy_shape, settle_precision, weigher
+from salesrl_trl.launch.preflight.memory import LESS, settle_precision, setup_of
 from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
 from salesrl_trl.launch.software import Card, card_here, named_card
@@ -60,7 +60,7 @@ def _examine(argv: Sequence[str]) -> int:
     else:
         report = {
             "run": title,
-            "card": {"name": card.name, "gib": card.gib, "used_gib": card.used_gib()},
+            "card": {"name": card.name, "gib": card.gib, "used_gib": card.used_gib},
             "fits": estimated.fits,
             "needed_gib": estimated.needed_gib,
             "moments": {moment.name: dict(moment.parts) for moment in estimated.moments},
@@ -82,19 +82,14 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
     _ = plan.model_config  # raises where there is no model
-    if (shape := policy_shape(plan)) is None:
+    if (setup := setup_of(plan, card.gib, options.prompt_tokens)) is None:
         raise ConfigError("there is no estimate for a model of this kind. The preflight's stage `step` measures.")
-    training, prompt = config.training, options.prompt_tokens
-    setup = Setup(
-        training=training, model=config.model, shape=shape, dtype=config.model.dtype, optim=training.optim.value,
-        prompt_tokens=plan.train.longest if prompt is None else prompt,
-    )  # fmt: skip
     try:
-        settle_precision(plan, weigher(setup, card.gib))
+        settle_precision(plan, setup)
     except ConfigError:  # no number format fits: the table says so
         plan.dtype = "float32"
-    setup = replace(setup, dtype=plan.dtype, optim=training.optim.value)
-    return estimate(setup, card.gib), setup
+    setup = replace(setup, dtype=plan.dtype, optim=config.training.optim.value)
+    return estimate(setup), setup
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
@@ -125,11 +120,9 @@ def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None
             f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
             f"{setup.rollouts} are generated"
         )
-    if (used := card.used_gib()) is not None:
-        named = card.users()
-        text = f"in use now: {used:.1f} GiB" + (f", by {named}" if named else "")
-        too_little = estimated.fits and used + estimated.needed_gib > card.gib
-        lines.append(text + ". THIS LEAVES TOO LITTLE: end those processes first" * too_little)
+    if card.used_gib:
+        too_little = estimated.fits and card.used_gib + estimated.needed_gib > card.gib
+        lines.append(f"in use now: {card.used_gib:.1f} GiB" + ". THIS LEAVES TOO LITTLE: free it first" * too_little)
     if estimated.fits:
         return "\n".join([*lines, f"It fits: {card.gib - estimated.needed_gib:.1f} GiB are left."])
     if not estimated.starts_engine:

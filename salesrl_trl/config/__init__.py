@@ -1,8 +1,4 @@
-"""The settings of training: fields, units and checks. Other packages import the class from here.
-
-Owns validation alone: other classes get plain arguments. Fields of TRL and transformers stay in `GRPOConfig` and
-`ModelConfig`. The class is imported when it is first named: it brings torch, which takes seconds.
-"""
+"""The settings of training: fields, units and checks. The class, which brings torch, is imported when it is named."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,6 @@
-"""Checks of settings whose messages say what was got and what was expected, and what values a setting may have.
-
-The package's own settings say so in their type: `Annotated[int, Range(1, 50)]`, or with one of the names below. The
-classes of settings call `check_settings`. The numbers of TRL and transformers that neither of them checks stand in
-`ranges.toml`. A range ends where nobody can mean a number any more.
-"""
+"""Checks of settings whose messages say what was got and what was expected, and what values a setting may have:
+`Annotated[int, Range(1, 50)]`, or one of the names below. `ranges.toml` has the numbers of TRL and transformers that
+neither of them checks. A range ends where nobody can mean a number any more."""
 
 import ast
 import importlib

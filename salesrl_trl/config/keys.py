@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from salesrl_trl.config.checks import structure
 from salesrl_trl.errors import ConfigError
@@ -90,7 +90,7 @@ def takes_former_names(kind: Kind) -> Kind:
     return kind
 
 
-def with_entries(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_entries(given: Mapping[str, object]) -> dict[str, object]:
     """The settings, with those by dotted and by former names inside the ones that they belong to. `None` for a former
     name sets nothing. Raises `ConfigError` where a setting has no entries."""
     inner = {name: value for name, value in given.items() if name in FORMER or "." in name}

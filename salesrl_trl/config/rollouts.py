@@ -3,7 +3,6 @@ and the reasons why something can't be done."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
@@ -246,27 +245,6 @@ _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_pr
 """Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
 
 
-class Start(Enum):
-    """What an engine makes at its start."""
-
-    EAGER = "eager"
-    GRAPHS = "with CUDA graphs, and compiles nothing"
-    COMPILED = "compiled, with CUDA graphs"
-
-
-def engine_start(args: SalesGRPOConfig) -> Start:
-    eager = args.parsed_engine_kwargs().get("enforce_eager")
-    if eager is None:
-        return Start.EAGER if args.device.type == "cpu" else Start.GRAPHS
-    return Start.EAGER if eager else Start.COMPILED
-
-
-def sequences(args: SalesGRPOConfig) -> int:
-    """Completions that the engine generates at once: TRL's number, and those that are left of the batch before."""
-    of_trl: int = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
-    return of_trl + args.most_unfinished
-
-
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
     """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
     of a colocated engine are given for a server."""
@@ -279,19 +257,20 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
             f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server` "
             "give it to the server's command line."
         )
-    start = engine_start(args)
+    eager, on_cpu = extra.get("enforce_eager"), args.device.type == "cpu"
     group = args.process_index // args.vllm_tensor_parallel_size
     in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")
     options: dict[str, object] = {
-        "enforce_eager": start is Start.EAGER,
+        "enforce_eager": on_cpu if eager is None else bool(eager),
         # random until the first push, which TRL always makes before the first generation
         "load_format": "dummy" if pushes_all_weights(model) else "auto",
         "dtype": in_training,
         # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
         "seed": args.seed * 1000 + group,
     }
-    if args.most_unfinished:
-        options["max_num_seqs"] = sequences(args)
-    if start is Start.GRAPHS:
+    if args.most_unfinished:  # at once: TRL's number, and those that are left of the batch before
+        of_trl = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
+        options["max_num_seqs"] = of_trl + args.most_unfinished
+    if eager is None and not on_cpu:
         options["compilation_config"] = GRAPHS_ALONE
     return options | extra

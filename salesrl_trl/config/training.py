@@ -271,7 +271,7 @@ class SalesGRPOConfig(GRPOConfig):
         if args.hub_private_repo is None:  # the hub's own default is public
             args.hub_private_repo = True
         check(
-            self.lr_scheduler_type not in trl_settings.ADAPTIVE,
+            self.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"),
             f"`lr_scheduler_type` is {self.lr_scheduler_type}, which lowers the rate when a loss no longer falls. "
             "Expected a schedule of steps, such as cosine.",
         )

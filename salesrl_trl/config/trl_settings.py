@@ -44,8 +44,6 @@ def check_evaluation(args: GRPOConfig, processes: int) -> None:
     )
 
 
-ADAPTIVE = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that move the learning rate by a figure of evaluations, and take a reward for a loss."""
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Formats that vLLM makes of 16-bit weights while it reads them."""
 
@@ -198,7 +196,6 @@ def _check_fsdp(on_cpu: bool) -> None:
     )
 
 
-_AUTO = "auto"  # `compiled` in the package's cache folder
 COMPILERS = {
     "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -208,15 +205,13 @@ COMPILERS = {
 }
 """Environment variables that name the folders of compiled code, and the folders that they get. All of them are read
 when the first file is looked for."""
-_CONSTANT = {"VLLM_XLA_CACHE_PATH": "unused"}
-"""vLLM before 0.26 makes this path, which lies under HOME, a part of the key of its compiled code."""
 
 
 def compile_folder(setting: str | None) -> Path | None:
     """The folder that `compile_cache_dir` means, for the versions that are installed; `None` without the setting."""
     if not setting:
         return None
-    base = cache_dir() / "compiled" if setting == _AUTO else Path(setting).expanduser().absolute()
+    base = cache_dir() / "compiled" if setting == "auto" else Path(setting).expanduser().absolute()
     return base / f"vllm-{installed('vllm')}_torch-{installed('torch')}"
 
 
@@ -233,7 +228,7 @@ def compile_into(folder: Path) -> None:
             f"`compile_cache_dir` leads to {folder}, which can't be written. Expected a folder of your own. Name "
             "another one, or leave the setting empty: then each library uses its own place."
         )
-    os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()} | _CONSTANT
+    os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()}
 
 
 def device_line(device: torch.device, processes: int) -> str:

@@ -1,8 +1,4 @@
-"""What the package holds in place of a user's model and services: a small policy, and a record of the demo's services.
-
-The policy is a Qwen2 model with its tokenizer: `scripts/make_demo_policy.py` teaches it. The record has what the
-services said of some completions of every row: `scripts/make_demo_cassette.py` makes it.
-"""
+"""What the package has in place of a user's model and services: small policies, a record of the demo's services."""
 
 from importlib.resources import files
 from pathlib import Path

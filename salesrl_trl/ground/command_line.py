@@ -22,9 +22,8 @@ class ToolParser(argparse.ArgumentParser):
         raise ConfigError(f"the arguments do not work: {message}. Correct them; `--help` lists all.")
 
 
-def parser_of(command: str, **kinds: Callable[[str], object]) -> argparse.ArgumentParser:
-    """The parser of `salesrl COMMAND`. One that takes the settings of a recipe too is a `ToolParser`.
-    `kinds`: types of the command's own."""
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of `salesrl COMMAND`. One that takes the settings of a recipe too is a `ToolParser`."""
     table: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
     texts = {"prog": table.get("prog", f"salesrl {command}"), "description": table["description"]}
     if "usage" in table:
@@ -32,7 +31,7 @@ def parser_of(command: str, **kinds: Callable[[str], object]) -> argparse.Argume
     else:
         parser = argparse.ArgumentParser(**texts)
     for name, option in table["options"].items():
-        kind = {"type": (_KINDS | kinds)[option["type"]]} if "type" in option else {}
+        kind = {"type": _KINDS[option["type"]]} if "type" in option else {}
         names = [name, name.replace("_", "-")] if name.startswith("--") and "_" in name else [name]
         parser.add_argument(*names, **option | kind)
     return parser

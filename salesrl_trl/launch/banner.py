@@ -79,15 +79,13 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     model, (path, revision, trusted) = config.model, config.policy_source
     name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
     trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
-    size = parameter_count(*config.policy_source)
-    units = [(1e9, " B"), (1e6, " M")]
-    shown = next((f"{size / unit:.2f}{letter}" for unit, letter in units if size >= unit), str(size))
+    size = parameter_count(*config.policy_source) / 1e6
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
     generation = generation_config_of(path, revision)
     ids = None if generation is None else generation.eos_token_id
     ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
     tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
-    return [("policy", f"{name}, {shown} parameters; trained: {trained}"), ("end tokens", tokens)]
+    return [("policy", f"{name}, {size:,.2f} M parameters; trained: {trained}"), ("end tokens", tokens)]
 
 
 def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
@@ -125,7 +123,5 @@ def _judge(reward: RewardConfig) -> str:
 
 
 def _replay(replay: ReplaySettings) -> str:
-    nearest = "get that of the most similar text for the same row"
-    misses = {"fail": "have no reward", "nearest": nearest, "live": "are scored by the services"}
-    record = "the packaged record of the demo's services" if replay.run == CASSETTE else f"the record of {replay.run}"
-    return f"rewards from {record}; completions that are not there {misses[replay.on_miss]}"
+    record = "the packaged record" if replay.run == CASSETTE else f"the record of {replay.run}"
+    return f"rewards from {record}; of completions that are not there: on_miss {replay.on_miss}"

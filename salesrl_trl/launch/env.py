@@ -1,20 +1,10 @@
-"""`python -m salesrl_trl.launch.env [--config RECIPE] [--SETTING VALUE ...]`, or `--diff RUN_A RUN_B`, or
-`--has COMMIT`.
+"""`salesrl env`: which code and versions a run would have here, what two runs differ in, or whether the code holds a
+change. Exit code: 0; 1 if the runs differ or the change is not there; 2 for bad input, and where nobody can know."""
 
-Says which code and versions a run would have here, what two runs differ in, or whether the code holds a change. Owns
-the command line and its text. torch is imported only for the settings of a recipe. Exit code: 0; 1 if the runs differ
-or the change is not there; 2 for bad input, and where nobody can know.
-"""
-
-import os
 import platform
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import psutil
-
-from salesrl_trl.config.keys import is_secret, without_keys
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground import own_code
 from salesrl_trl.ground.command_line import ended, parser_of
@@ -23,34 +13,17 @@ from salesrl_trl.launch import software
 from salesrl_trl.launch.run_record import differences, settings_text
 
 DIFFERENT = 1
-_VARIABLES = re.compile(
-    r"ACCELERATE|CUDA|DS_|FLASH|HF_|HIP_|HUGGING|JAX_|LD_LIBRARY_PATH|MASTER_|MKL_|NCCL_|NVIDIA_|OMP_|PYTHON"
-    r"|PYTORCH_|RANK|ROCR_|SALESRL_|TOKENIZERS_|TORCH|TRANSFORMERS_|TRITON_|VLLM_|WANDB_|WORLD_SIZE|XDG_CACHE_HOME"
-)
-"""Beginnings of the names of environment variables that change a run."""
-_MAY_HOLD_PASSWORDS = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
-
-
-def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change a run. Only the name is shown of a variable that may hold a secret."""
-    return {
-        name: "(set)" if is_secret(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) else str(without_keys(value))
-        for name, value in sorted(environment.items())
-        if _VARIABLES.match(name) or _MAY_HOLD_PASSWORDS.fullmatch(name) or name.endswith("_API_KEY")
-    }
 
 
 def page() -> str:
-    code, memory = own_code.code(), psutil.virtual_memory().total / 2**30
-    cores = len(os.sched_getaffinity(0))
+    code = own_code.code()
     lines = [
         ("package", f"salesrl_trl {code} in {own_code.PACKAGE}"),
         ("code", f"{code.digest} (hash of all files)"),
         ("python", f"{platform.python_version()}, {sys.executable}"),
-        ("platform", f"{platform.platform()}, {cores} cores, {memory:.1f} GiB of memory"),
+        ("platform", platform.platform()),
         *(("GPU", ", ".join(gpu.values())) for gpu in software.gpus() or [{"": "none (nvidia-smi shows none)"}]),
         *(("version", _version(package)) for package in software.packages()),
-        *(("environment", f"{name}={value}") for name, value in variables(os.environ).items()),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 

@@ -21,7 +21,6 @@ from salesrl_trl.judged.provider import RESPONSE_FORMATS
 from salesrl_trl.types import JUDGE
 
 NAME = "[A-Za-z0-9_-]+"
-JUDGE_MODES = ("single", "group")
 EMBEDDED_MODEL = "salesrl-judge"
 """Name of the embedded judge's model."""
 
@@ -40,7 +39,7 @@ class JudgeMeterSettings:
 class JudgeModeSettings:
     """`judge_mode`, checked."""
 
-    mode: Annotated[str, JUDGE_MODES] = "single"
+    mode: Annotated[str, ("single", "group")] = "single"
     repeats: Count = 1
     """Verdicts for each answer, with the mode `single`."""
     orders: Count = 2

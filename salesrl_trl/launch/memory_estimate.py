@@ -1,14 +1,10 @@
-"""The memory of a training process on one card at four moments of a step, by parts, in GiB.
-
-It is good to about 10 %, against an H200 (docs/EXPERIMENTS.md); the preflight's stage `step` measures. The formulas
-are those of a decoder as transformers 5 has it, of TRL 1.16's tiled log-probs and of vLLM 0.31, without DeepSpeed and
-FSDP.
-"""
+"""The memory of a training process on one card at four moments of a step, by parts, in GiB, within about 10 % of an
+H200's (docs/EXPERIMENTS.md). The formulas are those of a decoder of transformers 5, of TRL 1.16's tiled log-probs and
+of vLLM 0.31, without DeepSpeed and FSDP."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -26,10 +22,8 @@ TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768  # `TOKEN_CHUNK_SIZE` and `_CHUNKED_
 PROFILED_TOKENS = 4096  # `max_num_batched_tokens`, with which TRL's vLLM measures its working memory
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
 """Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
-SCORING = "passes without gradients"  # the moment of an evaluation, or of the log-probs of the reference
 STOCHASTIC_OPTIM = "adamw_torch_8bit"  # torchao's optimizer, which can round stochastically
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
-_READ_ONE = re.compile(r"([qkv]|gate|up)_proj$")  # of one block those of attention, and of an MLP, have one input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +33,6 @@ class ModelShape:
     parameters: int
     linear: int  # parameters of the linear layers without the output head
     embedding: int
-    is_tied: bool  # the output head is the token embedding
     layers: int
     hidden: int
     intermediate: int  # width of a block's MLP
@@ -48,8 +41,7 @@ class ModelShape:
     vocabulary: int
     positions: int | None  # tokens that the model is made for, if its configuration says
     number_bytes: int  # of a number in the checkpoint
-    adapters: int = 0  # parameters of LoRA's adapters
-    adapter_inputs: float = 0.0  # widths of the inputs that the adapters of one layer read, each once
+    adapters: int  # parameters of LoRA's adapters
 
 
 def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: bool) -> int:
@@ -63,113 +55,60 @@ def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     if not all(isinstance(getattr(text, name, None), int) for name in needed):
         return None
-
-    def number(name: str, otherwise: int) -> int:
-        value = getattr(text, name, None)
-        return value if isinstance(value, int) else otherwise
-
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, heads = model.get_output_embeddings(), text.num_attention_heads
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
-    heads = text.num_attention_heads
-    width = number("head_dim", text.hidden_size // heads)
-    shape = ModelShape(
-        parameters=sum(weight.numel() for weight in model.parameters()),
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    parameters = sum(weight.numel() for weight in model.parameters())
+    adapted = put_adapter(model, lora).parameters() if lora.use_peft else ()
+    return ModelShape(
+        parameters=parameters,
         linear=sum(layer.weight.numel() for layer in layers),
-        embedding=embedding.weight.numel(),
-        is_tied=head is not None and head.weight is embedding.weight,
+        embedding=model.get_input_embeddings().weight.numel(),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=number("intermediate_size", 4 * text.hidden_size),
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         query=heads * width,
-        key_value=number("num_key_value_heads", heads) * width,
+        key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=text.vocab_size,
         positions=positions_of(model.config),
         number_bytes=(model.config.dtype or torch.float32).itemsize,
+        adapters=sum(weight.numel() for weight in adapted if weight.requires_grad),
     )
-    if not lora.use_peft:
-        return shape
-    from peft.tuners.lora import LoraLayer
-
-    adapted = put_adapter(model, lora)
-    widths = {
-        _READ_ONE.sub("", name): int(module.in_features or 0)
-        for name, module in adapted.named_modules()
-        if isinstance(module, LoraLayer)
-    }
-    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
-    return replace(shape, adapters=trained, adapter_inputs=sum(widths.values()) / shape.layers)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Setup:
     """What a process trains with: the settings of its run, and what is given in place of some."""
 
     training: SalesGRPOConfig
     model: ModelConfig
     shape: ModelShape
+    card_gib: float
     prompt_tokens: int  # of the longest prompt, to which TRL pads a generation batch
     dtype: str | None  # number format of the weights in training; `None` or `"auto"` for the checkpoint's
     optim: str
 
-    @property
-    def lora(self) -> bool:
-        return bool(self.model.use_peft)
+    def __post_init__(self) -> None:
+        training, shape = self.training, self.shape
+        self.lora = bool(self.model.use_peft)
+        autocast = bool(training.bf16 or training.fp16)  # the forward pass computes in 16 bits
+        self.weight_bytes = NUMBER_BYTES.get(self.dtype or "auto", shape.number_bytes)
+        self.compute_bytes = 2 if autocast or self.weight_bytes == 2 else 4  # of a number in a matrix product
+        engine = str(training.parsed_engine_kwargs().get("dtype"))
+        self.engine_bytes = NUMBER_BYTES.get(engine, 2 if autocast else 4)  # of a number of vLLM's weights and cache
+        # with LoRA, the policy without its adapters is the reference: no second model
+        self.has_reference = bool(training.kl_targets())
+        self.trained = shape.adapters if self.lora else shape.parameters
+        self.completion_tokens = training.max_completion_length or 1
+        self.length = self.prompt_tokens + self.completion_tokens
+        self.rollouts = int(training.per_device_train_batch_size * training.steps_per_generation)
+        # of a pass with gradients. Passes of groups that share their prompt are hardly larger
+        self.tokens = int(max(training.per_device_train_batch_size * self.length, training.pass_tokens or 0))
+        self.has_engine = bool(training.use_vllm) and training.vllm_mode == "colocate"
 
-    @property
-    def autocast(self) -> bool:
-        """The forward pass computes in 16 bits."""
-        return bool(self.training.bf16 or self.training.fp16)
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Of a number of the loaded weights."""
-        return NUMBER_BYTES.get(self.dtype or "auto", self.shape.number_bytes)
-
-    @property
-    def compute_bytes(self) -> int:
-        """Of a number in a matrix product."""
-        return 2 if self.autocast or self.weight_bytes == 2 else 4
-
-    @cached_property
-    def has_reference(self) -> bool:
-        """There is a KL. With LoRA, the policy without its adapters is the reference: no second model."""
-        return bool(self.training.kl_targets())
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained: all, or the adapters."""
-        return self.shape.adapters if self.lora else self.shape.parameters
-
-    @property
-    def completion_tokens(self) -> int:
-        return self.training.max_completion_length or 1
-
-    @property
-    def length(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def rollouts(self) -> int:
-        """Completions that a process generates at once."""
-        return int(self.training.per_device_train_batch_size * self.training.steps_per_generation)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a pass with gradients, all completions of full length. Passes of groups that share their prompt
-        are as large, but for models so small that nobody counts."""
-        return int(max(self.training.per_device_train_batch_size * self.length, self.training.pass_tokens or 0))
-
-    @property
-    def has_engine(self) -> bool:
-        """vLLM runs in this process."""
-        return bool(self.training.use_vllm) and self.training.vllm_mode == "colocate"
-
-    @property
-    def engine_length(self) -> int:
-        """Tokens of the longest prompt and completion that vLLM accepts."""
-        length = self.training.parsed_engine_kwargs().get("max_model_len")
-        given = self.training.vllm_max_model_length or self.shape.positions or self.length  # vLLM's own default
-        return length if isinstance(length, int) else given
+    def weighed(self, dtype: str | None, optim: str) -> "Estimate":
+        """The estimate with another number format, and another optimizer by its name in transformers."""
+        return estimate(replace(self, dtype=dtype, optim=optim))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,11 +121,6 @@ class Moment:
     @property
     def total_gib(self) -> float:
         return sum(self.parts.values())
-
-    @property
-    def tensors_gib(self) -> float:
-        """What PyTorch has allocated: the total without context and fragments."""
-        return sum(gib for part, gib in self.parts.items() if part not in ("CUDA context", "fragmentation"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,19 +149,19 @@ class Estimate:
         return self.needed_gib <= self.card_gib and self.starts_engine
 
 
-def estimate(setup: Setup, card_gib: float) -> Estimate:
-    """The memory of a process that trains so on a card of this size."""
+def estimate(setup: Setup) -> Estimate:
+    """The memory of a process that trains so."""
     shape, training = setup.shape, setup.training
-    held, saved = _held(setup), _saved_activations(setup)
-    number = 4 if setup.lora else setup.weight_bytes
-    gradients = setup.trained * number * (2 if training.world_size > 1 else 1)  # DDP has them a second time
+    gradients = setup.trained * (4 if setup.lora else setup.weight_bytes)
+    gradients *= 2 if training.world_size > 1 else 1  # DDP has them a second time
     before = gradients * (training.gradient_accumulation_steps > 1)  # those of the micro-batches before
-    embedding = shape.embedding * setup.weight_bytes * (not setup.lora)  # its gradient; twice where it is the head too
-    copies = 2.0 * shape.linear * (setup.autocast and setup.weight_bytes == 4)  # autocast's, kept until the pass ends
+    embedding = shape.embedding * (not setup.lora)
+    # autocast's, kept until the pass ends
+    copies = 2.0 * shape.linear * (setup.compute_bytes < setup.weight_bytes)
+    saved, working = _activations(setup)
     predicted = training.per_device_train_batch_size * setup.completion_tokens
     # Beside a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format.
-    head = predicted * shape.hidden * (4 + setup.weight_bytes)
-    head += 0 if setup.lora else shape.embedding * (4 + 2 * (setup.weight_bytes == 2))
+    head = predicted * shape.hidden * (4 + setup.weight_bytes) + embedding * (4 + 2 * (setup.weight_bytes == 2))
     end_of_forward = {
         "gradients": before,
         "activations": saved,
@@ -235,29 +169,30 @@ def estimate(setup: Setup, card_gib: float) -> Estimate:
         "log-probs of the loss": _logits(setup, predicted) + head,
     }
     backward_of_a_layer = {
-        "gradients": before + embedding * shape.is_tied,
-        "activations": saved + _working_activations(setup),
+        "gradients": before + embedding * setup.weight_bytes,
+        "activations": saved + working,
         "16-bit copies of weights": copies / shape.layers if training.gradient_checkpointing else copies,
     }
-    end_of_update = {
-        "gradients": gradients,
-        "optimizer's working memory": max(_optimizer_work(setup), embedding * (1 + shape.is_tied)),
-    }
-    awake = _generation(setup, card_gib)
+    # torchao works on one weight at a time, in float32; the fused AdamW needs nothing, this one a copy of the weights
+    work = 16.0 * min(setup.trained, shape.embedding) if re.search("torch_[48]bit", setup.optim) else 0.0
+    work += 4.0 * setup.trained * (setup.optim == "adamw_torch")
+    held, awake = _held(setup), _generation(setup)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
     in_training = {**held, **asleep}
     fullest = max(end_of_forward, backward_of_a_layer, key=lambda parts: sum(parts.values()))
     moments = (
         _moment("forward and backward", {**in_training, **fullest}, setup),
-        _moment("optimizer step", {**in_training, **end_of_update}, setup),
+        _moment("optimizer step", {**in_training, "gradients": gradients, "optimizer's working memory": work}, setup),
         _moment("generation", {**held, **awake}, setup),
-        _moment(SCORING, {**in_training, **_without_gradients(setup, copies)}, setup),
+        _moment("passes without gradients", {**in_training, **_without_gradients(setup, copies)}, setup),
     )
     sequences = None
     if setup.has_engine:
-        each = setup.engine_length * _token_cache(shape, _engine_bytes(setup)) / training.vllm_tensor_parallel_size
-        sequences = awake["vLLM KV cache"] / each
-    return Estimate(card_gib=card_gib, moments=moments, sequences=sequences)
+        length = training.parsed_engine_kwargs().get("max_model_len")
+        given = training.vllm_max_model_length or shape.positions or setup.length  # vLLM's own default
+        cache = _token_cache(shape, setup.engine_bytes) / training.vllm_tensor_parallel_size
+        sequences = awake["vLLM KV cache"] / (cache * (length if isinstance(length, int) else given))
+    return Estimate(card_gib=setup.card_gib, moments=moments, sequences=sequences)
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
@@ -276,7 +211,7 @@ def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
     return Moment(name=name, parts={**inside, "CUDA context": context, "fragmentation": fragments})
 
 
-# Bytes of what a process holds for long
+# Bytes of the parts
 
 
 def _held(setup: Setup) -> dict[str, float]:
@@ -293,28 +228,20 @@ def _held(setup: Setup) -> dict[str, float]:
     }
 
 
-def _optimizer_work(setup: Setup) -> float:
-    """torchao works on one weight at a time, in float32, with both moments and the gradient; the fused AdamW needs
-    none, `adamw_torch` a float32 copy of the weights."""
-    if setup.optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
-        return 16.0 * min(setup.trained, setup.shape.embedding)
-    return 4.0 * setup.trained * (setup.optim == "adamw_torch")
-
-
-def _generation(setup: Setup, card_gib: float) -> dict[str, float]:
+def _generation(setup: Setup) -> dict[str, float]:
     """vLLM takes its share of the card: weights; the working memory of its largest batch, which are hidden states, the
     MLP's two widths, and logits of every sequence, thrice in float32; the KV cache gets the rest. Without vLLM: the KV
     cache of `generate`, and its float32 logits."""
-    shape, training, options = setup.shape, setup.training, setup.training.parsed_engine_kwargs()
+    shape, training = setup.shape, setup.training
     if setup.has_engine:
-        number, processes = _engine_bytes(setup), training.vllm_tensor_parallel_size
-        share = options.get("gpu_memory_utilization")
+        number, processes = setup.engine_bytes, training.vllm_tensor_parallel_size
+        share = training.parsed_engine_kwargs().get("gpu_memory_utilization")
         share = share if isinstance(share, float | int) else training.vllm_gpu_memory_utilization
         weights = shape.parameters * number / processes
         block = PROFILED_TOKENS * (4 * shape.hidden + 3 * shape.intermediate) * number
         rows = min(setup.rollouts * processes, PROFILED_TOKENS)
         working = (block + rows * shape.vocabulary * 12) / processes
-        cache = max(0.0, share * card_gib * GIB - weights - working)
+        cache = max(0.0, share * setup.card_gib * GIB - weights - working)
         return {"vLLM weights": weights, "vLLM KV cache": cache, "vLLM working memory": working}
     if training.use_vllm or training.sampler is not None:
         return {}
@@ -327,66 +254,40 @@ def _token_cache(shape: ModelShape, number_bytes: int) -> float:
     return 2.0 * shape.layers * shape.key_value * number_bytes
 
 
-def _engine_bytes(setup: Setup) -> int:
-    """Of a number of vLLM's weights and cache."""
-    dtype = str(setup.training.parsed_engine_kwargs().get("dtype"))
-    return NUMBER_BYTES.get(dtype, 2 if setup.autocast else 4)
-
-
-# Bytes of activations. Of a token: c a number in a product, r in the residual stream (the weights' format).
-
-
 def _without_gradients(setup: Setup, copies: float) -> dict[str, float]:
     """The larger of an evaluation and, where prompts are shared, of the reference's log-probs. One block's forward
     pass: three widths of the MLP, two of the residual stream, the norm's output."""
     training, shape = setup.training, setup.shape
     evaluates = training.held_out_eval or training.eval_strategy != "no"
-    evaluated = int(training.per_device_eval_batch_size) * evaluates
-    scored = min(max(MOST_TOKENS, setup.tokens), setup.rollouts * setup.length)
-    scored *= setup.has_reference and training.shared_prompts != "off"
-    block = 3 * setup.compute_bytes * shape.intermediate
-    block += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
-    evaluation = (evaluated * setup.length, evaluated * setup.completion_tokens)
-    tokens, predicted = max(evaluation, (scored, scored))
+    tokens = int(training.per_device_eval_batch_size) * setup.length * evaluates
+    if setup.has_reference and training.shared_prompts != "off":
+        tokens = max(tokens, min(max(MOST_TOKENS, setup.tokens), setup.rollouts * setup.length))
+    width = 3 * setup.compute_bytes * shape.intermediate
+    width += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
     return {
-        "activations": tokens * block,
+        "activations": tokens * width,
         "16-bit copies of weights": copies * (not setup.lora),
-        "log-probs of the loss": _logits(setup, predicted),
+        "log-probs of the loss": _logits(setup, tokens),
     }
 
 
-def _layer_activations(setup: Setup) -> float:
-    """What autograd keeps of one block's forward pass: two norms' float32 input; queries, repeated keys and values,
-    the output of attention, with a mask; gate, its activation and up of the MLP; inputs of adapters; and where all
-    weights train, the inputs of the norms and of the linear layers, which autocast casts for each layer anew."""
+def _activations(setup: Setup) -> tuple[float, float]:
+    """What autograd keeps from the forward pass to the backward pass, and more than that while one block's backward
+    pass runs.
+
+    Of a block: two norms' float32 input; queries, repeated keys and values, the output of attention, with a mask;
+    gate, its activation and up of the MLP; inputs of the norms and of the linear layers. With gradient checkpointing a
+    block keeps its input alone, and the rest is made again.
+    """
     shape, computed, stream, hidden = setup.shape, setup.compute_bytes, setup.weight_bytes, setup.shape.hidden
-    kept: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
-    kept += (3 if setup.lora else 4) * computed * shape.intermediate
-    if setup.lora:
-        kept += computed * shape.adapter_inputs
-    else:
-        kept += 2 * stream * hidden + (2 if stream == computed else 5) * computed * hidden
-    return setup.tokens * kept
-
-
-def _saved_activations(setup: Setup) -> float:
-    """What is kept from the forward pass to the backward pass: of each block, the last norm and its hidden states.
-    With gradient checkpointing a block keeps its input alone."""
-    shape, input_of_block = setup.shape, setup.tokens * setup.weight_bytes * setup.shape.hidden
-    block = input_of_block if setup.training.gradient_checkpointing else _layer_activations(setup)
-    last = setup.tokens * shape.hidden * (4 + setup.weight_bytes * (1 if setup.lora else 2))
-    return shape.layers * block + last
-
-
-def _working_activations(setup: Setup) -> float:
-    """More than the saved ones, while one block's backward pass runs: with gradient checkpointing its activations;
-    gradients of the MLP's widths, of the residual stream, and of one weight."""
-    shape = setup.shape
-    again = _layer_activations(setup) if setup.training.gradient_checkpointing else 0.0
-    widths = (3 if setup.lora else 2) * setup.compute_bytes * shape.intermediate
-    number = 0 if setup.lora else 2 + setup.weight_bytes * (setup.weight_bytes != setup.compute_bytes)
-    largest = shape.hidden * shape.intermediate
-    return again + setup.tokens * (widths + 2 * setup.weight_bytes * shape.hidden) + number * largest
+    block: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
+    block += (3 if setup.lora else 4) * computed * shape.intermediate
+    block += (3 * computed if setup.lora else 2 * (stream + computed)) * hidden
+    working: float = 3 * computed * shape.intermediate + 2 * stream * hidden
+    last = hidden * (4 + 2 * stream)
+    if setup.training.gradient_checkpointing:
+        return setup.tokens * (shape.layers * stream * hidden + last), setup.tokens * (working + block)
+    return setup.tokens * (shape.layers * block + last), setup.tokens * working
 
 
 def _logits(setup: Setup, tokens: int) -> float:

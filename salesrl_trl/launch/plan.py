@@ -44,7 +44,6 @@ from salesrl_trl.launch.data.prompts import (
     token_counter,
 )
 from salesrl_trl.launch.data.sources import load_records, prompt_dataset
-from salesrl_trl.launch.memory_estimate import Estimate
 from salesrl_trl.launch.services_plan import ServicesPlan
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.names import StartUp
@@ -77,7 +76,6 @@ class Plan(ServicesPlan):
     config: RunConfig
     in_depth: bool = False  # stages may take seconds, as in a preflight. At the start of a run they only look
     dtype: str | None = None  # number format of the policy's weights in training. The stage `memory` sets it
-    estimate: Estimate | None = None  # the memory of training on this card, if known. The stage `memory` sets it
     notes: list[str] = field(default_factory=list)  # findings for the run's banner
     policy: PreTrainedModel | None = None  # with its weights
 

@@ -187,7 +187,7 @@ def begin_run(is_recipe: bool = True) -> None:
     if is_recipe and not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
         from salesrl_trl.launch.settings_help import answer_help
 
-        answer_help(sys.argv[1:], Path(sys.argv[0]).with_suffix(".yaml"))
+        answer_help(sys.argv[1:])
     signals.catch(_speak_line)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a stderr without a descriptor
         faulthandler.enable()  # a crash names its signal in the log

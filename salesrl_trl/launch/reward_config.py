@@ -1,14 +1,10 @@
-"""Settings of the services that score: addresses, limits, and the weights of the reward's components.
-
-Keys are named by their environment variable, and never held. `launch.checks.reward` compares the settings with the
-branches.
-"""
+"""Settings of the services that score: addresses, limits, and the weights of the reward's components."""
 
 import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from salesrl_trl.config.checks import (
     Count,
@@ -40,7 +36,6 @@ from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.batch import LINE_KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
-ON_MISS = ("fail", "nearest", "live")
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
 
 
@@ -49,7 +44,7 @@ class ReplaySettings:
     """`replay`, checked."""
 
     run: str
-    on_miss: Annotated[str, ON_MISS] = ""
+    on_miss: Annotated[str, ("fail", "nearest", "live")] = ""
     delays: bool = False
 
     @property
@@ -302,7 +297,7 @@ class RewardConfig:
 
     def parsed_attempts(self) -> Attempts:
         text = str(self.max_attempts)
-        value: Any = int(text) if text.isdecimal() else self.max_attempts
+        value: object = int(text) if text.isdecimal() else self.max_attempts
         if isinstance(value, int | float):
             check_value("max_attempts", value, Count)
             value = {"rag": value, "judge": value}

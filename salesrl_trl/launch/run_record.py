@@ -1,8 +1,5 @@
-"""A run's own record in its folder: every setting, the versions, the command.
-
-Owns `config.yaml` and `run.json`, and the comparison of two runs. `train` writes the record, and `env` compares two.
-Needs no torch. Holds nothing of the machine, so that folders of two machines can be compared.
-"""
+"""A run's own record in its folder: every setting, the versions, the command; and the comparison of two runs. Needs no
+torch. Holds nothing of the machine, so that folders of two machines can be compared."""
 
 import dataclasses
 import json

@@ -2,7 +2,6 @@
 services of a run: where no address is configured, each node has its own."""
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.settings import RunConfig
 
 
-logger = logging.getLogger(__name__)
-
 NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that is not asked
 
 
@@ -32,25 +29,14 @@ NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that
 def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
     """The embedded services, which stop on exit. Where no address is configured, one process of each node has them
     begin to start now."""
-    from accelerate import PartialState  # brings torch, which configured services do not need
-
-    services = EmbeddedServices(documents=_documents(config))
+    path = config.rag_service.knowledge_file
+    services = EmbeddedServices(documents=None if path is None else Path(path).expanduser())
     try:
-        if (config.embeds_rag or config.embeds_judge) and PartialState().is_local_main_process:
+        if (config.embeds_rag or config.embeds_judge) and os.environ.get("LOCAL_RANK", "0") == "0":
             services.launch()
         yield services
     finally:
         services.stop()
-
-
-def _documents(config: RewardConfig) -> Path | None:
-    path = config.rag_service.knowledge_file
-    return None if path is None else Path(path).expanduser()
-
-
-def _log_embedded(config: RewardConfig, at: ServiceAddresses) -> None:
-    used = [f"RAG {at.rag_base_url}"] * config.embeds_rag + [f"judge {at.judge_base_url}"] * config.embeds_judge
-    logger.info(f"embedded: {', '.join(used)}")
 
 
 @contextlib.contextmanager
@@ -62,15 +48,13 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
         yield rag or NOWHERE, NOWHERE
         return
     with contextlib.ExitStack() as stack:
-        if services is None and "WORLD_SIZE" not in os.environ:
-            here = stack.enter_context(EmbeddedServices(documents=_documents(config)))
-            _log_embedded(config, here)
-        else:
-            here = _of_this_node(config, services or stack.enter_context(launched_services(config)))
+        here = _of_this_node(services or stack.enter_context(launched_services(config)))
         yield rag or here.rag_base_url, here.judge_base_url
 
 
-def _of_this_node(config: RewardConfig, services: EmbeddedServices) -> ServiceAddresses:
+def _of_this_node(services: EmbeddedServices) -> ServiceAddresses:
+    if "WORLD_SIZE" not in os.environ:
+        return services.start()
     from accelerate import PartialState  # brings torch, which a process alone does not need
     from accelerate.utils import gather_object
 
@@ -79,7 +63,6 @@ def _of_this_node(config: RewardConfig, services: EmbeddedServices) -> ServiceAd
     if state.is_local_main_process:
         try:
             started = services.start()
-            _log_embedded(config, started)
         except SalesRLError as error:
             started = error
     everywhere = gather_object([started])

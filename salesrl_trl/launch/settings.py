@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.reward_config import RewardConfig
 
 
-ALL_STEPS = 2**62  # more than any run has
-
-
 @dataclass
 class TelemetryConfig:
     """Measurements, logs and quick evaluations of a run, and how often they come."""
@@ -78,7 +76,7 @@ class TelemetryConfig:
         if not self.trace_steps:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d*)", str(self.trace_steps))
-        steps = range(int(match[1]), int(match[2]) + 1 if match[2] else ALL_STEPS) if match else range(0)
+        steps = range(int(match[1]), int(match[2]) + 1 if match[2] else sys.maxsize) if match else range(0)
         check(
             len(steps) > 0,
             f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST such as '1:50', FIRST: for all from there "
@@ -200,7 +198,7 @@ class SettingsParser(TrlParser):
         `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. `--help` is
         answered, and ends the process.
         """
-        answer_help(argv, default_recipe)
+        answer_help(argv)
         words = ArgumentParser(add_help=False, allow_abbrev=False)
         words.add_argument("--config", nargs="?", action="append", default=[])
         words.add_argument(f"--{PRESET}", nargs="*", action="append", default=[])
@@ -346,7 +344,7 @@ class SettingsParser(TrlParser):
             )
         return recipe
 
-    def _with_guesses(self, unknown: Mapping[Any, object], known: set[str]) -> str:
+    def _with_guesses(self, unknown: Mapping[str, object], known: set[str]) -> str:
         """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system
         is here. Of many names the first ones."""
         entries = coming_from.flat(unknown)

@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -21,7 +20,6 @@ from salesrl_trl.config.keys import FORMER
 from salesrl_trl.data.files import read_yaml
 from salesrl_trl.launch.coming_from import answer
 from salesrl_trl.launch.presets import PRESETS
-from salesrl_trl.launch.recipes import FULL, RECIPES
 
 FLAGS = {"-h", "--help"}
 _UNKNOWN = 2
@@ -29,7 +27,7 @@ _WIDEST, _SHORT = 110, 180
 
 
 _HELP: dict[str, Any] = read_yaml(Path(__file__).with_name("help.yaml"))  # type: ignore[assignment]
-GROUPS: dict[str, dict[str, Any]] = _HELP["groups"]
+GROUPS: dict[str, dict[str, str | list[str]]] = _HELP["groups"]
 """By the name that `--help GROUP` takes: what it is about, and its classes by dotted path."""
 FIRST: list[str] = _HELP["first"]
 OWN_TEXTS: dict[str, str] = _HELP["texts"]
@@ -40,16 +38,6 @@ class Setting(NamedTuple):
     group: str
     text: str
     default: str
-
-    @property
-    def first(self) -> str:
-        """The first sentences of its text: as many as two lines hold, and one at least."""
-        first, *others = re.split(r"(?<=\.)\s", self.text)
-        for sentence in others:
-            if len(first) + len(sentence) > _SHORT:
-                break
-            first = f"{first} {sentence}"
-        return first
 
 
 @functools.cache
@@ -120,7 +108,7 @@ def shown(value: object) -> str:
     return {"None": "none", "True": "true", "False": "false", "": '""'}.get(str(value), str(value))
 
 
-def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") -> None:
+def answer_help(argv: Sequence[str], own: str = "") -> None:
     """Print what `--help` asks for, and end the process; do nothing without it.
 
     `--help` alone is the first page, or `own`, that of a tool. A word after it is a group, a setting, or a search.
@@ -129,27 +117,25 @@ def answer_help(argv: Sequence[str], recipe: Path | None = None, own: str = "") 
         return
     place = next(place for place, word in enumerate(argv) if word in FLAGS)
     words = [word.lstrip("-").replace("-", "_") for word in argv[place + 1 :]]
-    values = _values(_recipe(argv[:place], recipe))
-    found = _asked(words, values) if words else own or _first_page(values)
+    found = _asked(words) if words else own or _first_page()
     if os.environ.get("RANK", "0") == "0":
         print(found or _unknown(words), file=sys.stdout if found else sys.stderr)
     raise SystemExit(0 if found else _UNKNOWN)
 
 
-def _first_page(values: dict[str, object]) -> str:
-    known = settings()
-    first = [_entry(name, shown(values.get(name, known[name].default)), known[name].first) for name in FIRST]
-    counts = Counter(setting.group for setting in known.values())
+def _first_page() -> str:
+    first = [_entry(settings()[name]) for name in FIRST]
+    counts = Counter(setting.group for setting in settings().values())
     groups = [f"  {group:<10} {counts[group]:>4}  {of['about']}" for group, of in GROUPS.items()]
     parts = {"first": "\n".join(first), "groups": "\n".join(groups), "presets": ", ".join(PRESETS)}
     return str(_HELP["first_page"]).rstrip().format(**parts)
 
 
-def _asked(words: Sequence[str], values: dict[str, object]) -> str:
+def _asked(words: Sequence[str]) -> str:
     """The page of a group or a setting, or what a search finds; empty for nothing."""
     known, word = settings(), FORMER.get(words[0], words[0])
     if len(words) == 1 and word in known:
-        return _setting_page(known[word], values)
+        return _setting_page(known[word])
     if len(words) == 1 and word in GROUPS:
         title, found = f"{word}: {GROUPS[word]['about']}", [each for each in known.values() if each.group == word]
     else:
@@ -157,17 +143,15 @@ def _asked(words: Sequence[str], values: dict[str, object]) -> str:
         every = [(f"{each.name} {each.text}".lower(), each) for each in known.values()]
         found = [each for text, each in every if all(word in text for word in lowered)]
         title = f"{len(found)} settings have {' and '.join(words)}. `--help SETTING` says all about one:"
-    entries = [_entry(each.name, shown(values.get(each.name, each.default)), each.first) for each in found]
-    return "\n".join([title, "", *entries]) if found else ""
+    return "\n".join([title, "", *map(_entry, found)]) if found else ""
 
 
-def _setting_page(setting: Setting, values: dict[str, object]) -> str:
+def _setting_page(setting: Setting) -> str:
     lines = [f"{setting.name}  (group {setting.group})", *_wrapped(setting.text, "    ")]
     lines += [f"  default: {setting.default}"]
-    lines += [f"  recipe: {shown(values[name])}" for name in (setting.name,) if name in values]
     entries = [known for known in settings().values() if known.name.startswith(f"{setting.name}.")]
     lines += ["  an entry has:"] * bool(entries)
-    return "\n".join([*lines, *(_entry(entry.name, entry.default, entry.first) for entry in entries)])
+    return "\n".join([*lines, *map(_entry, entries)])
 
 
 def _unknown(words: Sequence[str]) -> str:
@@ -177,26 +161,11 @@ def _unknown(words: Sequence[str]) -> str:
     return f"no setting has {' '.join(words)!r}: {guess}"
 
 
-def _entry(name: str, default: str, text: str) -> str:
-    short = default if len(default) <= 40 else f"{default[:37]}..."
-    head = f"  --{name}" + (f"  ({short})" if short else "")
-    return "\n".join([head, *_wrapped(text, "      ")])
+def _entry(setting: Setting) -> str:
+    head = f"  --{setting.name}" + (f"  ({textwrap.shorten(setting.default, 40)})" if setting.default else "")
+    return "\n".join([head, *_wrapped(textwrap.shorten(setting.text, _SHORT), "      ")])
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
     width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
     return textwrap.wrap(text, max(width, 40), initial_indent=indent, subsequent_indent=indent)
-
-
-def _recipe(argv: Sequence[str], recipe: Path | None) -> Path:
-    """The recipe that a command line names, or the default one, or the packaged one."""
-    named = (RECIPES.get(word, Path(word)) for word in argv if word in RECIPES or word.endswith((".yaml", ".yml")))
-    paths = [*named, *([recipe] if recipe else [])]
-    return next((path for path in paths if path.is_file()), FULL)
-
-
-def _values(recipe: Path) -> dict[str, object]:
-    """The values of a recipe's settings, those of its nested overlays that always hold included."""
-    read = read_yaml(recipe)
-    values = dict(read) if isinstance(read, dict) else {}
-    return {**values.pop("sales_chain", {}), **values}

@@ -1,7 +1,4 @@
-"""What this process runs on: other packages' versions, the driver, and the card with its users.
-
-`ground.own_code` has the package itself. Needs neither torch nor a GPU, and imports none of the packages.
-"""
+"""What this process runs on: other packages' versions, the driver, and the card. Imports none of the packages."""
 
 import importlib.metadata
 import re
@@ -54,42 +51,20 @@ def packages() -> list[Package]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """The GPUs that the driver shows, by nvidia-smi; empty without one."""
-    rows = ask_driver(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
-    return [dict(zip(_GPU_FIELDS, row, strict=False)) for row in rows]
-
-
-def ask_driver(*arguments: str) -> list[list[str]]:
-    """The fields of each row that nvidia-smi prints. No rows without a driver, or if it does not answer."""
+    """The GPUs that the driver shows, by nvidia-smi; empty without one, or if it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
     try:
-        command = ["nvidia-smi", *arguments]
         text = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[field.strip() for field in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(_GPU_FIELDS, line.split(", "), strict=False)) for line in text.splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
     name: str
     gib: float
-    uuid: str | None = None  # the driver's name of it; `None` if it is not in this machine
-
-    def used_gib(self) -> float | None:
-        """Memory in use now, by all processes. `None` if the driver does not say."""
-        return next((float(mib) / 1024 for (mib,) in self._rows("--query-gpu=memory.used")), None)
-
-    def users(self) -> str:
-        """The processes that use it now: `"python (4711) 12.5 GiB"`. Empty if none is known, as in a container."""
-        rows = self._rows("--query-compute-apps=used_memory,pid,process_name")
-        return ", ".join(f"{', '.join(name)} ({pid}) {float(mib) / 1024:.1f} GiB" for mib, pid, *name in rows)
-
-    def _rows(self, query: str) -> list[list[str]]:
-        """The rows whose first field, the memory in MiB, the driver says."""
-        if self.uuid is None:
-            return []
-        rows = ask_driver(f"--id={self.uuid}", query, "--format=csv,noheader,nounits")
-        return [row for row in rows if row[0].replace(".", "").isdigit()]  # else "[N/A]"
+    used_gib: float = 0.0  # memory in use now, by all processes
 
 
 def named_card(text: str) -> Card:
@@ -105,5 +80,5 @@ def card_here(device: "torch.device") -> Card | None:
         return None
     import torch
 
-    properties = torch.cuda.get_device_properties(device)
-    return Card(properties.name, properties.total_memory / 2**30, f"GPU-{properties.uuid}")
+    free, total = torch.cuda.mem_get_info(device)
+    return Card(torch.cuda.get_device_name(device), total / 2**30, (total - free) / 2**30)

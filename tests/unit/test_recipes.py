@@ -235,9 +235,9 @@ ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prom
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
 def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
-    def weighed(setup, card_gib):
-        gib = card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
-        return Estimate(card_gib=card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
+    def weighed(setup):
+        gib = setup.card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
+        return Estimate(card_gib=setup.card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
     monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
     monkeypatch.setattr("salesrl_trl.launch.memory_estimate.estimate", weighed)

@@ -47,7 +47,7 @@ def every_setting() -> set[str]:
 def command(name: str, option: str = "--help") -> bool:
     """`salesrl NAME` with this option."""
     is_there = name in COMMANDS and find_spec(COMMANDS[name][0]) is not None
-    return is_there and (option == "--help" or option in parser_of(name, calls=str).format_help())
+    return is_there and (option == "--help" or option in parser_of(name).format_help())
 
 
 def metric(tag: str) -> bool:

@@ -1,8 +1,5 @@
-"""Starts the RAG service and the judge as a child of the program that needs them.
-
-A child stops when the handle that started it stops it, or when its parent has ended. Standard library only: the
-trainer imports this module, and must not load the libraries of the services.
-"""
+"""Starts the RAG service and the judge as a child of the program that needs them. Standard library only: the trainer
+imports this module, and must not load the libraries of the services."""
 
 import importlib.util
 import json

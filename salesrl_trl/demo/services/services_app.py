@@ -1,12 +1,10 @@
-"""The HTTP contracts of both services: `/v1/rag/8b` and `/v1/rag/32b`, and an OpenAI-compatible judge.
-
-The RAG service searches a BM25 index and answers with the words of what it finds. The judge stands in for an LLM: it
-reads the same fenced sections, and answers with the same JSON. A refusal never repeats a customer's text.
-"""
+"""The HTTP contracts of both services: `/v1/rag/8b` and `/v1/rag/32b` over a BM25 index, and an OpenAI-compatible
+judge, which stands in for an LLM. A refusal never repeats a customer's text."""
 
 import json
 import logging
 import math
+import re
 import time
 import uuid
 from collections import Counter
@@ -18,10 +16,9 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from salesrl_trl.data.files import Document
-from salesrl_trl.demo.services.rubric import ProtectedTerms, is_chinese, judge_sections, sentences, words
+from salesrl_trl.demo.services.rubric import is_chinese, judge_sections, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import read_nonce, read_sections
 from salesrl_trl.types import Passage
@@ -38,7 +35,6 @@ CANDIDATE = "candidate_"  # begins the name of a candidate's section; behind it 
 CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
 """Content of the answer to such a message. Like a model's refusal, it is no JSON."""
 BYTES_PER_TOKEN = 4  # UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages.
-ID_HEADER = b"x-request-id"
 BM25_K1, BM25_B = 0.9, 0.4  # saturation of a repeated word, share of the length correction: Anserini's defaults
 
 
@@ -70,24 +66,23 @@ class KnowledgeIndex:
         self._bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
         self._bm25.index(tokens, show_progress=False)
         self._bm25.scores["indices"] = self._bm25.scores["indices"].astype(np.intp)  # np.add.at takes half as long
-        frequencies = Counter(token for document in tokens for token in set(document))
-        self._idf = {token: self._idf_of(frequency) for token, frequency in frequencies.items()}
-        self._unseen_idf = self._idf_of(0)
+        self._frequencies = Counter(token for document in tokens for token in set(document))
 
     def __len__(self) -> int:
         return len(self._documents)
 
-    def _idf_of(self, frequency: int) -> float:
+    def _idf(self, token: str) -> float:
+        frequency = self._frequencies[token]
         return math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
 
     def search(self, query: str, top_k: int, score_threshold: float) -> tuple[Passage, ...]:
         """At most `top_k` passages with at least that score in [0, 1], best first. Equal scores keep the order of the
         knowledge base. Empty when no document shares a token with the query."""
         tokens = words(query, overlapping=True)
-        known = [token for token in tokens if token in self._idf]
+        known = [token for token in tokens if token in self._frequencies]
         if top_k < 1 or not known:
             return ()
-        bound = sum(self._idf.get(token, self._unseen_idf) for token in tokens)
+        bound = sum(map(self._idf, tokens))
         raw = self._bm25.get_scores(known)  # (N,)
         places = np.flatnonzero(raw)
         scores = np.minimum(raw[places] / np.float32(bound), 1.0)  # (found,)
@@ -138,9 +133,7 @@ class ChatRequest(BaseModel):
     stream: Literal[False] = False
 
 
-def create_app(*services: APIRouter) -> ASGIApp:
-    """An app of these services. It returns each request's `X-Request-Id` with its reply, so that the client can match
-    the two."""
+def create_app(*services: APIRouter) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
     for service in services:
@@ -150,17 +143,7 @@ def create_app(*services: APIRouter) -> ASGIApp:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def echoing(scope: Scope, receive: Receive, send: Send) -> None:
-        named = [pair for pair in scope.get("headers", ()) if pair[0] == ID_HEADER]
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *named]
-            await send(message)
-
-        await app(scope, receive, send_named if named else send)
-
-    return echoing
+    return app
 
 
 async def _refuse(_: Request, error: Exception) -> JSONResponse:
@@ -210,7 +193,7 @@ def answer_from(passages: Sequence[Passage], question: str) -> str:
     return best.text if addition in best.text else f"{best.text} {addition}"
 
 
-def judge_service(terms: ProtectedTerms) -> APIRouter:
+def judge_service(terms: re.Pattern[str]) -> APIRouter:
     """The judge, whose fairness branch looks for these terms. Requests may name any model."""
     router = APIRouter()
 

@@ -1,7 +1,4 @@
-"""Checks of the rows and their prompts: template, room for a completion, branches, pictures.
-
-`launch.data` loads the rows and checks each of them alone.
-"""
+"""Checks of the rows and their prompts: template, room for a completion, branches, pictures."""
 
 import re
 from collections import Counter
@@ -166,7 +163,6 @@ def check_splits(
     findings.figures |= {
         "train_rows": len(train),
         "held_out_rows": len(held_out),
-        "rows_with_pictures": sum(bool(row.images) for row in (*train, *held_out)),
     }
 
 

@@ -1,7 +1,4 @@
-"""Checks of the machine: versions, GPUs, disk and shared memory.
-
-Other libraries would refuse these too, but minutes later, or would wait without a word.
-"""
+"""Checks of the machine: versions, GPUs, disk and shared memory."""
 
 import os
 import platform

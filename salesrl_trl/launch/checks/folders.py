@@ -12,11 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from salesrl_trl.checkpoint.run_files import holds_run
-from salesrl_trl.checkpoint.whole import folders
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import stat_of
-from salesrl_trl.names import EARLIER_RUNS, FINISHED_FILE, LOCK_FILE
+from salesrl_trl.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +71,3 @@ def claim_output_dir(path: Path | str) -> TextIO:
 def free_gib(folder: Path | str) -> float:
     """Free disk of a folder, in GiB."""
     return shutil.disk_usage(Path(folder).expanduser()).free / 2**30
-
-
-def earlier_start(output_dir: Path | str) -> str | None:
-    """A line for the banner: files of an earlier run in the output folder, and where they go."""
-    folder = Path(output_dir).expanduser()
-    if not holds_run(folder, None):
-        return None
-    is_open = bool(folders(folder)) and not (folder / FINISHED_FILE).exists()
-    other = "; `--resume_from_checkpoint auto` resumes it instead" * is_open
-    return f"files of an earlier run in {folder} move to {folder}/{EARLIER_RUNS}N when this one begins{other}"

@@ -1,10 +1,9 @@
-"""Checks of the policy: its configuration, weights, and attention. Loads no weights."""
+"""Checks of the policy: its configuration, tokenizer and attention. Loads no weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -52,19 +51,6 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
             f"({type(error).__name__}). Name a folder with config.json, or a model on a hub that this machine can "
             "reach, and log in if it is gated."
         ) from error
-
-
-def check_weights(folder: Path) -> None:
-    """Raise `ConfigError` if a file of a local model's weights is cut off, or a pointer of Git LFS."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):  # reads the head, and compares it with the file's size
-                pass
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{file} holds no weights, or a part of them ({error}). Fetch it again; a file of 130 bytes is a "
-                "pointer of Git LFS: `git lfs pull`."
-            ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

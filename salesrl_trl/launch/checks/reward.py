@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, check, load_object
@@ -69,9 +69,8 @@ def read_reward(
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
     )
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
-    tools: list[Any] = [
-        search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools
-    ]
+    own = (search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools)
+    tools = [cast("Callable[..., object]", tool) for tool in own]
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     check(

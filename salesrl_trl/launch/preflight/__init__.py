@@ -1,4 +1,1 @@
-"""Can this run work? Stages in order of cost: checks of `launch.checks`, then what only the command tries out.
-
-A run passes the same stages, up to the one that loads the model.
-"""
+"""Can this run work? Stages in order of cost. A run passes the same ones, up to the one that loads the model."""

@@ -1,10 +1,7 @@
 """`python -m salesrl_trl.launch.preflight [--config RECIPE.yaml] [--stage NAME] [--json] [--SETTING VALUE ...]`.
 
-Without `--config` the settings are those of `launch.recipes.FULL`. Exit code: 0, or 2 after the first stage that
-failed; 130 after Ctrl-C.
-"""
+Exit code: 0, or 2 after the first stage that failed; 130 after Ctrl-C."""
 
-import argparse
 import contextlib
 import dataclasses
 import logging
@@ -28,11 +25,11 @@ FAILED = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages and print each one's report; in other processes than the first what fails, on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    answer_help(argv, own=parser_of("preflight", calls=_calls).format_help())
+    answer_help(argv, own=parser_of("preflight").format_help())
     out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
     wanted, reports = list[str](), list[StageReport]()
     try:
-        options, settings = parser_of("preflight", calls=_calls).parse_known_args(argv)
+        options, settings = parser_of("preflight").parse_known_args(argv)
     except ConfigError as error:
         examined = iter([_failed("config", time.perf_counter(), finding_of(error))])
     else:
@@ -75,12 +72,9 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, 
 
         stages = runner.chosen(wanted, runner.STAGES)
         plan = Plan(parse(settings, FULL), in_depth=True, calls=calls, load=load)
-    except ImportError as error:
+    except Exception as error:
         if is_interrupt(error):
             raise
-        remedy = "Install the packages of setup.cfg with scripts/install.sh."
-        yield _failed("environment", start, Finding(str(error), remedy, is_failure=True))
-    except Exception as error:
         yield _failed("config", start, finding_of(error))
     else:
         yield from runner.examine(plan, stages, wanted)
@@ -88,14 +82,6 @@ def _reports(wanted: Sequence[str], settings: Sequence[str], calls: int | None, 
 
 def _failed(stage: str, start: float, *findings: Finding) -> StageReport:
     return StageReport(stage, StageVerdict.FAILED, time.perf_counter() - start, findings, {})
-
-
-def _calls(text: str) -> int:
-    from salesrl_trl.judged.noise import MIN_CALLS
-
-    if not text.isdecimal() or 0 < int(text) < MIN_CALLS:
-        raise argparse.ArgumentTypeError(f"{text!r}. Expected 0, or {MIN_CALLS} or more: fewer verdicts show no noise")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
-from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.judge_reward import needs_of
 from salesrl_trl.launch.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
 from salesrl_trl.launch.checks.environment import check_environment, check_tokenizer
-from salesrl_trl.launch.checks.folders import earlier_start
-from salesrl_trl.launch.checks.model import check_weights, choose_attention
+from salesrl_trl.launch.checks.model import choose_attention
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.checks.reward import check_stand_ins
 from salesrl_trl.launch.data.sources import check_source
@@ -95,21 +94,11 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
     findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     findings.notes(check_stand_ins(reward, training.branches, next(iter(config.data.own_sources), None)))
-    if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-        raise ModelNotFoundError(
-            f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-            "scripts/make_vision_policy.py`, which teaches it in two minutes."
-        )
     is_16_bit = bool(training.bf16 or training.fp16)
     asked = model.attn_implementation
     model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
     findings.notes([line])
     _ = plan.reward  # reads what it is made of
-    check_weights(Path(config.policy_path).expanduser())
-    if training.resume_from_checkpoint is None:
-        findings.notes([earlier_start(training.output_dir)])
-    if 0 < training.max_steps <= training.warmup_steps:
-        findings.note("`warmup_steps` is not less than `max_steps`: the learning rate is never reached")
 
 
 def _check_small_policy(plan: Plan) -> None:
@@ -123,11 +112,9 @@ def _check_small_policy(plan: Plan) -> None:
             "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`, or a folder."
         )
     if prompt != PROMPT_STYLE or not is_usual:
-        given = f"`prompt_template` is {prompt!r}" if isinstance(prompt, str) else "`prompt_template` is given"
-        reason = given if prompt != PROMPT_STYLE else "`rag.action_fields` is given"
         raise ConfigError(
-            f"{reason}, but the small demo policy is taught with {PROMPT_STYLE!r} and the usual fields. Give "
-            "`model_name_or_path`, or set these as it was taught."
+            f"the small demo policy needs `prompt_template: {PROMPT_STYLE}` and the usual `rag.action_fields`. "
+            "Name a `model_name_or_path`, or set these as it was taught."
         )
 
 

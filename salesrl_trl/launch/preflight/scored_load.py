@@ -1,7 +1,4 @@
-"""A run's load on its services: made-up completions, scored by its reward chain, batch after batch.
-
-The stage `judge` makes it with `--load N`, and so does `mode: rewards`.
-"""
+"""A run's load on its services: made-up completions, scored by its reward chain, batch after batch."""
 
 import contextlib
 import itertools

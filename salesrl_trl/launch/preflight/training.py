@@ -1,8 +1,5 @@
-"""The stage `step`: does the policy load, does vLLM sample from its weights, does it train?
-
-It builds the trainer as a run does, whose own check compares log-probs, and makes its own steps. It leaves nothing
-behind.
-"""
+"""The stage `step`: does the policy load, does vLLM sample from its weights, does it train? It builds the trainer as a
+run does, and leaves nothing behind."""
 
 import itertools
 import math
@@ -16,11 +13,9 @@ import torch
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.data.prompts import FittingPrompts
-from salesrl_trl.launch.memory_estimate import SCORING, STOCHASTIC_OPTIM
 from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
-from salesrl_trl.parts.weight_change import LEAST_SHARE
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
@@ -87,9 +82,6 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
     entries = trainer.state.log_history
     first, *_, last = [entry for entry in entries if "loss" in entry]
     report_memory((first, last), training.device, findings)
-    if plan.estimate is not None:  # these steps have no evaluation
-        moments = [moment.tensors_gib for moment in plan.estimate.moments if moment.name != SCORING]
-        findings.figures["estimated_gib"] = max(moments)
     findings.figures |= {
         "first_step_s": first[STEP_SECONDS],
         "step_s": last[STEP_SECONDS],
@@ -123,12 +115,6 @@ def judge_update(
         findings.fail(
             f"no weight changed in a step of the longest batch, at a learning rate of {training.learning_rate:g}.",
             "Train float32 weights or an adapter, and look at `learning_rate`, `loss_type` and what is frozen.",
-        )
-    elif changed < LEAST_SHARE and training.optim != STOCHASTIC_OPTIM:
-        findings.note(
-            f"the step changed {100 * changed:.1f} % of the weights that had a gradient, at a learning rate of "
-            f"{training.learning_rate:g}, and {100 * LEAST_SHARE:g} % are usual.",
-            "Train float32 weights, or raise the learning rate.",
         )
 
 

@@ -1,7 +1,4 @@
-"""Presets: overlays of a recipe, for the memory of a card or a purpose. `--preset NAME` reads one.
-
-Owns the files beside this module, and their names. `settings` lays them over a recipe. Each file says what it is for.
-"""
+"""Presets: overlays of a recipe, for the memory of a card or a purpose. `--preset NAME` reads one."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""The recipes that an installed package has too; `salesrl train own` takes one by its name.
-
-Owns the files beside this module. Those of the same name in the folder recipes of a checkout are links to them.
-"""
+"""The recipes that an installed package has too; `salesrl train own` takes one by its name."""
 
 from pathlib import Path
 

@@ -15,7 +15,6 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError, ModelNotFoundError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.launch.checks.addresses import check_models, check_rag, check_vllm_server
 from salesrl_trl.launch.checks.dataset import prompt_limit
-from salesrl_trl.launch.checks.folders import earlier_start
 from salesrl_trl.launch.checks.model import check_model, load_tokenizer, positions_of
 from salesrl_trl.launch.checks.reward import read_key
 from salesrl_trl.launch.plan import Plan
@@ -110,17 +109,6 @@ def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
 def test_scaled_positions_are_left_to_vllm(scaling, positions):
     given = {} if scaling is None else {"rope_parameters": scaling}
     assert positions_of(Qwen2Config(max_position_embeddings=512, **given)) == positions
-
-
-def test_what_an_earlier_start_left_is_told(tmp_path):
-    assert earlier_start(tmp_path) is None
-    (tmp_path / "checkpoint-2").mkdir()
-    assert earlier_start(tmp_path) == (
-        f"files of an earlier run in {tmp_path} move to {tmp_path}/run-N when this one begins; "
-        "`--resume_from_checkpoint auto` resumes it instead"
-    )
-    (tmp_path / "finished.json").touch()
-    assert earlier_start(tmp_path).endswith("when this one begins")
 
 
 def _lengths(**given):

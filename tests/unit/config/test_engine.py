@@ -15,10 +15,7 @@ from warmup_model import settings_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import (
     GRAPHS_ALONE,
-    Start,
     engine_options,
-    engine_start,
-    sequences,
     why_not_partial,
 )
 from salesrl_trl.config.trl_settings import COMPILERS
@@ -49,7 +46,7 @@ class Policy(nn.Module):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    for name in (*COMPILERS, "VLLM_XLA_CACHE_PATH"):
+    for name in COMPILERS:
         monkeypatch.setenv(name, "elsewhere")  # back to what it was after the test
 
     def build(**settings):
@@ -93,19 +90,20 @@ def test_options_of_the_colocated_engine_are_not_for_a_server(config):
 
 
 @pytest.mark.parametrize(
-    ("given", "on_cpu", "on_gpu"),
-    [(None, Start.EAGER, Start.GRAPHS), (True, Start.EAGER, Start.EAGER), (False, Start.COMPILED, Start.COMPILED)],
+    ("given", "eager_on_cpu", "eager", "graphs"),
+    [(None, True, False, GRAPHS_ALONE), (True, True, True, None), (False, False, False, None)],
 )
-def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_to(config, given, on_cpu, on_gpu):
+def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_to(
+    config, given, eager_on_cpu, eager, graphs
+):
     args = config(vllm_engine_kwargs={"enforce_eager": given})
     asked = config(vllm_engine_kwargs={"enforce_eager": given, "compilation_config": {"mode": 3}})
-    assert engine_start(args) is on_cpu
+    assert engine_options(args, Policy())["enforce_eager"] is eager_on_cpu
     with patch.object(type(args), "device", SimpleNamespace(type="cuda")):
-        assert engine_start(args) is on_gpu
         options = engine_options(args, Policy())
         assert engine_options(asked, Policy())["compilation_config"] == {"mode": 3}
-    assert options["enforce_eager"] == (on_gpu is Start.EAGER)
-    assert options.get("compilation_config") == (GRAPHS_ALONE if on_gpu is Start.GRAPHS else None)
+    assert options["enforce_eager"] is eager
+    assert options.get("compilation_config") == graphs
 
 
 def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path):
@@ -122,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config
 def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles_for(config):
     given = dict(zip(*[iter(settings_of("8x512"))] * 2, strict=True))
     args = config(**{name.removeprefix("--"): int(value) for name, value in given.items()})
-    assert (sequences(args), args.vllm_max_model_length) == (8, 512)
+    assert (args.per_device_train_batch_size * args.steps_per_generation, args.vllm_max_model_length) == (8, 512)
     with pytest.raises(ConfigError, match="8by512"):
         settings_of("8by512")
 
@@ -144,6 +142,6 @@ def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_fro
     partial = {"rollout_lookahead": 1, "partial_rollouts": 0.5, "use_vllm": True, **given}
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
     assert args.most_unfinished == left
-    assert sequences(args) == 8 + left
+    assert engine_options(args, Policy()).get("max_num_seqs") == (8 + left if left else None)
     told = why_not_partial(args, None, talks=False, reads_pictures=False)
     assert told is None if reason is None else told.startswith(reason)

@@ -1,12 +1,13 @@
 """Owns the invariants of the packaged demo data, read as plain JSON, and that its generator reproduces it."""
 
+import functools
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from salesrl_trl.demo.services.rubric import protected_terms
+from salesrl_trl.demo.services.rubric import mentions, protected_terms
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "demo" / "rows"
@@ -20,7 +21,7 @@ def read_lines(name):
 
 DOCUMENTS, TRAIN, HELD_OUT = map(read_lines, ("knowledge.jsonl", "train.jsonl", "heldout.jsonl"))
 ROWS = TRAIN + HELD_OUT
-detect = protected_terms().mentioned_in
+detect = functools.partial(mentions, terms=protected_terms())
 
 
 def normalise(text):

@@ -107,17 +107,6 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     assert "Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
 
-def test_weights_are_there_and_whole(told, policy):
-    weights, cheap = policy / "model.safetensors", {"stages": CHEAP[1:2]}
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    assert f"{weights} holds no weights, or a part of them (" in told(*asked(policy), **cheap)
-    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "is a pointer of Git LFS: `git lfs pull`" in told(*asked(policy), **cheap)
-    weights.write_bytes(whole)
-    assert told(*asked(policy), **cheap) == ""
-
-
 def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

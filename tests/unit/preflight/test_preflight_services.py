@@ -185,19 +185,11 @@ def test_a_reference_that_is_weighed_is_needed(services):
     assert examine(RAG_STAGE, services, branch_reward_weights=weights).verdict is FAILED
 
 
-@pytest.mark.parametrize("empty", ["always", "with a threshold"])
-def test_an_index_that_finds_nothing_fails_and_a_high_threshold_is_told(services, empty):
-    def answer(request):
-        nothing = empty == "always" or request.json["score_threshold"] > 0
-        return 200, answers(passages=[] if nothing else ANSWER["passages"]), {}
-
-    services.functions["8b"] = answer
+def test_an_index_that_finds_nothing_is_told(services):
+    services.functions["8b"] = lambda request: (200, answers(passages=[]), {})
     report = examine(RAG_STAGE, services)
     assert report.figures["rag_8b_without_passages"] == 32
-    if empty == "always":
-        ends_as(report, FAILED, "whether it knows the rows' `tenant_id`")
-    else:
-        ends_as(report, NOTED, "Lower `rag.score_threshold`")
+    ends_as(report, NOTED, "Lower `rag.score_threshold`")
 
 
 # The judge.
@@ -222,7 +214,7 @@ def test_the_share_of_malformed_verdicts_is_told(services, share, verdict):
     assert "judge_outside_schema" in text_of(report) and "less than or equal to 1" in text_of(report)
 
 
-def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
+def test_a_noisy_judge_is_told_with_the_setting_that_makes_up_for_it(services):
     rng = random.Random(3)
 
     def judge(system, user):
@@ -232,7 +224,7 @@ def test_a_noisy_judge_is_told_with_the_repeats_that_make_up_for_it(services):
     report = examine(JUDGE_STAGE, services, calls=128)
     assert report.figures["judge_repeat_sd"] == pytest.approx(0.4 / 12**0.5, abs=0.03)
     assert report.figures["judge_spread_sd"] == pytest.approx(0.3, abs=0.06)
-    assert "judge is noisy" in text_of(report) and "Set `judge_mode.repeats: 2`" in text_of(report)
+    assert "judge is noisy" in text_of(report) and "Raise `judge_mode.repeats` (1)" in text_of(report)
     again = examine(JUDGE_STAGE, services, calls=128, judge_repeats=2)
     assert "noisy" not in text_of(again)
 
@@ -346,8 +338,6 @@ def test_the_command_runs_a_stage_alone_against_the_configured_services(services
         (stage,) = json.loads(capsys.readouterr().out)["stages"]
         assert (stage["stage"], stage["verdict"]) == (name, "passed")
     assert services.calls["8b"] == services.calls["judge"] == 17
-    assert main(["--stage", "judge", "--calls", "4"]) == 2
-    assert "'4'. Expected 0, or 16 or more" in capsys.readouterr().out
     assert main(["--stage", "judge", "--max_step", "3"]) == 2
     assert "did you mean --max_steps?" in capsys.readouterr().out
 

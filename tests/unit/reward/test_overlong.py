@@ -8,7 +8,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from salesrl_trl import soft_overlong_punishment
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.checks.reward import own_functions
+from salesrl_trl.launch.checks.reward import read_reward
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.scorer import Per
 
@@ -23,7 +23,7 @@ def of(function):
 
 
 def test_it_is_trls_by_hand_in_code_in_a_recipe_and_in_a_process_of_the_rewards():
-    in_a_recipe = own_functions(RewardConfig(reward_funcs=[PATH]))[PATH]
+    in_a_recipe = read_reward(RewardConfig(reward_funcs=[PATH]), ["all"]).functions[PATH]
     by_hand = [0, 0, -0.25, -0.5, -1, -1]  # free up to 10 - 4 tokens, then a quarter for each
     assert get_soft_overlong_punishment(10, 4)(ANSWERS) == by_hand
     for function in (soft_overlong_punishment(10, 4), in_a_recipe, pickle.loads(pickle.dumps(in_a_recipe))):

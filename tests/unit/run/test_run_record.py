@@ -128,16 +128,9 @@ def test_a_key_is_known_by_the_last_words_of_its_name(names, expected):
     assert [name for name in names if is_secret(name) is not expected] == []
 
 
-def test_the_environment_is_shown_without_secrets(monkeypatch, capsys):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("https_proxy", "http://me:secret@proxy")
-    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@mirror/hf")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+def test_code_and_versions_are_shown(capsys):
     assert env.main([]) == 0
     shown = capsys.readouterr().out
-    assert "secret" not in shown
-    assert {"HF_TOKEN=(set)", "https_proxy=(set)", "VLLM_LOGGING_LEVEL=ERROR"} <= set(shown.split())
-    assert "HF_ENDPOINT=https://***@mirror/hf" in shown.split()
     assert env.main(["--diff", "a", "b", "--hub_token", "secret"]) == 2
     refused = capsys.readouterr().err
     assert "settings beside `--diff`" in refused and "secret" not in refused

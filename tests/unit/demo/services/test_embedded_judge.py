@@ -1,16 +1,17 @@
 """The judge's law, on values derived by hand, and on hostile sections."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from salesrl_trl.demo.services.rubric import (
-    ProtectedTerms,
     content_words,
     coverage,
     judge_sections,
+    mentions,
     protected_terms,
     supported,
 )
@@ -105,7 +106,7 @@ def test_support_in_chinese(profile, conversation, expected):
     ],
 )
 def test_protected_terms_are_found_whole_and_in_any_form(terms, text, expected):
-    assert terms.mentioned_in(text) is expected
+    assert mentions(text, terms) is expected
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_hostile_action_gains_nothing(terms, attack):
 @settings(max_examples=60)
 @given(st.text(max_size=60), st.text(max_size=60), st.sampled_from(["fairness", "hallucination"]))
 def test_scores_lie_between_0_and_1_and_repeat(one, other, branch):
-    terms = ProtectedTerms(substrings=("孕妇",), whole_words=("woman",), patterns=())
+    terms = re.compile("孕妇|woman")
     texts = sections(branch=branch, candidate_answer=one, reference_answer=other, action=action(other, one, other))
     verdict = judge_sections(texts, terms)
     assert verdict.reference is not None
