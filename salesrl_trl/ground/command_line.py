@@ -31,7 +31,7 @@ def parser_of(command: str, **kinds: Callable[[str], object]) -> argparse.Argume
         parser: argparse.ArgumentParser = ToolParser(usage=f"%(prog)s {table['usage']}", allow_abbrev=False, **texts)
     else:
         parser = argparse.ArgumentParser(**texts)
-    for name, option in table["options"].items():
+    for name, option in table.get("options", {}).items():
         kind = {"type": (_KINDS | kinds)[option["type"]]} if "type" in option else {}
         names = [name, name.replace("_", "-")] if name.startswith("--") and "_" in name else [name]
         parser.add_argument(*names, **option | kind)

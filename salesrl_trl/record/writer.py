@@ -13,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of
-from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.telemetry.completion_record import Call, CompletionRecord
 from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Recorder:
         return unfit
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
-        record = entry.record or CompletionRecord()
+        record, reward = entry.record or CompletionRecord(), entry.reward
 
         def text_of(value: object) -> int | None:
             return None if value is None else add_text(file, as_json(self._cleaned(value)))
@@ -216,11 +216,20 @@ class Recorder:
             "reference": text_of(record.reference),
             "advantage": advantage,
             "time": batch.time,
-            **reward_columns(entry.reward, record, record.waits),
+            "outcome": reward.outcome.value,
+            "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
+            "reward": reward.value,
+            "reference_reward": reward.reference_value,
+            "parts": as_json(dict(reward.components)),
+            "functions": as_json(dict(reward.by_function)),
+            "seconds": as_json({**record.waits, **reward.seconds}),
+            "provider": next((judged.provider or None for judged in record.verdicts.values()), None),
+            "judge_s": reward.seconds.get(Stage.JUDGE),
         }
         completion = insert(file, "completions", values)
-        verdicts = {name: replace(said, reason=self._clean(said.reason)) for name, said in record.verdicts.items()}
-        add_verdicts(file, completion, verdicts)
+        for rubric, judged in record.verdicts.items():
+            said = {**asdict(judged), "reason": self._clean(judged.reason)}
+            insert(file, "verdicts", {"completion": completion, "rubric": rubric, **said})
         self._add_calls(file, completion, record.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
@@ -356,24 +365,3 @@ def add_text(file: sqlite3.Connection, text: str) -> int:
     key = digest(text)
     row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
     return int(row[0]) if row else insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
-
-
-def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
-    for rubric, judged in verdicts.items():
-        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
-
-
-def reward_columns(reward: Reward, record: CompletionRecord, waits: Mapping[str, float]) -> dict[str, object]:
-    """The columns of a completion that say what it earned, who judged it, and how long that took with its `waits`."""
-    first = next(iter(record.verdicts.values()), None)
-    return {
-        "outcome": reward.outcome.value,
-        "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
-        "reward": reward.value,
-        "reference_reward": reward.reference_value,
-        "parts": as_json(dict(reward.components)),
-        "functions": as_json(dict(reward.by_function)),
-        "seconds": as_json({**waits, **reward.seconds}),
-        "provider": (first and first.provider) or None,
-        "judge_s": reward.seconds.get(Stage.JUDGE),
-    }
