@@ -44,13 +44,8 @@ class WrittenSubject:
         self.logged[self.step] = figures
 
 
-def one_rank(**given):
-    """`Ranks` of a run with one process, or what a test makes of it."""
-    alone = {
-        "count": 1,
-        "index": 0,
-        "gather": list,
-        "from_main": lambda value: value,
-        "wait": lambda: None,
-    }
-    return SimpleNamespace(**{**alone, **given})
+def one_rank(count=1, index=0):
+    """accelerate's state of a run with so many processes."""
+    return SimpleNamespace(
+        num_processes=count, process_index=index, is_main_process=not index, wait_for_everyone=lambda: None
+    )
