@@ -1,4 +1,4 @@
-"""The lines on the console: two per step, and one with the totals of an epoch, from the trainer's log."""
+"""The lines on the console, two per step, and the totals of an epoch, from the trainer's log."""
 
 import logging
 import time
@@ -72,7 +72,7 @@ def step_line(
         *figures_shown(logs, branches),
         *([update] if update else []),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
-        failures_shown(failures),
+        f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}",
         *alike,
         f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
     )
@@ -87,11 +87,6 @@ def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
         values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
         shown.append(f"{words} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
     return shown
-
-
-def failures_shown(failures: Mapping[str, int]) -> str:
-    """`failures judge_timeout=1 not_json=8`, or `failures none`."""
-    return f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}"
 
 
 def shares(logs: Logs) -> str:
@@ -134,11 +129,11 @@ TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
 RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
-class EpochLine(Part):
-    """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
-    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
-    reasons may come."""
+class EpochTotals(Part):
+    """Logs the totals of an epoch for trackers: steps, the means of figures that the console shows, tokens, seconds by
+    phase, shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in
+    the next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because
+    new reasons may come."""
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._ledger, self._log = run.args.branches, run.ledger, run.trl.log
@@ -174,13 +169,11 @@ class EpochLine(Part):
 
     def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         if self._last_step > self._first_step:
-            if state.is_world_process_zero:
-                logger.info(self._line(state.epoch or 0.0))
             totals = {
                 "steps": float(self._last_step - self._first_step),
                 "tokens": self._tokens - self._first_tokens,
                 "failures": float(self._counts.total()),
-                **self._means(),
+                **{name: total / count if count else None for name, (total, count) in self._sums.items()},
                 **self._seconds,
                 **self._most,
             }
@@ -189,18 +182,3 @@ class EpochLine(Part):
                 start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
                 self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
         self._start_over()
-
-    def _means(self) -> dict[str, float | None]:
-        return {name: total / count if count else None for name, (total, count) in self._sums.items()}
-
-    def _line(self, epoch: float) -> str:
-        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 9,422 tokens | 4:12, generation 60% | failures none`."""
-        wall = self._seconds[names.STEP_SECONDS]
-        parts = (
-            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
-            *figures_shown(self._means(), self._branches),
-            f"{self._tokens - self._first_tokens:,.0f} tokens",
-            f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
-            failures_shown(self._counts),
-        )
-        return " | ".join(parts)

@@ -214,7 +214,7 @@ def built_in(run: PartContext) -> list[Part]:
     wanted = (
         _BuiltIn("parts.run_banner:Banner", True),
         _BuiltIn("parts.step_lines:StepLine", True),
-        _BuiltIn("parts.step_lines:EpochLine", True),
+        _BuiltIn("parts.step_lines:EpochTotals", True),
         _BuiltIn("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
         _BuiltIn("judged.spending:Spending", reward.budget is not None, "a budget"),
         _BuiltIn("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead)),

@@ -201,8 +201,8 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: PartialState) 
     chosen = spread(branch_ids, rows, len(branches.names), ranks.num_processes)
     if not chosen:
         raise ConfigError(
-            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.num_processes} processes. Expected one "
-            "for each. Hold out more, or set `quick_eval_steps: 0`."
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.num_processes} processes. Expected "
+            "one for each. Hold out more, or set `quick_eval_steps: 0`."
         )
     share = len(chosen) // ranks.num_processes
     return [dataset[place] for place in chosen[ranks.process_index * share : (ranks.process_index + 1) * share]]

@@ -178,10 +178,8 @@ class Meeting:
     """Two ranks, one after the other: what the main one handed out is there when the second one asks."""
 
     def __init__(self, monkeypatch):
-        self._patch, self._handed_out = (
-            partial(monkeypatch.setattr, "salesrl_trl.launch.evaluation.quick.broadcast_object_list"),
-            [],
-        )
+        self._patch = partial(monkeypatch.setattr, "salesrl_trl.launch.evaluation.quick.broadcast_object_list")
+        self._handed_out = []
 
     def main(self):
         self._patch(lambda values: self._handed_out.append(values) or values)
