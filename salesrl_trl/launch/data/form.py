@@ -75,18 +75,9 @@ class Records:
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
     """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
-    rows, left_out, seen = list[Placed](), Counter[str](), dict[object, int]()
+    rows, left_out = list[Placed](), Counter[str]()
     for position, (record, line, _) in enumerate(placed):
         made = _row(form, record, place(position, name, line))
-        if form.format is not None and not isinstance(made, LeftOut):
-            first = seen.setdefault(made.get("id"), position)
-            if first != position and placed[first].record == record:
-                made = LeftOut("repeat an earlier record")
-            elif first != position:
-                raise DataError(
-                    f"{place(position, name, line)} has the id {made.get('id')!r} of row {first}, and other content. "
-                    "Expected each record once. Correct the file."
-                )
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:

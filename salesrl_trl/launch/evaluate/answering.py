@@ -201,8 +201,7 @@ def findings_of_all(
             for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
         ]
     names = [policy.name for policy in policies]
-    least = training.min_valid_reward_fraction
-    return findings_of(names, plan.held_out.rows, training.branches, wanted, answers, seed=training.seed, least=least)
+    return findings_of(names, plan.held_out.rows, training.branches, wanted, answers, seed=training.seed)
 
 
 def answers_of(

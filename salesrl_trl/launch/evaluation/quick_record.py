@@ -95,9 +95,7 @@ class QuickEvaluation:
         return " ".join(words)
 
     def as_dict(self) -> dict[str, object]:
-        """For the record. Without figures of your own it has no entry for them."""
-        record = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return record if self.figures else {name: value for name, value in record.items() if name != "figures"}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @classmethod
     def from_dict(cls, record: Record) -> "QuickEvaluation":
