@@ -137,17 +137,11 @@ def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[st
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop(0)
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        waiting += [current.__cause__, None if current.__suppress_context__ else current.__context__]
-        if isinstance(current, BaseExceptionGroup):
-            waiting += current.exceptions
+    yield error
+    context = None if error.__suppress_context__ else error.__context__
+    for cause in (error.__cause__, context, *getattr(error, "exceptions", ())):
+        if cause is not None:
+            yield from _chain(cause)
 
 
 def _fits(sign: Sign, error: BaseException) -> bool:

@@ -70,11 +70,8 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 
 def die_with(launcher: int) -> None:
-    """Have this process stop when its launcher dies, or now if it is dead. Only Linux can do this."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
-    if prctl is None:
-        return
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    """Have this process stop when its launcher dies, or now if it is dead."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != launcher:
         raise StopRequested("the end of its launcher")
 

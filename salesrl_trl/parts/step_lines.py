@@ -46,7 +46,9 @@ class StepLine(Part):
         failures, are_actions = self._ledger.failures("train"), self._names.has_actions
         line = step_line(step, state.max_steps, logs, self._branches, failures, seconds, are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
-        logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
+        calls = logs.get(names.BUDGET_CALLS)  # absent without a limit and a price
+        spent = "" if calls is None else f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}"
+        logger.info(" | ".join(part for part in (line, spent, progress, shares(logs)) if part))
         if self._names.providers:
             logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
         self._last, self._last_step = now, step
@@ -97,12 +99,6 @@ def shares(logs: Logs) -> str:
         return ""
     parts = sorted(((logs.get(names.time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
-
-
-def spent(logs: Logs) -> str:
-    """`spent 1,234 calls, 0.42 USD`. Empty without a limit and a price."""
-    calls = logs.get(names.BUDGET_CALLS)
-    return "" if calls is None else f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}"
 
 
 def clock(seconds: float) -> str:

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ class BestPolicy:
     def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
         if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
             raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
-        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
+        note = {"step": evaluation.step, "by": self._by, **asdict(evaluation)}
         (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
         put_in_place(fresh, self.folder)
 

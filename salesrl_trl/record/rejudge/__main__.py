@@ -21,8 +21,8 @@ from salesrl_trl.record.reader import recorded
 if TYPE_CHECKING:
     from salesrl_trl.record.rejudge.rejudging import ScoreChange
 
-HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "sign flips")
-LEGEND = "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after."
+HEAD = ("branch", "completions", "scored", "mean reward", "rewards", "advantages", "sign flips")
+LEGEND = "scored, mean reward: before and after. rewards, advantages: correlation of before and after."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
     rows = [
         (
             change.branch, str(change.completions), f"{change.scored_before} → {change.scored_after}",
-            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.rank_correlation:.3f}",
+            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.reward_correlation:.3f}",
             f"{change.advantage_correlation:.3f}", f"{change.sign_flips:.1%}",
         )
         for change in compared

@@ -118,7 +118,7 @@ class ScoreChange:
     scored_after: int
     mean_before: float
     mean_after: float  # mean reward of those that were scored both times
-    rank_correlation: float  # spearman's, of these rewards, in [-1, 1]; NaN where all are equal
+    reward_correlation: float  # of these rewards, in [-1, 1]; NaN where all are equal
     advantage_correlation: float
     sign_flips: float
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
@@ -185,23 +185,18 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
         scored_after=sum(row[1] is not None for row in rows),
         mean_before=_mean(before),
         mean_after=_mean(after),
-        rank_correlation=rank_correlation(before, after),
-        advantage_correlation=rank_correlation(made_before, made_after),
+        reward_correlation=correlation(before, after),
+        advantage_correlation=correlation(made_before, made_after),
         sign_flips=_mean([float(first * second < 0) for first, second in zip(made_before, made_after, strict=True)]),
     )
 
 
-def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's rank correlation. Equal numbers share the mean of their ranks. NaN where one side does not vary."""
-    if len(left) < 2 or min(left) == max(left) or min(right) == max(right):
+def correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """NaN where one side does not vary."""
+    try:
+        return statistics.correlation(left, right)
+    except statistics.StatisticsError:
         return math.nan
-    ranks = []
-    for numbers in (left, right):
-        places = defaultdict(list)
-        for place, number in enumerate(sorted(numbers)):
-            places[number].append(place)
-        ranks.append([statistics.fmean(places[number]) for number in numbers])
-    return statistics.correlation(*ranks)
 
 
 def _mean(numbers: Sequence[float]) -> float:

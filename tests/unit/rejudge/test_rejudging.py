@@ -24,8 +24,8 @@ from salesrl_trl.record.rejudge.__main__ import main, text_of
 from salesrl_trl.record.rejudge.rejudging import (
     advantages,
     changes,
+    correlation,
     of_all_functions,
-    rank_correlation,
     rejudged,
 )
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -163,16 +163,16 @@ def test_advantages_are_those_of_training():
     assert advantages(of, rewards, [None] * 7, "none")[:4] == [0.5, -0.5, 0.0, None]
 
 
-def test_ranks_correlate_by_branch_and_flips_are_counted():
+def test_rewards_correlate_by_branch_and_flips_are_counted():
     new = [Reward(outcome=Outcome.OK, value=value) for value in (0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1)]
     same, reverse, both = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, "none")
-    assert (same.branch, same.rank_correlation, same.sign_flips) == ("fairness", 1.0, 0.0)
-    assert (reverse.rank_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
+    assert (same.branch, same.reward_correlation, same.sign_flips) == ("fairness", pytest.approx(1.0), 0.0)
+    assert (reverse.reward_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
     assert both.completions == 8
-    assert rank_correlation([1, 2, 2, 4], [1, 3, 3, 9]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
-    assert math.isnan(rank_correlation([1, 1], [1, 2]))
-    assert "hallucination" in text_of([same, replace(reverse, rank_correlation=math.nan), both])
+    assert correlation([1, 2, 2, 4], [2, 4, 4, 8]) == pytest.approx(1.0)
+    assert correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    assert math.isnan(correlation([1, 1], [1, 2]))
+    assert "hallucination" in text_of([same, replace(reverse, reward_correlation=math.nan), both])
 
 
 def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, tmp_path, capsys):
