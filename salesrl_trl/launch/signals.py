@@ -35,8 +35,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class _SignalAsked:
-    """What was asked of this process."""
-
     reason: str | None = None
     stop: Callable[[str], object] | None = None
     interrupts: int = 0

@@ -111,7 +111,6 @@ def recipe(named: Mapping[str, object], source: str) -> str:
 
 
 def _commands(every: Mapping[str, Any]) -> list[str]:
-    """The launch, one for each machine."""
     start = f"accelerate launch --num_processes {table.processes(every)}"
     end = "-m salesrl_trl.launch.train RECIPE.yaml"
     machines = every.get("trainer.nnodes") or 1

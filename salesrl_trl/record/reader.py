@@ -66,7 +66,6 @@ _named_files: set[Path] = set()  # files of other runs that a line has named
 class Recorded:
     """A recorded completion: columns of the table `completions` as values, with its verdicts."""
 
-    file: int  # place of its file among those of the run
     id: int
     step: int
     mode: str
@@ -180,13 +179,13 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
-    columns = ", ".join(field.name for field in fields(Recorded) if field.name not in ("file", "verdicts"))
+    columns = ", ".join(field.name for field in fields(Recorded) if field.name != "verdicts")
     query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
-    for number, path in enumerate(files):
+    for path in files:
         with closing(open_record(path)) as file:
             try:
                 for row in file.execute(query, (mode or "",)):
-                    yield Recorded(file=number, **values_of(file, row))
+                    yield Recorded(**values_of(file, row))
             except DAMAGED as error:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
 

@@ -241,7 +241,6 @@ class Recorder:
             insert(file, "calls", {**values, "completion": completion})
 
     def _cleaned(self, value: object) -> object:
-        """A JSON value whose texts went through the filter."""
         if isinstance(value, str):
             return self._clean(value)
         if isinstance(value, Mapping):
@@ -297,25 +296,20 @@ def drop_after(file: sqlite3.Connection, step: int) -> None:
 
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
-    """Delete the oldest steps, about a tenth of the completions, or of one step its oldest batch, with its calls of no
-    completion. Returns the last step that is gone; `None` where one batch is left, which stays."""
+    """Delete the oldest steps, about a tenth of the completions, with their calls of no completion. Returns the last
+    step that is gone; `None` where one step is left, which stays."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
-    condition, value = "step <= ?", step
     if step is None:
-        [first, last] = file.execute("SELECT min(time), max(time) FROM completions").fetchone()
-        if first == last:
-            return None
-        condition, value = "time = ?", first  # all of a batch have the same
+        return None
     with file:
         file.execute("BEGIN IMMEDIATE")
-        last = f"SELECT max(time) FROM completions WHERE {condition}"
-        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (value,))
-        drop(file, condition, value)
-        if step is not None:
-            file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
-    return int(newest) - 1 if step is None else int(step)
+        last = "SELECT max(time) FROM completions WHERE step <= ?"
+        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (step,))
+        drop(file, "step <= ?", step)
+        file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
+    return int(step)
 
 
 def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:

@@ -235,7 +235,6 @@ def _look_up(record: Mapping[str, object], name: str) -> object:
 
 
 def _names(record: Mapping[str, object], before: str = "") -> Iterator[str]:
-    """Names of the columns, and with dots those inside of objects."""
     for name, value in record.items():
         yield f"{before}{name}"
         if isinstance(value, Mapping):

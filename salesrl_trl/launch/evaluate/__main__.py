@@ -76,7 +76,6 @@ def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInter
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless the command's own settings work."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != 1:
         raise ConfigError(

@@ -79,7 +79,6 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 
 
 def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """The run, and the settings: those of its recipe first."""
     arguments = [*argv]
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")

@@ -196,7 +196,6 @@ def completion(index: Index, name: str) -> Answer:
 
 
 def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
-    """The completions of the same prompt in the same batch, of all ranks, with their texts."""
     with index.lock:
         rows = index.db.execute(SQL["group"], {**dict(row), "run": run}).fetchall()
     return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)

@@ -76,7 +76,6 @@ class Index:
         return {(at, number): path for at, number, path in self._files()}[run, rank]
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """Run, rank and path of the files as they are now."""
         return [(at, rank_of(path) or 0, path) for at, run in enumerate(self.runs) for path in record_files(run)]
 
     def refresh(self, longest_s: float = math.inf) -> None:

@@ -116,7 +116,6 @@ def test_a_folder_is_a_model_or_an_adapter_of_one(tmp_path):
     assert (policy_of(str(model)).path, policy_of(str(model)).adapter) == (str(model), None)
     assert (policy_of(str(adapter)).path, policy_of(str(adapter)).adapter) == (str(PACKAGED), adapter)
     assert policy_of("Qwen/Qwen2.5-7B-Instruct").path == "Qwen/Qwen2.5-7B-Instruct"
-    assert [policy_of(str(each)).is_small for each in (model, adapter, PACKAGED)] == [False, True, True]
 
 
 def test_a_folder_without_a_policy_names_those_inside(tmp_path):
