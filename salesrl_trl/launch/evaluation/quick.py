@@ -6,7 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,26 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from salesrl_trl import names
-from salesrl_trl.config.quick_evaluations import BETA, QuickEvalSettings, checked_figures
+from salesrl_trl.config.quick_evaluations import BETA, checked_figures
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.penalty import penalty
 from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Answered, Example, Outcome
-from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.wiring.part import Part, PartContext
+from salesrl_trl.wiring.part import Hooks, Part, PartContext
 
 logger = logging.getLogger(__name__)
 
 
 class GreedySubject:
-    """The policy in training, which answers greedily. All ranks call each method together."""
+    """The policy in training, which answers greedily. All ranks call it together."""
 
     def __init__(self, run: PartContext) -> None:
         self._run, trl = run, run.trl
         self._ends = frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id})
         self._penalty = run.args.kl_penalty()
-
-    def betas(self) -> Mapping[str, float]:
-        """The current KL coefficients by branch. Empty without a KL target."""
-        kl = self._run.kl
-        return {} if kl is None else dict(zip(self._run.args.branches, kl.control.betas, strict=True))
-
-    def save(self, folder: Path) -> None:
-        self._run.trl.save(folder)
-
-    def log(self, figures: Mapping[str, float | None]) -> None:
-        self._run.trl.log(figures)
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
         """Answers to this rank's rows, in their order, with their rewards. Training stays as it is."""
@@ -93,37 +80,28 @@ class GreedySubject:
         return list(zip(sums.tolist(), mask.sum(dim=1).tolist(), strict=True))
 
 
-@dataclass(eq=False, repr=False)
-class QuickEvaluator:
-    """Evaluates a policy every few steps. All ranks call each method together.
+class QuickEvalPart(Part):
+    """Evaluates the policy every few steps, on the same rows all through the run, and keeps the best one. Raises
+    `ConfigError` if one of the figures is none, or has a name that is taken."""
 
-    `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
-    `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
-    Raises `ConfigError` if one of the figures is none, or has a name that is taken.
-    """
-
-    subject: GreedySubject
-    rows: Sequence[Example]
-    _: KW_ONLY
-    branches: Sequence[str]
-    settings: QuickEvalSettings
-    output_dir: Path
-    least_scored: float
-    ranks: PartialState
-    timeline: Timeline
-    run_control: RunControl | None = None
-
-    def __post_init__(self) -> None:
-        self._figures = checked_figures(self.settings.figures, self.branches)
-        self.figure_names = (*OWN_FIGURES, *(figure.name for figure in self._figures))
-        path, by = self.output_dir / names.QUICK_EVAL_FILE, self.settings.best
-        self._history = QuickEvalHistory(path, by, self.least_scored)
-        self._best = BestPolicy(self.output_dir, by, self.ranks)
+    def connect(self, run: PartContext) -> None:
+        settings, ranks, folder = run.quick_eval, PartialState(), Path(run.args.output_dir)
+        assert settings is not None
+        self._run, self._settings, self._ranks = run, settings, ranks
+        self._subject = GreedySubject(run)
+        self._rows = sample(run.trl.eval_dataset, settings.rows, run.branches, ranks)
+        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
+        self._figures = checked_figures((*others, *settings.figures), run.args.branches)
+        self._figure_names = (*OWN_FIGURES, *(figure.name for figure in self._figures))
+        run.figures.words["figure"] = self._figure_names
+        least_scored = run.args.min_valid_reward_fraction
+        self._history = QuickEvalHistory(folder / names.QUICK_EVAL_FILE, settings.best, least_scored)
+        self._best = BestPolicy(folder, settings.best, ranks, run.trl)
         self._evaluated_step = 0
 
-    def run_begins(self, step: int) -> None:
-        """Go on with the record of the run so far, after so many optimizer steps."""
-        is_main = self.ranks.is_main_process
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the record of the run so far."""
+        step, is_main = self._run.trl.step(), self._ranks.is_main_process
         known = (self._history.read(), self._best.step) if is_main else None
         [(records, kept_step)] = broadcast_object_list([known])
         self._history.resume(records, step)
@@ -141,47 +119,47 @@ class QuickEvaluator:
             self._best.folder.rename(aside)
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
-    def evaluate_if_due(self, step: int) -> None:
-        """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
-        if step % self.settings.steps == 0 and step != self._evaluated_step:
+    def after_step(self, step: int) -> None:
+        if step % self._settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        started = time.perf_counter()
-        with self.timeline.phase(Phase.EVALUATION):
-            answers = gather_object(self.subject.answer(self.rows))
-            if self.run_control is not None and self.run_control.is_spent:  # the run ends; a resume evaluates again
-                if self.ranks.is_main_process:
+        run, started, phase = self._run, time.perf_counter(), self._run.instruments.timeline.phase
+        with phase(Phase.EVALUATION):
+            answers = gather_object(self._subject.answer(self._rows))
+            if run.run_control.is_spent:  # the run ends; a resume evaluates again
+                if self._ranks.is_main_process:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
-            betas, seconds = self.subject.betas(), time.perf_counter() - started
-            evaluation = evaluation_of(answers, self.branches, betas, step, seconds, self._figures)
+            seconds, branches = time.perf_counter() - started, run.args.branches
+            betas = {} if run.kl is None else dict(zip(branches, run.kl.control.betas, strict=True))
+            evaluation = evaluation_of(answers, branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none
             [evaluation] = broadcast_object_list([evaluation])
             before = self._history.best
             is_best = self._history.add(evaluation)
-        with self.timeline.phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation, self.subject)
+        with phase(Phase.CHECKPOINT):
+            is_kept = is_best and self._best.keep(evaluation)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
-        with self.timeline.phase(Phase.LOGGING):
-            if self.ranks.is_main_process:
+        with phase(Phase.LOGGING):
+            if self._ranks.is_main_process:
                 failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
                 self._report(evaluation, failed, is_kept)
             overall = {names.REWARD: evaluation.reward, **evaluation.figures}
             logged = {f"{names.QUICK_EVAL}{name}": value for name, value in overall.items()}
             logged[names.QUICK_SECONDS] = evaluation.seconds
             for branch, figures in evaluation.branches.items():
-                logged |= {names.quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
-            self.subject.log(logged)
+                logged |= {names.quick_of(branch, name): figures[name] for name in (*self._figure_names, BETA)}
+            run.trl.log(logged)
 
     def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
         reasons = "".join(f" {reason}={count}" for reason, count in sorted(failed.items()))
         logger.info(evaluation.line(self._figures) + (f" failures{reasons}" if failed else ""))
         logger.info(self._history.front_line())
         if is_kept:
-            by = self.settings.best or names.REWARD
+            by = self._settings.best or names.REWARD
             logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
         try:
             self._history.write()
@@ -225,10 +203,9 @@ class BestPolicy:
     """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
     saved beside the one before, and then takes its place. So the folder is always whole."""
 
-    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState) -> None:
+    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState, trl: Hooks) -> None:
         self.folder = output_dir / names.BEST_FOLDER
-        self._by = by
-        self._ranks = ranks
+        self._by, self._ranks, self._trl = by, ranks, trl
 
     @property
     def step(self) -> int | None:
@@ -238,7 +215,7 @@ class BestPolicy:
         note = self.folder / names.BEST_NOTE_FILE
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
-    def keep(self, evaluation: QuickEvaluation, subject: GreedySubject) -> bool:
+    def keep(self, evaluation: QuickEvaluation) -> bool:
         """Save the policy in place of the best one before, on all ranks together. Returns on all ranks whether it was
         saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
@@ -247,7 +224,7 @@ class BestPolicy:
         self._ranks.wait_for_everyone()
         failed: list[str] = []
         try:
-            subject.save(fresh)
+            self._trl.save(fresh)
         except Exception as error:  # other ranks must not wait for this one
             failed = [_in_words(error)]
         reasons = gather_object(failed)
@@ -271,24 +248,3 @@ class BestPolicy:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"
-
-
-class QuickEvalPart(Part):
-    def connect(self, run: PartContext) -> None:
-        self._run = run
-        args, trl, settings, ranks = run.args, run.trl, run.quick_eval, PartialState()
-        assert settings is not None
-        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
-        settings = replace(settings, figures=(*others, *settings.figures))
-        self.evaluator = QuickEvaluator(
-            GreedySubject(run), sample(trl.eval_dataset, settings.rows, run.branches, ranks), branches=args.branches,
-            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
-            ranks=ranks, timeline=run.instruments.timeline, run_control=run.run_control,
-        )  # fmt: skip
-        run.figures.words["figure"] = self.evaluator.figure_names
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.evaluator.run_begins(self._run.trl.step())
-
-    def after_step(self, step: int) -> None:
-        self.evaluator.evaluate_if_due(step)

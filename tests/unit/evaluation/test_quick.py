@@ -6,13 +6,12 @@ from functools import partial
 
 import pytest
 from datasets import Dataset
-from support.answers import INVALID, WrittenSubject, answered, one_rank
+from support.answers import INVALID, WrittenSubject, answered, one_rank, quick_evaluations
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.evaluation.quick import QuickEvaluator, sample
-from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.launch.evaluation.quick import sample
 
 ROWS = [{"prompt": "", "row": place} for place in range(2)]
 
@@ -23,28 +22,20 @@ def script(fairness, hallucination):
 
 
 @pytest.fixture
-def evaluator(tmp_path, caplog):
+def evaluator(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="salesrl_trl")
 
     def build(subject, ranks=None, **settings):
-        settings = {"steps": 2, "best": "worst_branch", **settings}
-        made = QuickEvaluator(
-            subject,
-            ROWS,
-            branches=("fairness", "hallucination"),
-            settings=QuickEvalSettings(**settings),
-            output_dir=tmp_path,
-            least_scored=0.5,
-            ranks=ranks or one_rank(),
-            timeline=Timeline(),
-        )
+        settings = QuickEvalSettings(**{"steps": 2, "best": "worst_branch", **settings})
+        made = quick_evaluations(monkeypatch, subject, tmp_path, settings, ranks, ROWS)
 
         def run(first, last):
-            made.run_begins(first)
+            subject.step = first
+            made.load_state_dict({})
             for step in range(first, last + 1):
                 subject.step = step
                 if step:
-                    made.evaluate_if_due(step)
+                    made.after_step(step)
 
         return run
 
