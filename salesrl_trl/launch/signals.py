@@ -30,7 +30,6 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # of a 
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
 EXIT_S = 5.0  # for the interpreter to exit after a signal: it waits for threads, also for one that hangs in user code
 POLL_S = 0.25  # time between two looks at whether it exits, after a signal
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -69,7 +68,7 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 def die_with(launcher: int) -> None:
     """Have this process stop when its launcher dies, or now if it is dead."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:
         raise StopRequested("the end of its launcher")
 

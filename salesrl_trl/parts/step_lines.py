@@ -70,8 +70,13 @@ def step_line(
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
+    shown = []
+    for what, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
+        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
+        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
+        shown.append(f"{what} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
     parts = (
-        *figures_shown(logs, branches),
+        *shown,
         *([update] if update else []),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}",
@@ -79,16 +84,6 @@ def step_line(
         f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
-
-
-def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
-    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and with one branch `reward 0.50`."""
-    shown = []
-    for words, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
-        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
-        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
-        shown.append(f"{words} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
-    return shown
 
 
 def shares(logs: Logs) -> str:

@@ -29,10 +29,8 @@ logger = logging.getLogger(__name__)
 WAITING_BATCHES = 16  # batches that wait for the disk, at most
 PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
 LOCK_WAIT_S = 600.0  # longest wait for a file that another process locks, such as a backup. Batches wait meanwhile.
-JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
 CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
 PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # of an `Entry`, as they are
-Filter = Callable[[str], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +76,7 @@ class Recorder:
     path: Path
     _: KW_ONLY
     most_bytes: int | None = None
-    clean: Filter | None = None
+    clean: Callable[[str], str] | None = None
     meta: Mapping[str, str] = field(default_factory=dict)
     after: int | None = None
     others: Sequence[Path] = ()
@@ -324,7 +322,7 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
     try:
         file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
-        file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
+        file.execute("PRAGMA journal_size_limit = 16777216")  # after a large change
         if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
             file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
         with file:

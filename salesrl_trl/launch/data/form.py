@@ -16,7 +16,6 @@ from salesrl_trl.errors import ConfigError, DataError, nearest
 from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut, alternating
 
 T = TypeVar("T")
-_TURN_KEYS = {"column", "role", "content", "roles"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,8 +173,9 @@ def _read_column(where: str, name: str, entry: object) -> Column:
         return Column(name=entry)
     if isinstance(entry, Mapping) and entry.keys() == {"value"}:
         return Column(name=None, value=entry["value"])
-    if name == "conversation" and isinstance(entry, Mapping) and {"column"} <= entry.keys() <= _TURN_KEYS:
-        column, role, content = (entry.get(key, key) for key in ("column", "role", "content"))
+    keys = ("column", "role", "content")
+    if name == "conversation" and isinstance(entry, Mapping) and {"column"} <= entry.keys() <= {*keys, "roles"}:
+        column, role, content = (entry.get(key, key) for key in keys)
         roles = entry.get("roles", {})
         if all(isinstance(text, str) and text for text in (column, role, content)) and isinstance(roles, Mapping):
             roles = {str(key): str(value) for key, value in roles.items()}

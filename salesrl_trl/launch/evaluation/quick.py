@@ -230,20 +230,17 @@ class BestPolicy:
         reasons = gather_object(failed)
         if self._ranks.is_main_process and not reasons:
             try:
-                self._finish(evaluation, fresh)
+                if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+                    raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+                note = {"step": evaluation.step, "by": self._by, **asdict(evaluation)}
+                (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+                put_in_place(fresh, self.folder)
             except Exception as error:
                 reasons = [_in_words(error)]
         if self._ranks.is_main_process and reasons:
             shutil.rmtree(fresh, ignore_errors=True)
             logger.warning(f"the best policy was not kept: {reasons[0]}")
         return bool(broadcast_object_list([not reasons])[0])
-
-    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
-        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
-            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
-        note = {"step": evaluation.step, "by": self._by, **asdict(evaluation)}
-        (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        put_in_place(fresh, self.folder)
 
 
 def _in_words(error: Exception) -> str:

@@ -21,9 +21,6 @@ from salesrl_trl.record.reader import recorded
 if TYPE_CHECKING:
     from salesrl_trl.record.rejudge.rejudging import ScoreChange
 
-HEAD = ("branch", "completions", "scored", "mean reward", "rewards", "advantages", "sign flips")
-LEGEND = "scored, mean reward: before and after. rewards, advantages: correlation of before and after."
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rejudge and print. Returns the exit code."""
@@ -97,7 +94,9 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
         )
         for change in compared
     ]  # fmt: skip
-    return "\n".join([*aligned([HEAD, *rows]), LEGEND])
+    head = ("branch", "completions", "scored", "mean reward", "rewards", "advantages", "sign flips")
+    legend = "scored, mean reward: before and after. rewards, advantages: correlation of before and after."
+    return "\n".join([*aligned([head, *rows]), legend])
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ Answer = dict[str, object]
 
 EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 PAGE = 50
-READING_S = 0.5  # longest reading that one question for the state waits for
-MOST_COMPARED = 200  # rows of two runs
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
@@ -72,7 +70,7 @@ def _condition(params: Params) -> tuple[str, list[object]]:
 
 def state(index: Index) -> Answer:
     """Runs, and what there is to choose from, after a look at their files."""
-    index.refresh(READING_S)
+    index.refresh(longest_s=0.5)
     with index.lock:
         runs = []
         for at, path in enumerate(index.runs):
@@ -149,8 +147,7 @@ def comparison(index: Index, params: Params) -> Answer:
         index.db.execute("DROP TABLE IF EXISTS compared")
         index.db.execute(SQL["compared"], runs)
         sums = index.db.execute(SQL["changes"]).fetchone()
-        largest = "SELECT * FROM compared ORDER BY abs(change) DESC, row LIMIT ?"
-        rows = index.db.execute(largest, (MOST_COMPARED,)).fetchall()
+        rows = index.db.execute("SELECT * FROM compared ORDER BY abs(change) DESC, row LIMIT 200").fetchall()
     return {**dict(sums), "rows": [dict(row) for row in rows]}
 
 
