@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from salesrl_trl.errors import nearest
 from salesrl_trl.ground.own_code import code
-from salesrl_trl.ground.shutdown import end_tidily
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 
 COMMANDS = {
     "train": ("salesrl_trl.launch.train", "train; without a recipe with the packaged one, as it stands"),
@@ -25,7 +25,6 @@ COMMANDS = {
     "env": ("salesrl_trl.launch.env", "show code, versions, settings, and what two runs differ in"),
 }
 """Each word, its module and what it does. A word without its module is not offered."""
-BAD_INPUT = 2
 
 
 def main() -> NoReturn:
@@ -43,7 +42,7 @@ def main() -> NoReturn:
     if word not in offered:
         guess = nearest(word, offered)
         print(f"salesrl: unknown command {word!r}.{guess} Expected one of: {', '.join(offered)}.", file=sys.stderr)
-        sys.exit(BAD_INPUT)
+        sys.exit(EXIT_BAD_INPUT)
     os.execv(sys.executable, [sys.executable, "-m", offered[word][0], *rest])
 
 

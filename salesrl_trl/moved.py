@@ -14,22 +14,20 @@ ROOT = __name__.rpartition(".")[0]
 MOVED = {
     "data.demo": "demo.rows", "env": "launch.env", "evaluate": "launch.evaluate", "preflight": "launch.preflight",
     "recording": "record", "rejudge": "record.rejudge", "report": "record.report",
-    "reward.judge.judge_interface": "judged.judge", "reward.parsing": "judged.parsing",
-    "reward.replay": "record.replay", "reward.service": "service", "reward.stage": "judged.scoring", "run": "launch",
-    "run.launch": "launch.process", "train": "launch.train", "translate": "launch.translate", "view": "record.view",
+    "reward.judge.judge_interface": "judged.judge", "reward.judge": "judged", "reward.parsing": "judged.parsing",
+    "reward.replay": "record.replay", "reward.service": "service", "reward.stage": "judged.scoring",
+    "run.launch": "launch.process", "run": "launch", "train": "launch.train", "translate": "launch.translate",
+    "view": "record.view",
 }  # fmt: skip
-"""Below the package, of modules and of packages with all that is in them."""
+"""Below the package, of modules and of packages with all that is in them. The first that fits counts."""
 
 
 class _Moved(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        parts = name.split(".")[1:] if name.startswith(f"{ROOT}.") else []
-        found = next((count for count in range(len(parts), 0, -1) if ".".join(parts[:count]) in MOVED), None)
-        if found is None:
-            if ".".join(parts) == "reward.judge":  # a package that one of the paths went through
-                return ModuleSpec(name, None, is_package=True)
+        old = next((old for old in MOVED if f"{name}.".startswith(f"{ROOT}.{old}.")), None)
+        if old is None:
             return None
-        spec = find_spec(".".join((ROOT, MOVED[".".join(parts[:found])], *parts[found:])))
+        spec = find_spec(f"{ROOT}.{MOVED[old]}{name.removeprefix(f'{ROOT}.{old}')}")
         if spec is None:
             return None
         places = spec.submodule_search_locations

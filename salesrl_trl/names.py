@@ -121,8 +121,6 @@ def is_largest(name: str) -> bool:
     return name == STALENESS_MAX or (name.startswith("time/") and name.endswith("_max_s"))
 
 
-CHANGED_SHARE = "weights/changed_share"
-
 perf_of: Tag = "perf/{}_s".format
 PERF_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.DATA_LOADING)
 DATA_LOADING_RATIO = "perf/data_loading_ratio"

@@ -30,7 +30,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = ToolParser(usage=f"%(prog)s {table['usage']}", allow_abbrev=False, **texts)
     else:
         parser = argparse.ArgumentParser(**texts)
-    for name, option in table["options"].items():
+    for name, option in table.get("options", {}).items():
         kind = {"type": _KINDS[option["type"]]} if "type" in option else {}
         names = [name, name.replace("_", "-")] if name.startswith("--") and "_" in name else [name]
         parser.add_argument(*names, **option | kind)

@@ -30,10 +30,6 @@ class Mean:
     def is_few(self) -> bool:
         return self.rows < FEW_ROWS
 
-    def lacks(self, least: float) -> bool:
-        """Whether fewer than this share of the rows have a value. Without any row nothing is lacking."""
-        return self.total > 0 and (not self.rows or self.rows < least * self.total)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference(Mean):

@@ -16,7 +16,6 @@ from salesrl_trl.data.files import read_yaml
 GONE = "gone"  # the part of the table with the settings of earlier versions
 Given = Mapping[str, Any]  # values by the keys of the table
 _OVERLONG = "reward_model.overlong_buffer"  # of DAPO
-UNCONVERTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 
 
 class Name(NamedTuple):
@@ -80,7 +79,7 @@ def converted(key: str, value: object, given: Given) -> dict[str, object] | None
             here = name.values[value]
             return {name.here: here} if name.here and here is not None else {}
         return CONVERTERS[name.by](name.here, value, given) if name.here else None
-    except UNCONVERTED:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
         return None
 
 
@@ -140,7 +139,6 @@ def _sizes(_: str, __: Any, given: Given) -> dict[str, object]:
 
 
 def _steps(here: str, value: Any, given: Given) -> dict[str, object]:
-    """A number of verl's steps. Zero and less is never."""
     *strategy, setting = here.split(", ")
     number = {setting: value * updates(given)} if value > 0 else {}
     return dict.fromkeys(strategy, "steps" if number else "no") | number

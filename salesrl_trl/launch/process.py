@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -137,18 +136,11 @@ def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[st
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes, each once."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop(0)
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        waiting += [current.__cause__, None if current.__suppress_context__ else current.__context__]
-        if isinstance(current, BaseExceptionGroup):
-            waiting += current.exceptions
+    yield error
+    context = None if error.__suppress_context__ else error.__context__
+    for cause in (error.__cause__, context, *getattr(error, "exceptions", ())):
+        if cause is not None:
+            yield from _chain(cause)
 
 
 def _fits(sign: Sign, error: BaseException) -> bool:
@@ -247,7 +239,6 @@ def _leave(file: Path, words: Words) -> bool:
 
 
 def _first(folder: Path) -> Words | None:
-    """The words of the process whose error came first and follows from no other."""
     for file in (folder / _FIRST, folder / _FOLLOWING):
         if file.is_file():
             code, _, text = file.read_text("utf-8").partition("\n")
@@ -264,7 +255,6 @@ def _folder() -> Path | None:
 
 
 def _launcher() -> int | None:
-    """Process id of the launcher, if this process was started by one."""
     parent = os.getppid()
     try:
         argv = Path(f"/proc/{parent}/cmdline").read_text("utf-8", errors="replace").split("\0")
@@ -300,12 +290,8 @@ def _wait_beside(folder: Path, launcher: int | None, terminal: int = 2) -> None:
 
 
 def _wait(pid: int, started: str) -> None:
-    try:
-        ends = [os.pidfd_open(pid)]
-    except (AttributeError, OSError):  # an old kernel, or it has ended
-        ends = []
     while _started(pid) == started:
-        select.select(ends, [], [], 60.0) if ends else time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:

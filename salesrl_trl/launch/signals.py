@@ -30,13 +30,10 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # of a 
 AT_ONCE = "a second Ctrl-C: this process quits at once. What the last checkpoint holds is kept."
 EXIT_S = 5.0  # for the interpreter to exit after a signal: it waits for threads, also for one that hangs in user code
 POLL_S = 0.25  # time between two looks at whether it exits, after a signal
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class _SignalAsked:
-    """What was asked of this process."""
-
     reason: str | None = None
     stop: Callable[[str], object] | None = None
     interrupts: int = 0
@@ -70,11 +67,8 @@ def handed_to(stop: Callable[[str], object]) -> Iterator[None]:
 
 
 def die_with(launcher: int) -> None:
-    """Have this process stop when its launcher dies, or now if it is dead. Only Linux can do this."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform.startswith("linux") else None
-    if prctl is None:
-        return
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    """Have this process stop when its launcher dies, or now if it is dead."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:
         raise StopRequested("the end of its launcher")
 

@@ -138,7 +138,6 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
 
 
 def _note_end(plan: Plan, step: int) -> None:
-    """Write into the run's folder that it has finished, and log its last lines."""
     training = plan.config.training
     if not PartialState().is_main_process:
         return

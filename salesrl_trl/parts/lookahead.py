@@ -29,19 +29,24 @@ class _Measured(NamedTuple):
     rewards: float  # seconds from a batch's first call to its last answer
 
 
-class LookaheadControl:
-    """Chooses between `least` and `most`, from `first` on.
+class LookaheadPart(Part):
+    """Chooses a number, up to `max_rollout_lookahead`.
 
     Rewards of R seconds are taken to wait `R - (N + 1) * compute` with a lookahead of N. A number with which more was
     waited than that is too small, and is remembered with its R.
     """
 
-    def __init__(self, first: int, most: int, least: int = 0) -> None:
-        self.number = max(first, least)
-        self._fewest, self._most = least, most
+    def connect(self, run: PartContext) -> None:
+        self._pipeline = run.pipeline
+        self._fewest, self._most = run.least_lookahead, run.args.most_lookahead
+        self.number = max(run.args.rollout_lookahead, self._fewest)
         self._measured: deque[_Measured] = deque(maxlen=MOST)
         self._unsettled = self.number + 1  # steps that still show the number before
         self._too_small: dict[int, float] = {}
+
+    def on_log(self, _: object, __: object, ___: object, logs: Mapping[str, float], **____: object) -> None:
+        """Moves the number by the figures of a step's line. It is the same on all ranks, as these figures are."""
+        self._pipeline.move_lookahead(self.next(logs))
 
     def next(self, figures: Mapping[str, float]) -> int:
         """The number for the steps to come, after a step with these figures. Says when it changes."""
@@ -67,7 +72,6 @@ class LookaheadControl:
         return self.number
 
     def _chosen(self, compute: float, waited: float, rewards: float) -> int:
-        """By the means of what was measured."""
         if waited > WAITS * compute:
             self._too_small[self.number] = rewards
             return min(max(self.number + 1, self._least(compute)), self._most)
@@ -83,14 +87,3 @@ class LookaheadControl:
             if statistics.mean(waits) <= WAITS * compute:
                 return number
         return self._most
-
-
-class LookaheadPart(Part):
-    def connect(self, run: PartContext) -> None:
-        args = run.args
-        self._pipeline = run.pipeline
-        self._control = LookaheadControl(args.rollout_lookahead, args.most_lookahead, run.least_lookahead)
-
-    def on_log(self, _: object, __: object, ___: object, logs: Mapping[str, float], **____: object) -> None:
-        """Moves the number by the figures of a step's line. It is the same on all ranks, as these figures are."""
-        self._pipeline.move_lookahead(self._control.next(logs))

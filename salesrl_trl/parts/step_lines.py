@@ -1,4 +1,4 @@
-"""The lines on the console: two per step, and one with the totals of an epoch, from the trainer's log."""
+"""The lines on the console, two per step, and the totals of an epoch, from the trainer's log."""
 
 import logging
 import time
@@ -46,7 +46,9 @@ class StepLine(Part):
         failures, are_actions = self._ledger.failures("train"), self._names.has_actions
         line = step_line(step, state.max_steps, logs, self._branches, failures, seconds, are_actions)
         progress = f"avg {average:.1f} s, elapsed {clock(elapsed)}, ETA {clock(average * (state.max_steps - step))}"
-        logger.info(" | ".join(part for part in (line, spent(logs), progress, shares(logs)) if part))
+        calls = logs.get(names.BUDGET_CALLS)  # absent without a limit and a price
+        spent = "" if calls is None else f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}"
+        logger.info(" | ".join(part for part in (line, spent, progress, shares(logs)) if part))
         if self._names.providers:
             logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
         self._last, self._last_step = now, step
@@ -68,30 +70,20 @@ def step_line(
     alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
+    shown = []
+    for what, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
+        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
+        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
+        shown.append(f"{what} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
     parts = (
-        *figures_shown(logs, branches),
+        *shown,
         *([update] if update else []),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
-        failures_shown(failures),
+        f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}",
         *alike,
         f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
-
-
-def figures_shown(logs: Logs, branches: Sequence[str]) -> list[str]:
-    """The figures with words for the console: `reward fairness=0.50 tone=n/a`, and with one branch `reward 0.50`."""
-    shown = []
-    for words, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
-        tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
-        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
-        shown.append(f"{words} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
-    return shown
-
-
-def failures_shown(failures: Mapping[str, int]) -> str:
-    """`failures judge_timeout=1 not_json=8`, or `failures none`."""
-    return f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}"
 
 
 def shares(logs: Logs) -> str:
@@ -102,12 +94,6 @@ def shares(logs: Logs) -> str:
         return ""
     parts = sorted(((logs.get(names.time_of(phase)) or 0.0) / wall, phase) for phase in Phase)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in reversed(parts) if share >= SHOWN_SHARE)
-
-
-def spent(logs: Logs) -> str:
-    """`spent 1,234 calls, 0.42 USD`. Empty without a limit and a price."""
-    calls = logs.get(names.BUDGET_CALLS)
-    return "" if calls is None else f"spent {calls_and_usd(calls, logs.get(names.BUDGET_USD) or 0.0)}"
 
 
 def clock(seconds: float) -> str:
@@ -134,11 +120,11 @@ TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
 RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
-class EpochLine(Part):
-    """Logs the totals of an epoch: steps, the means of figures that the console shows, tokens, seconds by phase,
-    shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in the
-    next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because new
-    reasons may come."""
+class EpochTotals(Part):
+    """Logs the totals of an epoch for trackers: steps, the means of figures that the console shows, tokens, seconds by
+    phase, shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in
+    the next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because
+    new reasons may come."""
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._ledger, self._log = run.args.branches, run.ledger, run.trl.log
@@ -174,13 +160,11 @@ class EpochLine(Part):
 
     def on_epoch_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         if self._last_step > self._first_step:
-            if state.is_world_process_zero:
-                logger.info(self._line(state.epoch or 0.0))
             totals = {
                 "steps": float(self._last_step - self._first_step),
                 "tokens": self._tokens - self._first_tokens,
                 "failures": float(self._counts.total()),
-                **self._means(),
+                **{name: total / count if count else None for name, (total, count) in self._sums.items()},
                 **self._seconds,
                 **self._most,
             }
@@ -189,18 +173,3 @@ class EpochLine(Part):
                 start = f"{names.EPOCH_TOTALS}{names.FAILURE_REASONS}"
                 self._log({f"{start}{reason}": float(count) for reason, count in self._counts.items()})
         self._start_over()
-
-    def _means(self) -> dict[str, float | None]:
-        return {name: total / count if count else None for name, (total, count) in self._sums.items()}
-
-    def _line(self, epoch: float) -> str:
-        """`[Epoch 1.00] steps 1-120 | reward fairness=0.47 | 9,422 tokens | 4:12, generation 60% | failures none`."""
-        wall = self._seconds[names.STEP_SECONDS]
-        parts = (
-            f"[Epoch {epoch:.2f}] steps {self._first_step + 1}-{self._last_step}",
-            *figures_shown(self._means(), self._branches),
-            f"{self._tokens - self._first_tokens:,.0f} tokens",
-            f"{clock(wall)}, {shares(self._seconds)}" if wall else "time not measured",
-            failures_shown(self._counts),
-        )
-        return " | ".join(parts)

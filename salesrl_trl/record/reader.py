@@ -21,7 +21,6 @@ import decimal
 import gzip
 import hashlib
 import json
-import logging
 import os
 import re
 import sqlite3
@@ -35,10 +34,10 @@ from typing import Any
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import RECORD_FOLDER
 from salesrl_trl.telemetry.completion_record import Judged
+from salesrl_trl.telemetry.logs import warn_once
 
 VERSION = 2
 SUFFIX = ".sqlite"
-PACKED = ".gz"  # ends the name of a file that is compressed, for reading alone
 
 TABLES = Path(__file__).with_name("tables.sql").read_text(encoding="utf-8")
 
@@ -53,20 +52,16 @@ def rank_of(path: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-logger = logging.getLogger(__name__)
-
 DAMAGED = (sqlite3.Error, zlib.error, ValueError)  # what reading a file raises that is damaged, or another's
 LOCK_WAIT_S = 10.0  # longest wait for a file that another process locks for a moment
 JSON_COLUMNS = ("action", "parts", "functions", "seconds")
 TEXT_COLUMNS = ("prompt", "turns", "answer", "reference")  # columns that hold the number of a text, which is JSON
-_named_files: set[Path] = set()  # files of other runs that a line has named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
     """A recorded completion: columns of the table `completions` as values, with its verdicts."""
 
-    file: int  # place of its file among those of the run
     id: int
     step: int
     mode: str
@@ -130,12 +125,9 @@ def record_files(run: Path) -> list[Path]:
     files = sorted(ranks, key=ranks.__getitem__)
     owner = run_of(files[0]) if files else None  # every run has a rank 0
     others = [path for path in files if None not in (owner, run_id := run_of(path)) and run_id != owner]
-    if unnamed := [path for path in others if path not in _named_files]:
-        _named_files.update(unnamed)
-        logger.warning(
-            f"[Record] {', '.join(path.name for path in unnamed)} in {folder}: of an earlier run than {files[0].name}"
-            ", and left out"
-        )
+    if others:
+        names = ", ".join(path.name for path in others)
+        warn_once(f"[Record] {names} in {folder}: of an earlier run than {files[0].name}, and left out")
     return [path for path in files if path not in others]
 
 
@@ -160,7 +152,7 @@ def address(path: Path) -> str:
 def open_record(path: Path) -> sqlite3.Connection:
     """One file for reading, by any thread. Raises `ConfigError` for one that is no record, or of another version."""
     try:
-        if path.suffix == PACKED:
+        if path.suffix == ".gz":  # for reading alone
             file = sqlite3.connect(":memory:", check_same_thread=False)
             file.deserialize(gzip.decompress(path.read_bytes()))
         else:
@@ -180,13 +172,13 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
     files = record_files(run)
     if not files:
         raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
-    columns = ", ".join(field.name for field in fields(Recorded) if field.name not in ("file", "verdicts"))
+    columns = ", ".join(field.name for field in fields(Recorded) if field.name != "verdicts")
     query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
-    for number, path in enumerate(files):
+    for path in files:
         with closing(open_record(path)) as file:
             try:
                 for row in file.execute(query, (mode or "",)):
-                    yield Recorded(file=number, **values_of(file, row))
+                    yield Recorded(**values_of(file, row))
             except DAMAGED as error:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
 

@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.record.report OUTPUT_DIR [--html FILE] [--logging_dir DIR] [--lang en|zh]`.
+"""`python -m salesrl_trl.record.report OUTPUT_DIR [--lang en|zh]`.
 
 Reads a run's folder, finished or not, and writes the viewer's tab of figures as one HTML page. Imports neither torch
 nor TRL. Exit code: 0; 2, with one message, for a wrong folder.
@@ -50,17 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace) -> None:
-    print(f"Page: {write_report(args.output_dir, args.logging_dir, args.html, args.lang)}")
+    print(f"Page: {write_report(args.output_dir, args.lang)}")
 
 
-def write_report(
-    folder: Path, logging_dir: Path | None = None, html: Path | None = None, language: str = "en"
-) -> Path:
+def write_report(folder: Path, language: str = "en") -> Path:
     """Write the page of a run's folder. Returns its path. Raises `ConfigError`."""
-    figures = figures_of(read_run(folder, logging_dir))
-    html = html or folder / names.REPORT_PAGE_FILE
+    figures = figures_of(read_run(folder))
+    html = folder / names.REPORT_PAGE_FILE
     state = {"runs": [{"name": folder.resolve().name, "path": str(folder)}], "facets": {}}
-    html.parent.mkdir(parents=True, exist_ok=True)
     data = {"state": state, "report": {"figures": figures}, "language": language}
     html.write_text(page(data), encoding="utf-8", errors="replace")
     return html
@@ -74,7 +71,8 @@ def figures_of(run: Run) -> Json:
     branches = names.branches_in(run.series)
     steps = run.of(names.STEP_SECONDS)
     phases = {str(phase): run.of(names.time_of(phase)) for phase in names.Phase}
-    counts = {tag.removeprefix(names.FAILURE_REASONS): run.of(tag) for tag in _tags(run, names.FAILURE_REASONS)}
+    reasons = [tag for tag in run.series if tag.startswith(names.FAILURE_REASONS)]
+    counts = {tag.removeprefix(names.FAILURE_REASONS): run.of(tag) for tag in reasons}
     kinds = sorted({kind for evaluation in run.held_out.values() for kind in evaluation})
     evaluations = [[step, *map(values.get, kinds)] for step, values in run.held_out.items()]
     return {
@@ -86,10 +84,6 @@ def figures_of(run: Run) -> Json:
         "spent": [{"service": name, **asdict(spent)} for name, spent in sorted(run.account.services.items())],
         "limits": [[name, run.account.taken[name], most] for name, most in run.account.most.items()],
     }
-
-
-def _tags(run: Run, prefix: str) -> list[str]:
-    return [tag for tag in run.series if tag.startswith(prefix)]
 
 
 def _rewards(run: Run, branches: Sequence[str]) -> list[Json]:
@@ -134,17 +128,17 @@ def _line(name: str, series: Series, colour: int) -> Json:
 # The run's folder
 
 
-def read_run(folder: Path, logging_dir: Path | None = None) -> Run:
-    """Read a run's folder. The run may be unfinished, killed or resumed. Its event files may lie in `logging_dir`.
-    Raises `ConfigError` if the folder has no event file, or a file that can't be read."""
+def read_run(folder: Path) -> Run:
+    """Read a run's folder. The run may be unfinished, killed or resumed. Raises `ConfigError` if the folder has no
+    event file, or a file that can't be read."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
-    top = logging_dir or folder / RUNS
+    top = folder / RUNS
     files = [_scalars(path) for path in sorted(top.rglob(EVENT_FILES))]
     if not files:
         raise ConfigError(
             f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
-            "`report_to: tensorboard`; if its files were put elsewhere, name the place with --logging_dir."
+            "`report_to: tensorboard`. If its files were put elsewhere, copy them there."
         )
     account = read_account(folder / names.SPENT_FILE)
     return Run(series=_merged(files), held_out=_held_out(folder / names.HELD_OUT_FILE), account=account)
@@ -193,7 +187,6 @@ def _merged(files: Sequence[Sequence[_Scalar]]) -> dict[str, dict[int, float]]:
 
 
 def _held_out(path: Path) -> dict[int, dict[str, float | None]]:
-    """The evaluations by step."""
     figures: dict[int, dict[str, float | None]] = {}
     try:
         for record in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else ():

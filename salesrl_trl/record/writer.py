@@ -13,7 +13,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of
-from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
+from salesrl_trl.telemetry.completion_record import Call, CompletionRecord
 from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,8 @@ logger = logging.getLogger(__name__)
 WAITING_BATCHES = 16  # batches that wait for the disk, at most
 PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
 LOCK_WAIT_S = 600.0  # longest wait for a file that another process locks, such as a backup. Batches wait meanwhile.
-JOURNAL_BYTES = 2**24  # size to which SQLite's journal goes back after a large change
 CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
 PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # of an `Entry`, as they are
-Filter = Callable[[str], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +76,7 @@ class Recorder:
     path: Path
     _: KW_ONLY
     most_bytes: int | None = None
-    clean: Filter | None = None
+    clean: Callable[[str], str] | None = None
     meta: Mapping[str, str] = field(default_factory=dict)
     after: int | None = None
     others: Sequence[Path] = ()
@@ -197,7 +195,7 @@ class Recorder:
         return unfit
 
     def _add(self, file: sqlite3.Connection, batch: Batch, entry: Entry, advantage: float | None) -> None:
-        record = entry.record or CompletionRecord()
+        record, reward = entry.record or CompletionRecord(), entry.reward
 
         def text_of(value: object) -> int | None:
             return None if value is None else add_text(file, as_json(self._cleaned(value)))
@@ -216,11 +214,20 @@ class Recorder:
             "reference": text_of(record.reference),
             "advantage": advantage,
             "time": batch.time,
-            **reward_columns(entry.reward, record, record.waits),
+            "outcome": reward.outcome.value,
+            "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
+            "reward": reward.value,
+            "reference_reward": reward.reference_value,
+            "parts": as_json(dict(reward.components)),
+            "functions": as_json(dict(reward.by_function)),
+            "seconds": as_json({**record.waits, **reward.seconds}),
+            "provider": next((judged.provider or None for judged in record.verdicts.values()), None),
+            "judge_s": reward.seconds.get(Stage.JUDGE),
         }
         completion = insert(file, "completions", values)
-        verdicts = {name: replace(said, reason=self._clean(said.reason)) for name, said in record.verdicts.items()}
-        add_verdicts(file, completion, verdicts)
+        for rubric, judged in record.verdicts.items():
+            said = {**asdict(judged), "reason": self._clean(judged.reason)}
+            insert(file, "verdicts", {"completion": completion, "rubric": rubric, **said})
         self._add_calls(file, completion, record.calls)
 
     def _add_calls(self, file: sqlite3.Connection, completion: int | None, calls: Sequence[Call]) -> None:
@@ -232,7 +239,6 @@ class Recorder:
             insert(file, "calls", {**values, "completion": completion})
 
     def _cleaned(self, value: object) -> object:
-        """A JSON value whose texts went through the filter."""
         if isinstance(value, str):
             return self._clean(value)
         if isinstance(value, Mapping):
@@ -288,25 +294,20 @@ def drop_after(file: sqlite3.Connection, step: int) -> None:
 
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
-    """Delete the oldest steps, about a tenth of the completions, or of one step its oldest batch, with its calls of no
-    completion. Returns the last step that is gone; `None` where one batch is left, which stays."""
+    """Delete the oldest steps, about a tenth of the completions, with their calls of no completion. Returns the last
+    step that is gone; `None` where one step is left, which stays."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
-    condition, value = "step <= ?", step
     if step is None:
-        [first, last] = file.execute("SELECT min(time), max(time) FROM completions").fetchone()
-        if first == last:
-            return None
-        condition, value = "time = ?", first  # all of a batch have the same
+        return None
     with file:
         file.execute("BEGIN IMMEDIATE")
-        last = f"SELECT max(time) FROM completions WHERE {condition}"
-        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (value,))
-        drop(file, condition, value)
-        if step is not None:
-            file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
-    return int(newest) - 1 if step is None else int(step)
+        last = "SELECT max(time) FROM completions WHERE step <= ?"
+        file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time <= ({last})", (step,))
+        drop(file, "step <= ?", step)
+        file.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_up_to_step', ?)", (str(step),))
+    return int(step)
 
 
 def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:
@@ -321,7 +322,7 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
     try:
         file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
-        file.execute(f"PRAGMA journal_size_limit = {JOURNAL_BYTES}")
+        file.execute("PRAGMA journal_size_limit = 16777216")  # after a large change
         if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
             file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
         with file:
@@ -356,24 +357,3 @@ def add_text(file: sqlite3.Connection, text: str) -> int:
     key = digest(text)
     row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()
     return int(row[0]) if row else insert(file, "texts", {"digest": key, "body": zlib.compress(text.encode(), 1)})
-
-
-def add_verdicts(file: sqlite3.Connection, completion: int, verdicts: Mapping[str, Judged]) -> None:
-    for rubric, judged in verdicts.items():
-        insert(file, "verdicts", {"completion": completion, "rubric": rubric, **asdict(judged)})
-
-
-def reward_columns(reward: Reward, record: CompletionRecord, waits: Mapping[str, float]) -> dict[str, object]:
-    """The columns of a completion that say what it earned, who judged it, and how long that took with its `waits`."""
-    first = next(iter(record.verdicts.values()), None)
-    return {
-        "outcome": reward.outcome.value,
-        "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
-        "reward": reward.value,
-        "reference_reward": reward.reference_value,
-        "parts": as_json(dict(reward.components)),
-        "functions": as_json(dict(reward.by_function)),
-        "seconds": as_json({**waits, **reward.seconds}),
-        "provider": (first and first.provider) or None,
-        "judge_s": reward.seconds.get(Stage.JUDGE),
-    }

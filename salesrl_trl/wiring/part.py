@@ -201,7 +201,7 @@ def built_in(run: PartContext) -> list[Part]:
     wanted = (
         ("parts.run_banner:Banner", True, ""),
         ("parts.step_lines:StepLine", True, ""),
-        ("parts.step_lines:EpochLine", True, ""),
+        ("parts.step_lines:EpochTotals", True, ""),
         ("agents.agents_part:AgentsPart", run.trl.tools is not None or reward.is_played, "tools or episodes"),
         ("judged.spending:Spending", reward.budget is not None, "a budget"),
         ("parts.lookahead:LookaheadPart", bool(args.max_rollout_lookahead), ""),

@@ -77,7 +77,7 @@ class OfARank(ScriptedTrainer):
         self.quick = []  # reasons in quick evaluations, on the main process
         for part in self.components.parts:
             if isinstance(part, QuickEvalPart):
-                part.evaluator._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
+                part._report = lambda evaluation, failed, is_kept: self.quick.append(dict(failed))
 
     @property
     def trained(self):

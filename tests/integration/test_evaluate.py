@@ -121,9 +121,7 @@ def test_a_tool_works_for_both_policies(run):
 
 def test_where_nothing_can_be_scored_there_is_no_number_and_the_exit_code_says_so(run):
     late = ("--reward_deadline_s", "0.0001", "--warm_up_services", "false")
-    code, figures, shown = run("--samples", "0", *late)
+    code, figures, _ = run("--samples", "0", *late)
     assert code == 1
     assert all(row["rewards"] == {"A": {"greedy": None}} for row in figures["rows"])
     assert figures["figures"][0]["missing"] == {"deadline": ROWS}
-    assert "TOO FEW SCORED" in shown
-    assert "A greedy all: 0 of 8 rows were scored" in shown

@@ -6,16 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.answers import WrittenSubject, answered, one_rank
+from support.answers import WrittenSubject, answered, quick_evaluations
 from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.evaluation.quick import QuickEvaluator
 from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory
 from salesrl_trl.launch.settings import TelemetryConfig
-from salesrl_trl.telemetry.timeline import Timeline
 
 FIGURES_OF_A_USER = '''
 class Questions:
@@ -51,25 +49,16 @@ def script(*texts):
     ]
 
 
-def test_it_stands_in_the_record_the_line_and_the_log_and_selects_the_best_policy(tmp_path, caplog):
+def test_it_stands_in_the_record_the_line_and_the_log_and_selects_the_best_policy(tmp_path, caplog, monkeypatch):
     settings = TelemetryConfig(quick_eval_steps=1, quick_eval_best="questions", quick_eval_figures=[QUESTIONS])
     settings.check_branches(["fairness", "hallucination"])
     scripts = {1: script("No.", "Why?", "No."), 2: script("Why?", "How?", "No."), 3: script("No.", "No.")}
     subject = WrittenSubject(scripts)
-    evaluator = QuickEvaluator(
-        subject,
-        [],
-        branches=("fairness", "hallucination"),
-        settings=settings.quick_eval(),
-        output_dir=tmp_path,
-        least_scored=0.5,
-        ranks=one_rank(),
-        timeline=Timeline(),
-    )
-    evaluator.run_begins(0)
+    evaluator = quick_evaluations(monkeypatch, subject, tmp_path, settings.quick_eval())
+    evaluator.load_state_dict({})
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         for subject.step in (1, 2, 3):
-            evaluator.evaluate_if_due(subject.step)
+            evaluator.after_step(subject.step)
     records = [json.loads(line) for line in (tmp_path / "quick_eval.jsonl").read_text().splitlines()]
     assert [record["branches"]["fairness"]["questions"] for record in records] == [0.5, 1.0, 0.0]
     assert [record["figures"]["questions"] for record in records] == pytest.approx([1 / 3, 2 / 3, 0.0])

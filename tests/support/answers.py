@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from salesrl_trl.launch.evaluation import quick
+from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Answered, Outcome, Reward
 
 INVALID = Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason="not_json")
@@ -33,9 +35,6 @@ class WrittenSubject:
         self.asked.append((self.step, len(rows)))
         return self.scripts[self.step]
 
-    def betas(self):
-        return {"fairness": 0.1}
-
     def save(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self._weights).write_text(f"step {self.step}")
@@ -44,13 +43,32 @@ class WrittenSubject:
         self.logged[self.step] = figures
 
 
-def one_rank(**given):
-    """`Ranks` of a run with one process, or what a test makes of it."""
-    alone = {
-        "count": 1,
-        "index": 0,
-        "gather": list,
-        "from_main": lambda value: value,
-        "wait": lambda: None,
-    }
-    return SimpleNamespace(**{**alone, **given})
+def one_rank(count=1, index=0):
+    """accelerate's state of a run with so many processes."""
+    return SimpleNamespace(
+        num_processes=count, process_index=index, is_main_process=not index, wait_for_everyone=lambda: None
+    )
+
+
+def quick_evaluations(patch, subject, folder, settings, ranks=None, rows=()):
+    """The part, connected to a run whose policy is `subject`. `patch`: pytest's `monkeypatch`."""
+    patch.setattr(quick, "PartialState", lambda: ranks or one_rank())
+    patch.setattr(quick, "GreedySubject", lambda _: subject)
+    patch.setattr(quick, "sample", lambda *_: rows)
+    args = {"branches": ("fairness", "hallucination"), "output_dir": folder, "min_valid_reward_fraction": 0.5}
+    trl = {"step": lambda: subject.step, "save": lambda path: subject.save(path), "log": subject.log}
+    part = quick.QuickEvalPart()
+    part.connect(
+        SimpleNamespace(
+            args=SimpleNamespace(**args),
+            trl=SimpleNamespace(**trl, eval_dataset=None),
+            kl=SimpleNamespace(control=SimpleNamespace(betas=(0.1, None))),
+            instruments=SimpleNamespace(timeline=Timeline()),
+            run_control=SimpleNamespace(is_spent=False),
+            figures=SimpleNamespace(words={}),
+            quick_eval=settings,
+            branches=None,
+            parts=(),
+        )
+    )
+    return part

@@ -16,7 +16,6 @@ from salesrl_trl.errors import ConfigError, DataError, nearest
 from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut, alternating
 
 T = TypeVar("T")
-_TURN_KEYS = {"column", "role", "content", "roles"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,18 +74,9 @@ class Records:
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
     """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
     check_names(form.columns, (item.record for item in placed), name)
-    rows, left_out, seen = list[Placed](), Counter[str](), dict[object, int]()
+    rows, left_out = list[Placed](), Counter[str]()
     for position, (record, line, _) in enumerate(placed):
         made = _row(form, record, place(position, name, line))
-        if form.format is not None and not isinstance(made, LeftOut):
-            first = seen.setdefault(made.get("id"), position)
-            if first != position and placed[first].record == record:
-                made = LeftOut("repeat an earlier record")
-            elif first != position:
-                raise DataError(
-                    f"{place(position, name, line)} has the id {made.get('id')!r} of row {first}, and other content. "
-                    "Expected each record once. Correct the file."
-                )
         if isinstance(made, LeftOut):
             left_out[made.reason] += 1
         else:
@@ -183,8 +173,9 @@ def _read_column(where: str, name: str, entry: object) -> Column:
         return Column(name=entry)
     if isinstance(entry, Mapping) and entry.keys() == {"value"}:
         return Column(name=None, value=entry["value"])
-    if name == "conversation" and isinstance(entry, Mapping) and {"column"} <= entry.keys() <= _TURN_KEYS:
-        column, role, content = (entry.get(key, key) for key in ("column", "role", "content"))
+    keys = ("column", "role", "content")
+    if name == "conversation" and isinstance(entry, Mapping) and {"column"} <= entry.keys() <= {*keys, "roles"}:
+        column, role, content = (entry.get(key, key) for key in keys)
         roles = entry.get("roles", {})
         if all(isinstance(text, str) and text for text in (column, role, content)) and isinstance(roles, Mapping):
             roles = {str(key): str(value) for key, value in roles.items()}
@@ -244,7 +235,6 @@ def _look_up(record: Mapping[str, object], name: str) -> object:
 
 
 def _names(record: Mapping[str, object], before: str = "") -> Iterator[str]:
-    """Names of the columns, and with dots those inside of objects."""
     for name, value in record.items():
         yield f"{before}{name}"
         if isinstance(value, Mapping):

@@ -235,7 +235,6 @@ class TopiOCQA(DatasetFormat):
 
 
 def _turn_of_conversation(name: str, record: Mapping[str, object]) -> dict[str, object]:
-    """The columns that both datasets give alike."""
     conversation, turn = number_of(record, "Conversation_no"), number_of(record, "Turn_no")
     context, question = record.get("Context"), text_of(record, "Question")
     if not isinstance(context, list) or not all(isinstance(text, str) for text in context) or len(context) % 2:

@@ -29,9 +29,6 @@ class NoVideos(ImageProcessingMixin):
         super().__init__()
         self._settings = settings
 
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise ConfigError("videos are read with torchvision, which is not installed. Expected pictures alone.")
-
     def to_dict(self) -> dict[str, object]:
         return dict(self._settings)
 

@@ -30,7 +30,6 @@ FIELDS = (*CONTENT_FIELDS, "branch", "documents", "row_id", "tenant_id", "contac
           "action_fields")  # fmt: skip
 """Variables of a template: the row's fields, and the names of the action's fields."""
 
-_WITHOUT_SYSTEM = "{% extends template %}{% block system %}{% endblock %}"
 _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -46,7 +45,7 @@ class PromptTemplate:
         try:
             used = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source.rstrip()))
             self._template = _ENVIRONMENT.from_string(source.rstrip())
-            self._user = _ENVIRONMENT.from_string(_WITHOUT_SYSTEM)
+            self._user = _ENVIRONMENT.from_string("{% extends template %}{% block system %}{% endblock %}")
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{name}, line {error.lineno} is no Jinja: {error.message}. Correct the line.") from None
         if not used & set(CONTENT_FIELDS):

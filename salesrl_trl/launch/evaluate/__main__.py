@@ -1,8 +1,9 @@
 """`python -m salesrl_trl.launch.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [...]`.
 
 Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
-of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if too little could be scored;
-2 for wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
+of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if nothing
+was scored; 2 for wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after
+Ctrl-C.
 """
 
 import argparse
@@ -23,8 +24,6 @@ from salesrl_trl.launch.settings_help import answer_help
 
 logger = logging.getLogger("salesrl_trl.launch.evaluate")  # by `python -m` too
 
-TOO_FEW = 1
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, and write the file. Returns the exit code."""
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, settings = parser_of("evaluate").parse_known_args(argv)
             _check(options)
             from salesrl_trl.launch.evaluate import answering
-            from salesrl_trl.launch.evaluate.findings import text_of
+            from salesrl_trl.launch.evaluate.findings import ALL, text_of
             from salesrl_trl.launch.services_plan import launched_services
 
             named = [answering.policy_of(name) for name in options.policy]
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
-    return TOO_FEW if findings.lacking else 0
+    return int(any(answered.groups[ALL].reward.value is None for answered in findings.answered))
 
 
 def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
@@ -77,7 +76,6 @@ def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInter
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless the command's own settings work."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != 1:
         raise ConfigError(

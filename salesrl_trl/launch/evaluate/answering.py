@@ -50,11 +50,6 @@ class EvaluatedPolicy:
     path: str | None  # folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy.
     adapter: Path | None = None
 
-    @property
-    def is_small(self) -> bool:
-        """Whether it was made from the packaged small policy: it has the same shape."""
-        return self.path is None or _shape(Path(self.path).expanduser()) == _shape(PACKAGED)
-
 
 def policy_of(name: str) -> EvaluatedPolicy:
     """The policy of a folder or model id. Raises `ConfigError` without one, or for an adapter without a base."""
@@ -95,7 +90,8 @@ def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe
     if config.reward.replay is not None and given(argv, "replay") is None:
         config.reward = replace(config.reward, replay=None)
         logger.info("off: the run's `replay`, so services score each answer (`--replay RUN` takes recorded rewards)")
-    others = [policy.path for policy in policies if policy.path is not None and not policy.is_small]
+    paths = [policy.path for policy in policies if policy.path is not None]
+    others = [path for path in paths if _shape(Path(path).expanduser()) != _shape(PACKAGED)]  # not of the small policy
     if config.model.model_name_or_path is None and others:
         return parse([*argv, "--model_name_or_path", others[0]], recipe)
     return config
@@ -162,7 +158,6 @@ def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> Fitting
 
 
 def _shape(folder: Path) -> Mapping[str, object]:
-    """The figures of a local model's configuration that tell it from another one."""
     config = _read(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     return {name: config.get(name) for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
 
@@ -201,8 +196,7 @@ def findings_of_all(
             for plan_of_policy, policy, label in zip(plans, policies, LABELS, strict=False)
         ]
     names = [policy.name for policy in policies]
-    least = training.min_valid_reward_fraction
-    return findings_of(names, plan.held_out.rows, training.branches, wanted, answers, seed=training.seed, least=least)
+    return findings_of(names, plan.held_out.rows, training.branches, wanted, answers, seed=training.seed)
 
 
 def answers_of(

@@ -65,23 +65,6 @@ class EvaluationFindings:
     answered: Sequence[AnsweredRow]  # by policy, then by mode
     differences: Mapping[str, Mapping[str, Difference]]
     """The second policy less the first: mode to branch to difference. Empty for one policy."""
-    least: float  # `min_valid_reward_fraction`: the smallest share of rows with a value
-
-    @property
-    def lacking(self) -> list[str]:
-        """What was scored too little to be judged: `"B greedy fairness: 3 of 64 rows were scored"`. A branch is named
-        where its policy's rows as a whole were scored enough."""
-        by_branch: dict[str, dict[str, Mean]] = {
-            f"{answered.label} {answered.mode}": {name: group.reward for name, group in answered.groups.items()}
-            for answered in self.answered
-        }
-        by_branch |= {f"B - A {mode}": dict(changes) for mode, changes in self.differences.items()}
-        return [
-            f"{what} {name}: {mean.rows} of {mean.total} rows were scored"
-            for what, means in by_branch.items()
-            for name, mean in means.items()
-            if mean.lacks(self.least) and (name == ALL or not means[ALL].lacks(self.least))
-        ]
 
     def as_dict(self) -> dict[str, object]:
         """Figures and rewards for a program, without any text of a customer or a policy. A missing value is NaN."""
@@ -114,10 +97,10 @@ class EvaluationFindings:
 
 def findings_of(
     policies: Sequence[str], rows: Sequence[SalesRow], branches: Sequence[str], modes: Mapping[str, int],
-    answers: Sequence[Sequence[Sequence[Scored]]], *, seed: int, least: float,
+    answers: Sequence[Sequence[Sequence[Scored]]], *, seed: int,
 ) -> EvaluationFindings:  # fmt: skip
     """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
-    `rows`. A mean or a difference counts if the share `least` of its rows has a value."""
+    `rows`."""
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}
@@ -135,7 +118,7 @@ def findings_of(
             }
     return EvaluationFindings(
         policies=policies, rows=rows, seed=seed, samples=modes.get("sampled", 0),
-        answered=answered, differences=differences, least=least,
+        answered=answered, differences=differences,
     )  # fmt: skip
 
 
@@ -161,7 +144,7 @@ def _answered(
 
 
 def text_of(findings: EvaluationFindings) -> str:
-    """Tables of the policies and of their difference, what both mean, and what was scored too little to be judged."""
+    """Tables of the policies and of their difference, and what both mean."""
     answered = [
         (
             *((of.label, of.mode) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),

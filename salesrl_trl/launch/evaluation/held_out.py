@@ -153,7 +153,6 @@ def change_in_words(first: _Evaluation, last: _Evaluation) -> str | None:
 
 
 def _read(path: Path) -> list[_Evaluation]:
-    """The evaluations of earlier starts."""
     if not path.is_file():
         return []
     try:

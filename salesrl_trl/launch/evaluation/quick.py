@@ -6,9 +6,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -16,66 +16,26 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from salesrl_trl import names
-from salesrl_trl.config.quick_evaluations import BETA, QuickEvalSettings, checked_figures
+from salesrl_trl.config.quick_evaluations import BETA, checked_figures
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.penalty import penalty
 from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.timeline import Timeline
-from salesrl_trl.types import Answered, Example, Outcome, Reward
-from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.wiring.part import Part, PartContext
+from salesrl_trl.types import Answered, Example, Outcome
+from salesrl_trl.wiring.part import Hooks, Part, PartContext
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class Processes:
-    """The processes of a run, by accelerate. A run without a launcher has one."""
-
-    def __init__(self) -> None:
-        self._state = PartialState()
-
-    @property
-    def count(self) -> int:
-        return int(self._state.num_processes)
-
-    @property
-    def index(self) -> int:
-        return int(self._state.process_index)
-
-    def gather(self, items: Sequence[T]) -> list[T]:
-        return list(gather_object(list(items)))
-
-    def from_main(self, value: T) -> T:
-        """The value of the main process, on all."""
-        return cast(T, broadcast_object_list([value])[0])
-
-    def wait(self) -> None:
-        self._state.wait_for_everyone()
-
 
 class GreedySubject:
-    """The policy in training, which answers greedily. All ranks call each method together."""
+    """The policy in training, which answers greedily. All ranks call it together."""
 
     def __init__(self, run: PartContext) -> None:
         self._run, trl = run, run.trl
         self._ends = frozenset({*trl.eos_token_ids, trl.tokenizer.pad_token_id})
         self._penalty = run.args.kl_penalty()
-
-    def betas(self) -> Mapping[str, float]:
-        """The current KL coefficients by branch. Empty without a KL target."""
-        kl = self._run.kl
-        return {} if kl is None else dict(zip(self._run.args.branches, kl.control.betas, strict=True))
-
-    def save(self, folder: Path) -> None:
-        self._run.trl.save(folder)
-
-    def log(self, figures: Mapping[str, float | None]) -> None:
-        self._run.trl.log(figures)
 
     def answer(self, rows: Sequence[Example]) -> list[Answered]:
         """Answers to this rank's rows, in their order, with their rewards. Training stays as it is."""
@@ -87,31 +47,24 @@ class GreedySubject:
             for batch in run.pipeline.evaluations(batches, step):
                 rollout, output = run.scoring.evaluate(batch, step)
                 assert rollout.sampled is not None and rollout.result is not None
-                answers += self._answered(batch, rollout.sampled.completion_ids, rollout.result.rewards, output)
+                ids_of, rewards = rollout.sampled.completion_ids, rollout.result.rewards
+                texts = run.trl.tokenizer.batch_decode(ids_of, skip_special_tokens=True)
+                answers += [
+                    Answered(
+                        branch=run.branches.of(row),
+                        text=text,
+                        columns={name: value for name, value in row.items() if name not in ("prompt", "images")},
+                        reward=reward,
+                        tokens=len(ids),
+                        truncated=not ids or ids[-1] not in self._ends,
+                        kl=kl,
+                        kl_tokens=tokens,
+                    )
+                    for row, text, reward, ids, (kl, tokens) in zip(
+                        batch, texts, rewards, ids_of, self._kl(output), strict=True
+                    )
+                ]
         return answers
-
-    def _answered(
-        self,
-        rows: Sequence[Example],
-        completion_ids: Sequence[Sequence[int]],
-        rewards: Sequence[Reward],
-        output: Mapping[str, torch.Tensor],
-    ) -> list[Answered]:
-        texts = self._run.trl.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        kls = self._kl(output)
-        return [
-            Answered(
-                branch=self._run.branches.of(row),
-                text=text,
-                columns={name: value for name, value in row.items() if name not in ("prompt", "images")},
-                reward=reward,
-                tokens=len(ids),
-                truncated=not ids or ids[-1] not in self._ends,
-                kl=kl,
-                kl_tokens=tokens,
-            )
-            for row, text, reward, ids, (kl, tokens) in zip(rows, texts, rewards, completion_ids, kls, strict=True)
-        ]
 
     def _kl(self, output: Mapping[str, torch.Tensor]) -> list[tuple[float | None, int]]:
         """Sum of the KL and its number of tokens, by answer, from TRL's output; `None` and 0 without a reference."""
@@ -127,38 +80,30 @@ class GreedySubject:
         return list(zip(sums.tolist(), mask.sum(dim=1).tolist(), strict=True))
 
 
-@dataclass(eq=False, repr=False)
-class QuickEvaluator:
-    """Evaluates a policy every few steps. All ranks call each method together.
+class QuickEvalPart(Part):
+    """Evaluates the policy every few steps, on the same rows all through the run, and keeps the best one. Raises
+    `ConfigError` if one of the figures is none, or has a name that is taken."""
 
-    `rows` are this rank's, the same all through the run. `output_dir` gets the record and the best policy.
-    `least_scored` is the share in [0, 1] of a branch's answers that must be scored before its score is compared.
-    Raises `ConfigError` if one of the figures is none, or has a name that is taken.
-    """
-
-    subject: GreedySubject
-    rows: Sequence[Example]
-    _: KW_ONLY
-    branches: Sequence[str]
-    settings: QuickEvalSettings
-    output_dir: Path
-    least_scored: float
-    ranks: Processes
-    timeline: Timeline
-    run_control: RunControl | None = None
-
-    def __post_init__(self) -> None:
-        self._figures = checked_figures(self.settings.figures, self.branches)
-        self.figure_names = (*OWN_FIGURES, *(figure.name for figure in self._figures))
-        path, by = self.output_dir / names.QUICK_EVAL_FILE, self.settings.best
-        self._history = QuickEvalHistory(path, by, self.least_scored)
-        self._best = BestPolicy(self.output_dir, by, self.ranks)
+    def connect(self, run: PartContext) -> None:
+        settings, ranks, folder = run.quick_eval, PartialState(), Path(run.args.output_dir)
+        assert settings is not None
+        self._run, self._settings, self._ranks = run, settings, ranks
+        self._subject = GreedySubject(run)
+        self._rows = sample(run.trl.eval_dataset, settings.rows, run.branches, ranks)
+        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
+        self._figures = checked_figures((*others, *settings.figures), run.args.branches)
+        self._figure_names = (*OWN_FIGURES, *(figure.name for figure in self._figures))
+        run.figures.words["figure"] = self._figure_names
+        least_scored = run.args.min_valid_reward_fraction
+        self._history = QuickEvalHistory(folder / names.QUICK_EVAL_FILE, settings.best, least_scored)
+        self._best = BestPolicy(folder, settings.best, ranks, run.trl)
         self._evaluated_step = 0
 
-    def run_begins(self, step: int) -> None:
-        """Go on with the record of the run so far, after so many optimizer steps."""
-        is_main = self.ranks.index == 0
-        records, kept_step = self.ranks.from_main((self._history.read(), self._best.step) if is_main else ([], None))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the record of the run so far."""
+        step, is_main = self._run.trl.step(), self._ranks.is_main_process
+        known = (self._history.read(), self._best.step) if is_main else None
+        [(records, kept_step)] = broadcast_object_list([known])
         self._history.resume(records, step)
         # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
         is_made = any(evaluation.step == step for evaluation in self._history.evaluations)
@@ -169,50 +114,52 @@ class QuickEvaluator:
         # The policy in the folder is from an earlier run, or from a later step than the one this run resumes at
         self._history.best = None
         if is_main:
-            aside = self._best.put_aside()
+            aside = self._best.folder.with_name(f"{names.BEST_FOLDER}.earlier")
+            shutil.rmtree(aside, ignore_errors=True)
+            self._best.folder.rename(aside)
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
-    def evaluate_if_due(self, step: int) -> None:
-        """Evaluate after this optimizer step, if an evaluation is due and was not made yet."""
-        if step % self.settings.steps == 0 and step != self._evaluated_step:
+    def after_step(self, step: int) -> None:
+        if step % self._settings.steps == 0 and step != self._evaluated_step:
             self._evaluated_step = step
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        started = time.perf_counter()
-        with self.timeline.phase(Phase.EVALUATION):
-            answers = self.ranks.gather(self.subject.answer(self.rows))
-            if self.run_control is not None and self.run_control.is_spent:  # the run ends; a resume evaluates again
-                if self.ranks.index == 0:
+        run, started, phase = self._run, time.perf_counter(), self._run.instruments.timeline.phase
+        with phase(Phase.EVALUATION):
+            answers = gather_object(self._subject.answer(self._rows))
+            if run.run_control.is_spent:  # the run ends; a resume evaluates again
+                if self._ranks.is_main_process:
                     logger.info(f"[QuickEval@{step}] left out: the budget ended before all rows were scored")
                 return
-            betas, seconds = self.subject.betas(), time.perf_counter() - started
-            evaluation = evaluation_of(answers, self.branches, betas, step, seconds, self._figures)
+            seconds, branches = time.perf_counter() - started, run.args.branches
+            betas = {} if run.kl is None else dict(zip(branches, run.kl.control.betas, strict=True))
+            evaluation = evaluation_of(answers, branches, betas, step, seconds, self._figures)
             # All ranks use the figures of the main rank, so that all of them save the policy, or none
-            evaluation = self.ranks.from_main(evaluation)
+            [evaluation] = broadcast_object_list([evaluation])
             before = self._history.best
             is_best = self._history.add(evaluation)
-        with self.timeline.phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation, self.subject)
+        with phase(Phase.CHECKPOINT):
+            is_kept = is_best and self._best.keep(evaluation)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
-        with self.timeline.phase(Phase.LOGGING):
-            if self.ranks.index == 0:
+        with phase(Phase.LOGGING):
+            if self._ranks.is_main_process:
                 failed = Counter(answer.reward.reason for answer in answers if answer.reward.outcome is not Outcome.OK)
                 self._report(evaluation, failed, is_kept)
             overall = {names.REWARD: evaluation.reward, **evaluation.figures}
             logged = {f"{names.QUICK_EVAL}{name}": value for name, value in overall.items()}
             logged[names.QUICK_SECONDS] = evaluation.seconds
             for branch, figures in evaluation.branches.items():
-                logged |= {names.quick_of(branch, name): figures[name] for name in (*self.figure_names, BETA)}
-            self.subject.log(logged)
+                logged |= {names.quick_of(branch, name): figures[name] for name in (*self._figure_names, BETA)}
+            run.trl.log(logged)
 
     def _report(self, evaluation: QuickEvaluation, failed: Counter[str], is_kept: bool) -> None:
         reasons = "".join(f" {reason}={count}" for reason, count in sorted(failed.items()))
         logger.info(evaluation.line(self._figures) + (f" failures{reasons}" if failed else ""))
         logger.info(self._history.front_line())
         if is_kept:
-            by = self.settings.best or names.REWARD
+            by = self._settings.best or names.REWARD
             logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
         try:
             self._history.write()
@@ -220,7 +167,7 @@ class QuickEvaluator:
             logger.warning(f"{self._history.path} can't be written ({type(error).__name__})")
 
 
-def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> list[Example]:
+def sample(dataset: object, rows: int, branches: Branches, ranks: PartialState) -> list[Example]:
     """This rank's rows, at least one, from the trainer's `eval_dataset`. `rows` is their number on all ranks together.
     Raises `ConfigError` if there are no held-out rows, or fewer than processes."""
     if not isinstance(dataset, Dataset):
@@ -229,14 +176,14 @@ def sample(dataset: object, rows: int, branches: Branches, ranks: Processes) -> 
             "Expected a dataset. Give one, or set `quick_eval_steps: 0`."
         )
     branch_ids = [branches.names.index(branch) for branch in branches.of_rows(dataset)]
-    chosen = spread(branch_ids, rows, len(branches.names), ranks.count)
+    chosen = spread(branch_ids, rows, len(branches.names), ranks.num_processes)
     if not chosen:
         raise ConfigError(
-            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.count} processes. Expected one for "
-            "each. Hold out more, or set `quick_eval_steps: 0`."
+            f"a quick evaluation has {len(branch_ids)} held-out rows for {ranks.num_processes} processes. Expected "
+            "one for each. Hold out more, or set `quick_eval_steps: 0`."
         )
-    share = len(chosen) // ranks.count
-    return [dataset[place] for place in chosen[ranks.index * share : (ranks.index + 1) * share]]
+    share = len(chosen) // ranks.num_processes
+    return [dataset[place] for place in chosen[ranks.process_index * share : (ranks.process_index + 1) * share]]
 
 
 def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) -> list[int]:
@@ -256,10 +203,9 @@ class BestPolicy:
     """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
     saved beside the one before, and then takes its place. So the folder is always whole."""
 
-    def __init__(self, output_dir: Path, by: str | None, ranks: Processes) -> None:
+    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState, trl: Hooks) -> None:
         self.folder = output_dir / names.BEST_FOLDER
-        self._by = by
-        self._ranks = ranks
+        self._by, self._ranks, self._trl = by, ranks, trl
 
     @property
     def step(self) -> int | None:
@@ -269,64 +215,33 @@ class BestPolicy:
         note = self.folder / names.BEST_NOTE_FILE
         return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
 
-    def keep(self, evaluation: QuickEvaluation, subject: GreedySubject) -> bool:
+    def keep(self, evaluation: QuickEvaluation) -> bool:
         """Save the policy in place of the best one before, on all ranks together. Returns on all ranks whether it was
         saved. If not, the one before stays, and a line says so."""
         fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
-        if self._ranks.index == 0:
+        if self._ranks.is_main_process:
             shutil.rmtree(fresh, ignore_errors=True)
-        self._ranks.wait()
+        self._ranks.wait_for_everyone()
         failed: list[str] = []
         try:
-            subject.save(fresh)
+            self._trl.save(fresh)
         except Exception as error:  # other ranks must not wait for this one
             failed = [_in_words(error)]
-        reasons = self._ranks.gather(failed)
-        if self._ranks.index == 0 and not reasons:
+        reasons = gather_object(failed)
+        if self._ranks.is_main_process and not reasons:
             try:
-                self._finish(evaluation, fresh)
+                if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+                    raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+                note = {"step": evaluation.step, "by": self._by, **asdict(evaluation)}
+                (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+                put_in_place(fresh, self.folder)
             except Exception as error:
                 reasons = [_in_words(error)]
-        if self._ranks.index == 0 and reasons:
+        if self._ranks.is_main_process and reasons:
             shutil.rmtree(fresh, ignore_errors=True)
             logger.warning(f"the best policy was not kept: {reasons[0]}")
-        return self._ranks.from_main(not reasons)
-
-    def _finish(self, evaluation: QuickEvaluation, fresh: Path) -> None:
-        if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
-            raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
-        note = {"step": evaluation.step, "by": self._by, **evaluation.as_dict()}
-        (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        put_in_place(fresh, self.folder)
-
-    def put_aside(self) -> Path:
-        """Rename the folder, so that nothing is written over the policy in it. Returns its new place."""
-        aside = self.folder.with_name(f"{names.BEST_FOLDER}.earlier")
-        shutil.rmtree(aside, ignore_errors=True)
-        self.folder.rename(aside)
-        return aside
+        return bool(broadcast_object_list([not reasons])[0])
 
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"
-
-
-class QuickEvalPart(Part):
-    def connect(self, run: PartContext) -> None:
-        self._run = run
-        args, trl, settings, ranks = run.args, run.trl, run.quick_eval, Processes()
-        assert settings is not None
-        others = (figure for part in run.parts for figure in part.quick_figures if figure not in settings.figures)
-        settings = replace(settings, figures=(*others, *settings.figures))
-        self.evaluator = QuickEvaluator(
-            GreedySubject(run), sample(trl.eval_dataset, settings.rows, run.branches, ranks), branches=args.branches,
-            settings=settings, output_dir=Path(args.output_dir), least_scored=args.min_valid_reward_fraction,
-            ranks=ranks, timeline=run.instruments.timeline, run_control=run.run_control,
-        )  # fmt: skip
-        run.figures.words["figure"] = self.evaluator.figure_names
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.evaluator.run_begins(self._run.trl.step())
-
-    def after_step(self, step: int) -> None:
-        self.evaluator.evaluate_if_due(step)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,6 @@ OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
 def mean_reward(answers: Iterable[Answered]) -> float | None:
     """Mean reward of the answers that could be scored; `None` without such answers."""
     return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
-
-
-def _own_figures(answers: Sequence[Answered]) -> dict[str, float | None]:
-    measured = [(answer.kl, answer.kl_tokens) for answer in answers if answer.kl is not None and answer.kl_tokens]
-    kl = sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else None
-    return {
-        SCORE: mean_reward(answers),
-        "truncated": mean([answer.truncated for answer in answers]),
-        "length": mean([answer.tokens for answer in answers]),
-        "kl": kl if kl is not None and math.isfinite(kl) else None,
-    }
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
@@ -94,16 +83,6 @@ class QuickEvaluation:
             ] or [NOT_KNOWN]
         return " ".join(words)
 
-    def as_dict(self) -> dict[str, object]:
-        """For the record. Without figures of your own it has no entry for them."""
-        record = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return record if self.figures else {name: value for name, value in record.items() if name != "figures"}
-
-    @classmethod
-    def from_dict(cls, record: Record) -> "QuickEvaluation":
-        """The inverse of `as_dict`. Other entries of the record are left out."""
-        return cls(**{entry.name: record[entry.name] for entry in fields(cls) if entry.name in record})
-
 
 def evaluation_of(
     answers: Sequence[Answered], branches: Sequence[str], betas: Mapping[str, float], step: int, seconds: float,
@@ -113,10 +92,15 @@ def evaluation_of(
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
+        measured = [(answer.kl, answer.kl_tokens) for answer in own if answer.kl is not None and answer.kl_tokens]
+        kl = sum(kl for kl, _ in measured) / sum(tokens for _, tokens in measured) if measured else math.nan
         by_branch[branch] = {
             "rows": len(own),
             "scored": sum(answer.reward.value is not None for answer in own),
-            **_own_figures(own),
+            SCORE: mean_reward(own),
+            "truncated": mean([answer.truncated for answer in own]),
+            "length": mean([answer.tokens for answer in own]),
+            "kl": kl if math.isfinite(kl) else None,
             BETA: betas.get(branch),
             **{figure.name: measure(figure, own) for figure in figures},
         }
@@ -145,7 +129,7 @@ class QuickEvalHistory:
         self.evaluations, self.best = [], None
         for record in records:
             if record["step"] <= step:
-                self.add(QuickEvaluation.from_dict(record))
+                self.add(QuickEvaluation(**{name: value for name, value in record.items() if name != "best"}))
 
     def read(self) -> list[Record]:
         """The record on disk, up to the first line that is not whole."""
@@ -161,7 +145,7 @@ class QuickEvalHistory:
 
     def write(self) -> None:
         lines = [
-            json.dumps({**evaluation.as_dict(), "best": self._best is not None and evaluation is self.best})
+            json.dumps({**asdict(evaluation), "best": self._best is not None and evaluation is self.best})
             for evaluation in self.evaluations
         ]
         write_whole(self.path, "".join(f"{line}\n" for line in lines))

@@ -15,7 +15,7 @@ from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.launch.preflight.stage import PreflightStage
-from salesrl_trl.names import CHANGED_SHARE, GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
+from salesrl_trl.names import GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
@@ -92,29 +92,25 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
     }
     if last["completions/min_length"] < training.max_completion_length:
         findings.note("completions were shorter than `max_completion_length`: memory and seconds are lower bounds")
-    changed = next((entry[CHANGED_SHARE] for entry in entries if CHANGED_SHARE in entry), None)
-    judge_update(first, changed, training, findings)
+    judge_update(first, training, findings)
 
 
 STEP_STAGE = PreflightStage("step", ("config", "data", "memory"), (_make_steps,))
 
 
-def judge_update(
-    step: Mapping[str, float], changed: float | None, training: SalesGRPOConfig, findings: Findings
-) -> None:
-    """Judge the first step, by its log line and the share of the weights with a gradient that it changed, if any."""
+def judge_update(step: Mapping[str, float], training: SalesGRPOConfig, findings: Findings) -> None:
+    """Judge the first step by its log line. One that moves no weight has raised an error."""
     loss, norm = step["loss"], step.get("grad_norm")
-    findings.figures |= {"loss": loss, "grad_norm": norm, "changed_share": changed}
+    findings.figures |= {"loss": loss, "grad_norm": norm}
     if not math.isfinite(loss) or not (norm is None or math.isfinite(norm)):
         findings.add(
             f"the longest batch has the loss {loss:g} and a gradient of the norm {norm}.",
             "Normal in first steps with `fp16`; set `bf16: true` or float32, and look at `learning_rate`.",
             is_failure=not training.fp16,  # the scale of the loss is halved until there is none
         )
-    elif not changed:
+    elif norm == 0:
         findings.fail(
-            f"no weight changed in a step of the longest batch, at a learning rate of {training.learning_rate:g}.",
-            "Train float32 weights or an adapter, and look at `learning_rate`, `loss_type` and what is frozen.",
+            "no weight has a gradient in a step of the longest batch.", "Look at `loss_type` and what is frozen."
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m salesrl_trl.record.rejudge RUN [--output FOLDER] [--SETTING VALUE ...]`.
+"""`python -m salesrl_trl.record.rejudge RUN [--SETTING VALUE ...]`.
 
 Judges a recorded run again, and says how much rewards and advantages would have changed. Exit code: 0; 2 for wrong
 input; 3 if a service did not work; 130 after Ctrl-C.
@@ -16,13 +16,10 @@ from salesrl_trl.ground.texts import aligned
 from salesrl_trl.launch.process import begin_run
 from salesrl_trl.launch.settings_help import answer_help
 from salesrl_trl.names import SETTINGS_FILE
-from salesrl_trl.record.reader import record_files, recorded
+from salesrl_trl.record.reader import recorded
 
 if TYPE_CHECKING:
     from salesrl_trl.record.rejudge.rejudging import ScoreChange
-
-HEAD = ("branch", "completions", "scored", "mean reward", "ranks", "advantages", "sign flips")
-LEGEND = "scored, mean reward: before and after. ranks, advantages: Spearman's correlation of before and after."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(argv: Sequence[str]) -> Callable[[], int]:
-    """Read the settings and the record, and check them. What is returned judges, compares, writes and prints."""
+    """Read the settings and the record, and check them. What is returned judges, compares and prints."""
     run, arguments = _run_of(argv)
-    own, settings = parser_of("rejudge").parse_known_args(arguments)
 
     # these take seconds
     from salesrl_trl.launch.checks.dataset import own_records, rows_of
@@ -43,10 +39,10 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.launch.reward_config import RewardConfig
     from salesrl_trl.launch.services_plan import StepSettings
     from salesrl_trl.launch.settings import parse_part
-    from salesrl_trl.record.rejudge.rejudging import changes, of_all_functions, rejudged, write
+    from salesrl_trl.record.rejudge.rejudging import changes, of_all_functions, rejudged
     from salesrl_trl.types import JUDGE, SALES
 
-    data, reward, others = parse_part(settings, (DataConfig, RewardConfig, StepSettings))
+    data, reward, others = parse_part(arguments, (DataConfig, RewardConfig, StepSettings))
     reward = dataclasses.replace(reward, replay=None, verbose=[])  # the second judge of a meter judges nothing
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
@@ -67,28 +63,19 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
             f"{len(unknown)} rows of the record are not in the dataset, such as {unknown[0]!r}. Expected the dataset "
             "of the run: give its `--dataset`."
         )
-    if own.output is not None and record_files(Path(own.output).expanduser()):
-        raise ConfigError(f"`--output` is {own.output!r}, which has a record already. Expected another folder.")
 
     def work() -> int:
         judged = [
-            (of_all_functions(completion, new, weights, JUDGE if reward.judges_answers else SALES), notes)
-            for completion, (new, notes) in zip(
-                completions, rejudged(reward, completions, rows, branches), strict=True
-            )
+            of_all_functions(completion, new, weights, JUDGE if reward.judges_answers else SALES)
+            for completion, new in zip(completions, rejudged(reward, completions, rows, branches), strict=True)
         ]
-        new_rewards = [new for new, _ in judged]
-        compared, advantages = changes(completions, new_rewards, scale, others.hybrid_reference_weight)
-        if own.output is not None:
-            write(run, Path(own.output).expanduser(), completions, judged, advantages)
-        print(text_of(compared))
+        print(text_of(changes(completions, judged, scale, others.hybrid_reference_weight)))
         return 0
 
     return work
 
 
 def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """The run, and the settings: those of its recipe first."""
     arguments = [*argv]
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
@@ -102,12 +89,14 @@ def text_of(compared: "Sequence[ScoreChange]") -> str:
     rows = [
         (
             change.branch, str(change.completions), f"{change.scored_before} → {change.scored_after}",
-            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.rank_correlation:.3f}",
+            f"{change.mean_before:.3f} → {change.mean_after:.3f}", f"{change.reward_correlation:.3f}",
             f"{change.advantage_correlation:.3f}", f"{change.sign_flips:.1%}",
         )
         for change in compared
     ]  # fmt: skip
-    return "\n".join([*aligned([HEAD, *rows]), LEGEND])
+    head = ("branch", "completions", "scored", "mean reward", "rewards", "advantages", "sign flips")
+    legend = "scored, mean reward: before and after. rewards, advantages: correlation of before and after."
+    return "\n".join([*aligned([head, *rows]), legend])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Recorded completions judged again, the record that this makes, and what it changed of rewards and advantages."""
+"""Recorded completions judged again, and what that changed of rewards and advantages."""
 
 import dataclasses
 import logging
 import math
-import shutil
-import sqlite3
 import statistics
 import tempfile
 from collections import defaultdict
@@ -16,7 +14,6 @@ from pathlib import Path
 import torch
 
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
-from salesrl_trl.ground.process import make_private
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.rag_client import ANSWER, RagBackend
 from salesrl_trl.launch.assembly import build_reward
@@ -24,12 +21,9 @@ from salesrl_trl.launch.checks.reward import check_judges, read_reward
 from salesrl_trl.launch.data.sources import columns_of
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import addresses
-from salesrl_trl.names import RUN_FILE, SETTINGS_FILE, Stage
-from salesrl_trl.record.reader import Recorded, open_record, rank_of, record_file, record_files
-from salesrl_trl.record.writer import add_verdicts, reward_columns
+from salesrl_trl.record.reader import Recorded
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.types import SALES, Action, Answer, Outcome, RequestIds, Reward, SalesRow
 from salesrl_trl.update.advantages import hybrid_advantages
 
@@ -40,8 +34,8 @@ AT_ONCE = 256  # completions that are begun together. The judge's own limits hol
 
 def rejudged(
     config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
-) -> list[tuple[Reward, CompletionRecord]]:
-    """The rewards of these completions by these settings, with what the judge said."""
+) -> list[Reward]:
+    """The rewards of these completions by these settings."""
     parts = read_reward(config, branches)
     check_judges(config, parts)
     places = {row.row_id: place for place, row in enumerate(rows)}
@@ -49,18 +43,16 @@ def rejudged(
         if config.has_chain:
             parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
         own = Path(folder)  # for the budget and the answers of this command alone
-        reward = build_reward(config, parts, rows, *urls, output_dir=own, records=True)
+        reward = build_reward(config, parts, rows, *urls, output_dir=own)
         if config.judging.mode == "group":
             logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
-            judged: list[tuple[Reward, CompletionRecord]] = []
+            judged: list[Reward] = []
             for first in range(0, len(completions), AT_ONCE):
                 part = completions[first : first + AT_ONCE]
                 batch = reward_loop.begin([asked[places[completion.row]] for completion in part])
-                result = reward_loop.result(batch, [completion.text for completion in part])
-                notes = [stages.completion_record or CompletionRecord() for stages in batch.stages]
-                judged += zip(result.rewards, notes, strict=True)
+                judged += reward_loop.result(batch, [completion.text for completion in part]).rewards
     return judged
 
 
@@ -74,46 +66,10 @@ def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packa
     numbers = {**old.functions, packaged: new.value}
     is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != packaged)
     if not old.functions or not is_known:  # another function failed: nobody knows its number now either
-        return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason, by_function=old.functions)
+        return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason)
     known = ((weight, value) for weight, value in zip(weights, numbers.values(), strict=True) if value is not None)
-    return dataclasses.replace(
-        new,
-        value=None if new.value is None else sum(weight * value for weight, value in known),
-        reference_value=None,
-        components={**old.parts, **new.components},
-        by_function=numbers,
-    )
-
-
-def write(
-    run: Path, output: Path, completions: Sequence[Recorded], judged: Sequence[tuple[Reward, CompletionRecord]],
-    advantages: Sequence[float | None],
-) -> None:  # fmt: skip
-    """A copy of the record, with these rewards, verdicts and advantages in place of the recorded ones."""
-    for number, path in enumerate(record_files(run)):
-        copy = record_file(output, rank_of(path) or 0)
-        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_private(copy)
-        with closing(open_record(path)) as original, closing(sqlite3.connect(copy)) as file:
-            original.backup(file)
-            with file:
-                for old, (reward, notes), advantage in zip(completions, judged, advantages, strict=True):
-                    if old.file != number:
-                        continue
-                    again = {
-                        name: s for name, s in reward.seconds.items() if name not in (Stage.RAG_8B, Stage.RAG_32B)
-                    }
-                    columns = reward_columns(dataclasses.replace(reward, seconds=again), notes, old.seconds)
-                    changed = ", ".join(f"{name} = ?" for name in columns)
-                    file.execute(
-                        f"UPDATE completions SET advantage = ?, {changed} WHERE id = ?",
-                        (advantage, *columns.values(), old.id),
-                    )
-                    file.execute("DELETE FROM verdicts WHERE completion = ?", (old.id,))
-                    add_verdicts(file, old.id, notes.verdicts)
-    for name in (SETTINGS_FILE, RUN_FILE):
-        if (run / name).is_file():
-            shutil.copy(run / name, output / name)
+    value = None if new.value is None else sum(weight * value for weight, value in known)
+    return dataclasses.replace(new, value=value, reference_value=None)
 
 
 class RecordedRag(RagBackend):
@@ -162,7 +118,7 @@ class ScoreChange:
     scored_after: int
     mean_before: float
     mean_after: float  # mean reward of those that were scored both times
-    rank_correlation: float  # spearman's, of these rewards, in [-1, 1]; NaN where all are equal
+    reward_correlation: float  # of these rewards, in [-1, 1]; NaN where all are equal
     advantage_correlation: float
     sign_flips: float
     """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
@@ -200,8 +156,8 @@ def advantages(
 
 def changes(
     completions: Sequence[Recorded], new: Sequence[Reward], scale: str, weight: float = 0.0
-) -> tuple[list[ScoreChange], list[float | None]]:
-    """What `new` rewards of recorded completions change: by branch, and of all at the end. With the new advantages."""
+) -> list[ScoreChange]:
+    """What `new` rewards of recorded completions change: by branch, and of all at the end."""
     before = [completion.reward for completion in completions]
     after = [reward.value for reward in new]
     made_before = advantages(completions, before, [c.reference_reward for c in completions], scale, weight)
@@ -214,7 +170,7 @@ def changes(
     }
     if len(parts) > 1:
         parts["all"] = columns
-    return [_change(name, rows) for name, rows in parts.items()], made_after
+    return [_change(name, rows) for name, rows in parts.items()]
 
 
 def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChange:
@@ -229,23 +185,18 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
         scored_after=sum(row[1] is not None for row in rows),
         mean_before=_mean(before),
         mean_after=_mean(after),
-        rank_correlation=rank_correlation(before, after),
-        advantage_correlation=rank_correlation(made_before, made_after),
+        reward_correlation=correlation(before, after),
+        advantage_correlation=correlation(made_before, made_after),
         sign_flips=_mean([float(first * second < 0) for first, second in zip(made_before, made_after, strict=True)]),
     )
 
 
-def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's rank correlation. Equal numbers share the mean of their ranks. NaN where one side does not vary."""
-    if len(left) < 2 or min(left) == max(left) or min(right) == max(right):
+def correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """NaN where one side does not vary."""
+    try:
+        return statistics.correlation(left, right)
+    except statistics.StatisticsError:
         return math.nan
-    ranks = []
-    for numbers in (left, right):
-        places = defaultdict(list)
-        for place, number in enumerate(sorted(numbers)):
-            places[number].append(place)
-        ranks.append([statistics.fmean(places[number]) for number in numbers])
-    return statistics.correlation(*ranks)
 
 
 def _mean(numbers: Sequence[float]) -> float:

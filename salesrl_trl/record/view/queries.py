@@ -20,8 +20,6 @@ Answer = dict[str, object]
 
 EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
 PAGE = 50
-READING_S = 0.5  # longest reading that one question for the state waits for
-MOST_COMPARED = 200  # rows of two runs
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
@@ -36,29 +34,18 @@ ORDERS = {
 """Key and direction. What has no such number comes last."""
 
 
-class BadQuestionError(ValueError):
-    """A question that the page does not ask."""
-
-
 def number(params: Params, name: str) -> float | None:
-    """A finite number of a question. `None` where none is given."""
+    """A finite number of a question; `None` where none is given. Raises `ValueError` for another text."""
     text = params.get(name, "").strip()
-    try:
-        value = float(text) if text else None
-    except ValueError:
-        value = math.nan
+    value = float(text) if text else None
     if value is not None and not math.isfinite(value):
-        raise BadQuestionError(f"{name} is no number")
+        raise ValueError(f"{name} is no number")
     return value
 
 
 def whole(params: Params, name: str, default: int = 0) -> int:
     value = number(params, name)
     return default if value is None else int(value)
-
-
-def _mode(params: Params) -> str:
-    return params.get("mode") or "train"
 
 
 def _condition(params: Params) -> tuple[str, list[object]]:
@@ -83,7 +70,7 @@ def _condition(params: Params) -> tuple[str, list[object]]:
 
 def state(index: Index) -> Answer:
     """Runs, and what there is to choose from, after a look at their files."""
-    index.refresh(READING_S)
+    index.refresh(longest_s=0.5)
     with index.lock:
         runs = []
         for at, path in enumerate(index.runs):
@@ -106,7 +93,7 @@ def listing(index: Index, params: Params) -> Answer:
     `ORDERS`."""
     order = params.get("order") or "step_high"
     if order not in ORDERS:
-        raise BadQuestionError(f"there is no order {order!r}")
+        raise ValueError(f"there is no order {order!r}")
     key, direction = ORDERS[order]
     with index.lock:
         sql, values = _condition(params)
@@ -146,7 +133,8 @@ def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, c
 def overview(index: Index, params: Params) -> Answer:
     """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
     with index.lock:
-        rows = index.db.execute(SQL["overview"], {"run": whole(params, "run"), "mode": _mode(params)}).fetchall()
+        asked = {"run": whole(params, "run"), "mode": params.get("mode") or "train"}
+        rows = index.db.execute(SQL["overview"], asked).fetchall()
     return {"steps": [{**dict(row), "outcomes": json.loads(row["outcomes"])} for row in rows]}
 
 
@@ -154,13 +142,12 @@ def comparison(index: Index, params: Params) -> Answer:
     """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated. `params` has `one`
     and `other`, numbers of runs, and `mode`. The answer has the `total` of rows in both, their mean `change`, how many
     got `better` and `worse`, and `rows`, those with the largest change."""
-    runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": _mode(params)}
+    runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": params.get("mode") or "train"}
     with index.lock:
         index.db.execute("DROP TABLE IF EXISTS compared")
         index.db.execute(SQL["compared"], runs)
         sums = index.db.execute(SQL["changes"]).fetchone()
-        largest = "SELECT * FROM compared ORDER BY abs(change) DESC, row LIMIT ?"
-        rows = index.db.execute(largest, (MOST_COMPARED,)).fetchall()
+        rows = index.db.execute("SELECT * FROM compared ORDER BY abs(change) DESC, row LIMIT 200").fetchall()
     return {**dict(sums), "rows": [dict(row) for row in rows]}
 
 
@@ -206,7 +193,6 @@ def completion(index: Index, name: str) -> Answer:
 
 
 def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
-    """The completions of the same prompt in the same batch, of all ranks, with their texts."""
     with index.lock:
         rows = index.db.execute(SQL["group"], {**dict(row), "run": run}).fetchall()
     return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)

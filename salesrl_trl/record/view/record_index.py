@@ -16,7 +16,6 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import address, open_record, rank_of, record_files, unpacked
 
 CHUNK = 4000  # rows that are read in one go
-CACHE_KIB = 65_536
 
 _NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.DOTALL)
 SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))  # statements by name
@@ -63,7 +62,7 @@ class Index:
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
         self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
-        self.db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+        self.db.execute("PRAGMA cache_size=-65536")
         self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(SQL["tables"])
 
@@ -76,7 +75,6 @@ class Index:
         return {(at, number): path for at, number, path in self._files()}[run, rank]
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """Run, rank and path of the files as they are now."""
         return [(at, rank_of(path) or 0, path) for at, run in enumerate(self.runs) for path in record_files(run)]
 
     def refresh(self, longest_s: float = math.inf) -> None:

@@ -18,8 +18,6 @@ from salesrl_trl.record.view.record_index import Index
 
 HOST = "127.0.0.1"
 LOOPBACK = (HOST, "localhost", "::1")
-IDLE_S = 60
-MOST_FIELDS = 40
 HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -57,7 +55,7 @@ class Viewer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Viewer
     protocol_version = "HTTP/1.1"
-    timeout = IDLE_S
+    timeout = 60  # seconds of a silent connection
     disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
 
     def handle(self) -> None:
@@ -70,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         answer: object
         try:
-            params = dict(parse_qsl(query, max_num_fields=MOST_FIELDS))
+            params = dict(parse_qsl(query, max_num_fields=40))
             answer, status = QUESTIONS[path](self.server.index, params), HTTPStatus.OK
         except KeyError:
             answer, status = {"error": "nothing is here"}, HTTPStatus.NOT_FOUND

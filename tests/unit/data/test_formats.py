@@ -109,11 +109,6 @@ def test_a_records_fields_stay_for_reward_functions_and_no_field_of_a_row_is_tak
         assert not format_.hidden & row.columns.keys()
 
 
-def test_a_repeated_record_is_left_out_and_counted(tmp_path):
-    loaded = load_records(write(tmp_path / "qa.jsonl", QA, DIALOGUE, QA), "", Form(format=HaluEval()))
-    assert (len(loaded.rows), loaded.left_out) == (2, {"repeat an earlier record": 1})
-
-
 def test_a_dialogue_that_waits_for_no_answer_is_left_out(tmp_path):
     ended = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
     loaded = load_records(write(tmp_path / "d.jsonl", DIALOGUE, ended), "", Form(format=HaluEval()))
@@ -187,11 +182,6 @@ def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, 
         caught.value
     )
     assert SECRET not in str(caught.value)
-
-
-def test_two_records_with_one_number_are_refused(load):
-    with pytest.raises(DataError, match=r"line 2, row 1 \(counted from 0\) has the id 'bbq-Religion-0' of row 0"):
-        load(BBQ(), bbq(0), bbq(0, question="Who ran?"))
 
 
 def test_a_file_whose_records_all_make_no_row_says_why(load):

@@ -42,11 +42,11 @@ def scored(value, tokens=10, is_truncated=False):
     return Scored(reward, tokens, is_truncated)
 
 
-def found(*policies, samples=2, least=0.5):
+def found(*policies, samples=2):
     """The findings of policies, each given as the values of its greedy answers and those of its sampled ones."""
     answers = [[[scored(value) for value in values] for values in policy] for policy in policies]
     names = [f"runs/{number}" for number in range(len(policies))]
-    return findings_of(names, ROWS, BRANCHES, modes(samples), answers, seed=7, least=least)
+    return findings_of(names, ROWS, BRANCHES, modes(samples), answers, seed=7)
 
 
 FIRST = ([0.2, 0.4, 0.6, 0.8], [0.1, 0.3, 0.5, "bad", 0.6, 0.8, 1.0, 0.8])
@@ -75,18 +75,6 @@ def test_a_failed_call_is_no_number_and_its_row_is_left_out_of_both_sides():
     # +0.1, -0.1 and +0.3; the first policy's 0.8 for the fourth row is not counted
     assert (difference.rows, difference.better, difference.worse) == (3, 2, 1)
     assert difference.value == pytest.approx(0.1)
-
-
-def test_what_was_scored_too_little_is_named_once():
-    assert found(FIRST, SECOND).lacking == []
-    assert found(FIRST, SECOND, least=0.6).lacking == [
-        "B greedy hallucination: 1 of 2 rows were scored",
-        "B sampled hallucination: 1 of 2 rows were scored",
-        "B - A greedy hallucination: 1 of 2 rows were scored",
-        "B - A sampled hallucination: 1 of 2 rows were scored",
-    ]
-    assert found(FIRST, SECOND, least=0.8).lacking[0] == "B greedy all: 3 of 4 rows were scored"
-    assert len(found(FIRST, SECOND, least=0.8).lacking) == 4  # and no branch of these
 
 
 def test_the_table_has_every_figure_and_says_what_it_does_not_know():
@@ -128,7 +116,6 @@ def test_a_folder_is_a_model_or_an_adapter_of_one(tmp_path):
     assert (policy_of(str(model)).path, policy_of(str(model)).adapter) == (str(model), None)
     assert (policy_of(str(adapter)).path, policy_of(str(adapter)).adapter) == (str(PACKAGED), adapter)
     assert policy_of("Qwen/Qwen2.5-7B-Instruct").path == "Qwen/Qwen2.5-7B-Instruct"
-    assert [policy_of(str(each)).is_small for each in (model, adapter, PACKAGED)] == [False, True, True]
 
 
 def test_a_folder_without_a_policy_names_those_inside(tmp_path):

@@ -2,16 +2,16 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 from datasets import Dataset
-from support.answers import INVALID, WrittenSubject, answered, one_rank
+from support.answers import INVALID, WrittenSubject, answered, one_rank, quick_evaluations
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.evaluation.quick import QuickEvaluator, sample
-from salesrl_trl.telemetry.timeline import Timeline
+from salesrl_trl.launch.evaluation.quick import sample
 
 ROWS = [{"prompt": "", "row": place} for place in range(2)]
 
@@ -22,28 +22,20 @@ def script(fairness, hallucination):
 
 
 @pytest.fixture
-def evaluator(tmp_path, caplog):
+def evaluator(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="salesrl_trl")
 
     def build(subject, ranks=None, **settings):
-        settings = {"steps": 2, "best": "worst_branch", **settings}
-        made = QuickEvaluator(
-            subject,
-            ROWS,
-            branches=("fairness", "hallucination"),
-            settings=QuickEvalSettings(**settings),
-            output_dir=tmp_path,
-            least_scored=0.5,
-            ranks=ranks or one_rank(),
-            timeline=Timeline(),
-        )
+        settings = QuickEvalSettings(**{"steps": 2, "best": "worst_branch", **settings})
+        made = quick_evaluations(monkeypatch, subject, tmp_path, settings, ranks, ROWS)
 
         def run(first, last):
-            made.run_begins(first)
+            subject.step = first
+            made.load_state_dict({})
             for step in range(first, last + 1):
                 subject.step = step
                 if step:
-                    made.evaluate_if_due(step)
+                    made.after_step(step)
 
         return run
 
@@ -176,23 +168,24 @@ def test_a_best_policy_that_cannot_be_saved_leaves_the_one_before_as_the_one_to_
 class Meeting:
     """Two ranks, one after the other: what the main one handed out is there when the second one asks."""
 
-    def __init__(self):
-        self.handed_out = []
+    def __init__(self, monkeypatch):
+        self._patch = partial(monkeypatch.setattr, "salesrl_trl.launch.evaluation.quick.broadcast_object_list")
+        self._handed_out = []
 
     def main(self):
-        return one_rank(count=2, from_main=self._hand_out)
+        self._patch(lambda values: self._handed_out.append(values) or values)
+        return one_rank(count=2)
 
     def second(self):
-        waiting = iter(self.handed_out)
-        return one_rank(count=2, index=1, from_main=lambda _: next(waiting))
-
-    def _hand_out(self, value):
-        self.handed_out.append(value)
-        return value
+        waiting = iter(self._handed_out)
+        self._patch(lambda _: next(waiting))
+        return one_rank(count=2, index=1)
 
 
-def test_another_rank_saves_its_part_and_neither_renames_nor_writes_nor_speaks(evaluator, tmp_path, caplog):
-    meeting, subject = Meeting(), WrittenSubject(RISING)
+def test_another_rank_saves_its_part_and_neither_renames_nor_writes_nor_speaks(
+    evaluator, tmp_path, caplog, monkeypatch
+):
+    meeting, subject = Meeting(monkeypatch), WrittenSubject(RISING)
     evaluator(WrittenSubject(RISING), ranks=meeting.main())(0, 2)
     caplog.clear()
     before = (tmp_path / "quick_eval.jsonl").stat().st_mtime_ns
@@ -203,9 +196,9 @@ def test_another_rank_saves_its_part_and_neither_renames_nor_writes_nor_speaks(e
     assert subject.logged[2]["quick_eval/reward"] == pytest.approx(0.55)
 
 
-def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator):
+def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator, monkeypatch):
     """A figure that each rank computes otherwise must not have one rank save, which waits for the others."""
-    meeting = Meeting()
+    meeting = Meeting(monkeypatch)
 
     class OfThisRank:
         name, form = "mine", ".2f"
@@ -217,11 +210,11 @@ def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator):
             return next(self._values)
 
     saved = []
-    for ranks, values in ((meeting.main(), [0.1] * 9), (meeting.second(), [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
+    for ranks, values in ((meeting.main, [0.1] * 9), (meeting.second, [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
         subject = WrittenSubject(RISING)
         save, step = subject.save, []
         subject.save = lambda folder, save=save, step=step, subject=subject: step.append(subject.step) or save(folder)
-        evaluator(subject, ranks=ranks, best="mine", figures=(OfThisRank(values),))(0, 6)
+        evaluator(subject, ranks=ranks(), best="mine", figures=(OfThisRank(values),))(0, 6)
         saved.append(step)
     assert saved == [[2], [2]]
 

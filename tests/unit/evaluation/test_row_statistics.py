@@ -43,14 +43,6 @@ def test_rows_that_do_not_differ_have_no_interval(values):
     assert mean_of(values).interval is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "total", "least", "lacks"),
-    [(0, 0, 0.5, False), (0, 4, 0.0, True), (1, 4, 0.5, True), (2, 4, 0.5, False), (4, 4, 1.0, False)],
-)
-def test_too_few_rows_are_those_below_the_share_or_none_at_all(rows, total, least, lacks):
-    assert mean_of([0.5] * rows + [NAN] * (total - rows)).lacks(least) == lacks
-
-
 def test_a_difference_is_taken_row_by_row_over_rows_that_both_have():
     found = difference_of([0.1, 0.5, 0.9, NAN, 0.4], [0.3, 0.9, 0.8, 0.7, NAN])
     # changes +0.2, +0.4, -0.1: mean 1/6, squared deviations 0.00111 + 0.05444 + 0.07111 = 0.12667, variance 0.06333,

@@ -1,11 +1,9 @@
 """A recorded run judged again: the same judge changes nothing, another one what it should. The copy is a record."""
 
-import asyncio
 import itertools
 import json
 import math
 import sqlite3
-import stat
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,17 +24,11 @@ from salesrl_trl.record.rejudge.__main__ import main, text_of
 from salesrl_trl.record.rejudge.rejudging import (
     advantages,
     changes,
+    correlation,
     of_all_functions,
-    rank_correlation,
     rejudged,
-    write,
 )
-from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Sample
-from salesrl_trl.reward.functions import reward_of
-from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.types import Outcome, Reward, SalesRow
 from salesrl_trl.update.advantages import hybrid_advantages
@@ -94,27 +86,20 @@ def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(service
     with caplog.at_level("INFO"):
         found = rejudged(config(services, judge_mode="group"), completions, rows, BRANCHES)
     assert "`judge_mode: group` is left aside: each completion is judged again by a call of its own" in caplog.text
-    assert [reward.value for reward, _ in found] == [each.reward for each in completions]
-    assert [notes.verdicts for _, notes in found] == [each.verdicts for each in completions]
+    assert [reward.value for reward in found] == [each.reward for each in completions]
     assert {name: services.calls[name] - asked[name] for name in ("8b", "32b")} == {"8b": 0, "32b": 0}
 
 
-def test_another_judge_changes_ranks_and_the_copy_is_a_record_of_its_own(services, rows, run, tmp_path):
+def test_another_judge_changes_what_it_should(services, rows, run):
     completions = [*recorded(run)]
     services.functions["judge"] = lambda request: (
         (500, "down") if "Python price" in request.json["messages"][-1]["content"] else (200, services_verdict(0.6))
     )
     found = rejudged(config(services, max_attempts=1), completions, rows, BRANCHES)
-    assert [reward.value for reward, _ in found] == [None, 0.0, 0.6, 0.6] * 2
-    write(run, tmp_path / "again", completions, found, [0.25] * 8)
-    again = [*recorded(tmp_path / "again")]
-    assert [(each.reward, each.advantage) for each in again] == [(r, 0.25) for r in (None, 0.0, 0.6, 0.6) * 2]
-    assert [each.answer for each in again] == [each.answer for each in completions]
-    assert again[2].verdicts["judge"].candidate == 0.6
-    assert [each.reward for each in recorded(run)] == [each.reward for each in completions]
+    assert [reward.value for reward in found] == [None, 0.0, 0.6, 0.6] * 2
 
 
-def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes_them(services, rows, run, tmp_path):
+def test_the_new_numbers_stand_among_those_of_other_functions(services, rows, run):
     """The reward is 1 x the packaged one + 2 x a function of the user's own, which failed for the second completion
     and does not apply to the third."""
     before = [0.3, 0.0, None, 0.9]
@@ -130,25 +115,11 @@ def test_the_new_numbers_stand_among_those_of_other_functions_and_a_replay_takes
     completions = [*recorded(run)]
     services.functions["judge"] = lambda request: (200, services_verdict(0.6))
     judged = rejudged(config(services), completions, rows, BRANCHES)
-    assert [reward.value for reward, _ in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
-    found = [
-        (of_all_functions(old, new, [1.0, 2.0]), notes) for old, (new, notes) in zip(completions, judged, strict=True)
-    ]
+    assert [reward.value for reward in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
+    found = [of_all_functions(old, new, [1.0, 2.0]) for old, new in zip(completions, judged, strict=True)]
     # 0.6 + 2 x 0.25; nobody knows the failed number; nor whether it failed or did not apply; 0.6 + 2 x 0.5
-    expected = [pytest.approx(1.1), None, None, pytest.approx(1.6)]
-    assert [reward.value for reward, _ in found[:4]] == expected
-    assert [reward.reason for reward, _ in found[1:3]] == ["was 1", "was 2"]
-    write(run, tmp_path / "again", completions, found, [0.25] * 8)
-    names = ("sales", "own")
-    rewards = [reward_of(named(name)) for name in names]
-    replay = ReplayReward(MixedReward(rewards, [1.0, 2.0]), tmp_path / "again", "fail")
-    row = {"prompt": "p", "row": 0, "id": "r1"}
-    scored = [asyncio.run(replay.score(Sample(row=row, completion=text), StageTimes("x"))) for text in TEXTS]
-    assert [each.value for each in scored] == expected
-    result = BatchResult(rewards=tuple(scored), report=NOTHING_SCORED)
-    assert result.column("sales") == [0.6, None, None, 0.6]  # what TRL weighs
-    assert result.column("own") == [0.25, None, None, 0.5]
-    assert stat.S_IMODE(record_file(tmp_path / "again", 0).stat().st_mode) == 0o600
+    assert [reward.value for reward in found[:4]] == [pytest.approx(1.1), None, None, pytest.approx(1.6)]
+    assert [reward.reason for reward in found[1:3]] == ["was 1", "was 2"]
 
 
 def test_a_judge_without_a_rag_service_judges_its_completions_again(services):
@@ -159,17 +130,8 @@ def test_a_judge_without_a_rag_service_judges_its_completions_again(services):
     )
     completions = [SimpleNamespace(row=f"r{n}", text=text) for n, text in ((1, "refund"), (2, "no idea"), (1, " "))]
     found = rejudged(settings, completions, rows, ["all"])
-    assert [reward.value for reward, _ in found] == [0.9, 0.9, 0.0]  # the prompt asks for a refund
-    assert [reward.components.get("reference") for reward, _ in found] == [0.5, 0.5, None]
-    assert [len(notes.verdicts) for _, notes in found] == [1, 1, 0]
-
-
-def named(name):
-    def function(completions, **_):
-        raise AssertionError("it was asked")
-
-    function.__name__ = name
-    return function
+    assert [reward.value for reward in found] == [0.9, 0.9, 0.0]  # the prompt asks for a refund
+    assert [reward.components.get("reference") for reward in found] == [0.5, 0.5, None]
 
 
 def test_other_weights_are_applied_to_the_same_verdicts(services, rows, run):
@@ -177,8 +139,8 @@ def test_other_weights_are_applied_to_the_same_verdicts(services, rows, run):
     completions = [*recorded(run)]
     found = rejudged(config(services, branch_reward_weights=weights), completions, rows, BRANCHES)
     first = completions[0].parts
-    assert found[0][0].value == pytest.approx(0.5 * first["judge"] + 0.5 * first["retrieval"])
-    assert found[4][0].value == completions[4].reward
+    assert found[0].value == pytest.approx(0.5 * first["judge"] + 0.5 * first["retrieval"])
+    assert found[4].value == completions[4].reward
 
 
 def groups(rewards, size=4):
@@ -201,17 +163,16 @@ def test_advantages_are_those_of_training():
     assert advantages(of, rewards, [None] * 7, "none")[:4] == [0.5, -0.5, 0.0, None]
 
 
-def test_ranks_correlate_by_branch_and_flips_are_counted():
+def test_rewards_correlate_by_branch_and_flips_are_counted():
     new = [Reward(outcome=Outcome.OK, value=value) for value in (0.1, 0.2, 0.3, 0.4, 0.4, 0.3, 0.2, 0.1)]
-    (same, reverse, both), after = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, "none")
-    assert after == pytest.approx([-0.15, -0.05, 0.05, 0.15, 0.15, 0.05, -0.05, -0.15])
-    assert (same.branch, same.rank_correlation, same.sign_flips) == ("fairness", 1.0, 0.0)
-    assert (reverse.rank_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
+    same, reverse, both = changes(groups([0.1, 0.2, 0.3, 0.4] * 2), new, "none")
+    assert (same.branch, same.reward_correlation, same.sign_flips) == ("fairness", pytest.approx(1.0), 0.0)
+    assert (reverse.reward_correlation, reverse.sign_flips) == (pytest.approx(-1.0), 1.0)
     assert both.completions == 8
-    assert rank_correlation([1, 2, 2, 4], [1, 3, 3, 9]) == pytest.approx(1.0)
-    assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
-    assert math.isnan(rank_correlation([1, 1], [1, 2]))
-    assert "hallucination" in text_of([same, replace(reverse, rank_correlation=math.nan), both])
+    assert correlation([1, 2, 2, 4], [2, 4, 4, 8]) == pytest.approx(1.0)
+    assert correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    assert math.isnan(correlation([1, 1], [1, 2]))
+    assert "hallucination" in text_of([same, replace(reverse, reward_correlation=math.nan), both])
 
 
 def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, tmp_path, capsys):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -11,9 +12,16 @@ from support.scripted import settings, steps_of
 
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 from salesrl_trl.names import REWARD_EXPOSED, REWARD_SECONDS, STALENESS_MAX, STEP_SECONDS
-from salesrl_trl.parts.lookahead import LookaheadControl
+from salesrl_trl.parts.lookahead import LookaheadPart
 
 COMPUTE_S, GENERATION_S = 2.2, 0.7
+
+
+def control_of(first, most):
+    part = LookaheadPart()
+    args = SimpleNamespace(rollout_lookahead=first, most_lookahead=most)
+    part.connect(SimpleNamespace(args=args, least_lookahead=0, pipeline=None))
+    return part
 
 
 class Simulated:
@@ -50,13 +58,13 @@ def slow(median, sigma=0.25, seed=0):
     ids=["instant", "2 s", "9 s", "more than may be"],
 )
 def test_the_number_is_the_least_with_which_training_hardly_waits(rewards_s, numbers):
-    run = Simulated(LookaheadControl(0, 8), rewards_s).steps(120)
+    run = Simulated(control_of(0, 8), rewards_s).steps(120)
     assert set(run.numbers[60:]) <= numbers
     assert sum(run.waits[60:]) < 0.06 * 60 * COMPUTE_S or run.numbers[-1] == 8
 
 
 def test_a_service_that_becomes_slower_or_quicker_is_followed():
-    control = LookaheadControl(0, 8)
+    control = control_of(0, 8)
     run = Simulated(control, slow(3.0)).steps(60)
     before = control.number
     run.rewards_s = slow(9.0)
@@ -68,13 +76,13 @@ def test_a_service_that_becomes_slower_or_quicker_is_followed():
 
 
 def test_a_number_that_was_too_small_is_not_tried_over_and_over():
-    run = Simulated(LookaheadControl(0, 8), slow(9.0, sigma=0.1)).steps(400)
+    run = Simulated(control_of(0, 8), slow(9.0, sigma=0.1)).steps(400)
     moves = sum(one != other for one, other in itertools.pairwise(run.numbers))
     assert moves <= 6
 
 
 def test_without_figures_nothing_moves():
-    control = LookaheadControl(2, 4)
+    control = control_of(2, 4)
     for _ in range(20):
         assert control.next({STEP_SECONDS: 2.0}) == 2
         assert control.next({STEP_SECONDS: 2.0, REWARD_EXPOSED: math.nan, REWARD_SECONDS: math.nan}) == 2

@@ -17,7 +17,6 @@ from salesrl_trl.judged.budget import (
 from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
-from salesrl_trl.parts.step_lines import spent
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.types import JudgeRecord, Outcome, Reward
@@ -144,9 +143,6 @@ LIMITS = (
 
 
 def test_what_was_spent_is_said_where_there_is_a_budget():
-    assert spent({"budget/calls": 1234.0, "budget/usd": 0.417}) == "spent 1,234 calls, 0.42 USD"
-    assert spent({"budget/calls": 9.0, "budget/usd": 0.0031}) == "spent 9 calls, 0.0031 USD"
-    assert spent({"reward": 1.0}) == ""
     account = Account(services={"judge_a": Spent(calls=1000, usd=0.42)}, refused={"max_calls": 1000.0})
     assert reported(account, account.reached(LIMITS)) == (
         "1,000 calls, 0.42 USD were spent; reached: `max_calls` 1,000"

@@ -54,7 +54,7 @@ def test_questions_without_an_answer_have_a_status_and_a_message(viewer):
     assert asked(viewer, "api/completion", id="7-0-1")[0] == 404
     assert asked(viewer, "api/nothing")[0] == asked(viewer, "nothing")[0] == 404
     status, _, body = asked(viewer, "api/list", reward_min="much")
-    assert (status, body["error"]) == (400, "reward_min is no number")
+    assert status == 400 and "much" in body["error"]
 
 
 def test_the_page_may_run_its_own_script_and_ask_its_own_server_alone(viewer):
