@@ -9,13 +9,11 @@ scenarios in memory, without a server.
 """
 
 import asyncio
-import email.utils
 import json
 import math
 import random
 import re
 import sys
-import time
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
@@ -155,14 +153,11 @@ class Scenarios:
         self.refuse(transport, status, Location=self.settings["location"])
 
     async def overloaded_once(self, path, transport, body):
-        """The first request is turned away; `headers` may hold {"date": seconds from now}."""
+        """The first request is turned away."""
         if self.stats["requests"] > 1:
             self.ok(path, transport, body)
             return
-        headers = dict(self.settings["headers"])
-        if "date" in headers:
-            headers = {"Retry_After": email.utils.formatdate(time.time() + headers["date"], usegmt=True)}
-        self.refuse(transport, self.settings.get("status", 429), **headers)
+        self.refuse(transport, self.settings.get("status", 429), **self.settings["headers"])
 
     async def down(self, path, transport, body):
         """500 for the first `failures` requests, each after `seconds`. Then the service is well."""
@@ -187,23 +182,11 @@ class Scenarios:
         else:
             self.ok(path, transport, body)
 
-    async def comes_back_shedding(self, path, transport, body):
-        """The service is down, then overloaded once, then well."""
-        if self.stats["requests"] <= self.settings["failures"]:
-            self.refuse(transport, 500)
-        elif self.stats["requests"] == self.settings["failures"] + 1:
-            self.refuse(transport, 429, Retry_After="0.3")
-        else:
-            self.ok(path, transport, body)
-
     async def latency(self, path, transport, body):
         """The end of the path decides the seconds. With `sigma` they are the median of a log-normal draw, which is the
-        same for the same item (`item-123` in the body). The first `quick` requests take half a second."""
+        same for the same item (`item-123` in the body)."""
         end, median = next(each for each in self.settings["seconds"].items() if path.endswith(each[0]))
-        if self.stats["requests"] <= self.settings.get("quick", 0):
-            await asyncio.sleep(0.5)
-        else:
-            await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
+        await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
         self.ok(path, transport, body)
 
 
