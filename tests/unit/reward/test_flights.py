@@ -98,7 +98,7 @@ def test_refusals_that_come_with_load_lower_the_limit_and_growth_is_slow_from_th
     assert limit.slots == 13  # 12.8 and 13 answers of about 1/13
 
 
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("share", [0.02, 0.2])
 def test_refusals_at_random_leave_the_limit_where_it_is_whatever_the_load(share):
     lowered = 0
     for seed in range(40):
@@ -130,14 +130,10 @@ def test_one_burst_of_overloads_lowers_the_limit_once():
     assert limit.slots == 16
 
 
-def test_without_anybody_waiting_there_is_nothing_to_grow_for():
-    limit = AdaptiveLimit(8, 100)
-    answer(limit, 50, waiting=0)
-    assert limit.slots == 8
-
-
-def test_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
+def test_without_anybody_waiting_and_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
     limit = AdaptiveLimit(20, 100)
+    answer(limit, 50, waiting=0)
+    assert limit.slots == 20
     refuse_above(20, limit, times=4)
     answer(limit, 100, waiting=38)  # less than three rounds of 12.8
     assert limit.slots == 12

@@ -23,8 +23,8 @@ def score(services, completions, providers=None, answer=None):
 
 
 def in_actions():
-    """Every injection in every field of an action."""
-    return [action(**{field: text}) for text in TEXTS for field in ("query", "profile", "summary")]
+    """Every injection in a field of an action, each field in turn: a judge sees all three in one section."""
+    return [action(**{("query", "profile", "summary")[place % 3]: text}) for place, text in enumerate(TEXTS)]
 
 
 def forged(rewards):
@@ -84,7 +84,7 @@ def test_a_judge_that_quotes_before_it_judges_is_heard(services):
     says(services, quotes_then_judges)
     rewards = score(services, in_actions(), BY_TEXT)
     assert {reward.value for reward in rewards if reward.outcome is Outcome.OK} == {VERDICT["candidate"]}
-    assert sum(reward.outcome is Outcome.OK for reward in rewards) > 500
+    assert sum(reward.outcome is Outcome.OK for reward in rewards) > 0.9 * len(TEXTS)
 
 
 @pytest.mark.parametrize("talk", [parrot, quotes_then_judges, judges_then_quotes, copies_the_last_object])
