@@ -1,12 +1,11 @@
 """Judge providers: their order, repeats, cost and rubrics. Services are in memory, and time is virtual."""
 
-import asyncio
 import itertools
 import json
 
 import pytest
-from support.in_memory import Reply, Services, score_batch
-from support.loopback import ANSWER, VERDICT, action, build_reward, chat_completion, row, sign
+from support.in_memory import Services, score_batch
+from support.loopback import VERDICT, action, build_reward, chat_completion, row
 
 from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
@@ -136,32 +135,6 @@ def test_a_slow_provider_that_leaves_response_formats_empty_is_asked_by_text_by_
     services.functions["judge"] = slowly
     reward = score_many(1, timeout_s=2.7, attempts=4, deadline_s=30.0)
     assert reward.rewards[0].value == 0.75
-
-
-def test_one_answer_that_is_no_verdict_does_not_have_another_completion_judged_by_text(network):
-    """The other one's judge is asked while the first is being asked again, by text."""
-    asked_by_text, other_asked = asyncio.Event(), asyncio.Event()
-
-    class InTurn(Services):
-        async def _respond(self, request):
-            if request.path.endswith("8b"):
-                query = request.json["rewritten_query"]
-                assert query == "q0" or await asked_by_text.wait()
-                return Reply(json.dumps({**ANSWER, "answer": f"About {query}."}).encode())
-            if request.path.endswith("32b"):
-                return Reply(b"{}", 500)
-            verdict = "I refuse."
-            if "About q1." in request.json["messages"][1]["content"]:
-                other_asked.set()
-                verdict = json.dumps(VERDICT) if "response_format" in request.json else verdict
-            elif "response_format" not in request.json:
-                asked_by_text.set()
-                await other_asked.wait()
-            return Reply(json.dumps(sign(chat_completion(verdict), request.json)).encode())
-
-    reward = build_reward(InTurn(network).url, [row()], timeout_s=60.0, deadline_s=60.0)
-    result = score_batch(reward, [action(query="q0"), action(query="q1")])
-    assert [each.reason for each in result.rewards] == ["judge_not_json", ""]
 
 
 def test_a_provider_held_to_the_schema_is_not_asked_by_text(score_many, services):
