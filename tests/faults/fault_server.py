@@ -1,11 +1,7 @@
-"""A loopback HTTP server that misbehaves on demand. It is a process of its own, so that a test can measure the CPU and
-the memory of the client alone:
+"""A loopback HTTP server that misbehaves on demand, in a process of its own: a test measures the client alone.
 
-    python tests/faults/fault_server.py '{"kind": "slots", "slots": 16, "seconds": 0.3}'
-
-It prints its port as one line and serves until its stdin closes. Each scenario is a method that gets a request and
-writes the answer. `GET /_stats` returns how many requests came and how they ended. `conftest.py` also plays the
-scenarios in memory, without a server.
+It prints its port as one line and serves until its stdin closes. `GET /_stats` returns how many requests came and how
+they ended. `conftest.py` also plays the scenarios in memory, without a server.
 """
 
 import asyncio
@@ -97,13 +93,6 @@ class Scenarios:
         if self.stats["ok"] < self.settings.get("after", 0):
             return self.ok(path, transport, body)
         self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
-
-    async def now_and_then(self, path, transport, body):
-        """Refuses a share of the requests, at random."""
-        if self.random.random() < self.settings["share"]:
-            self.refuse(transport, self.settings["status"])
-        else:
-            self.ok(path, transport, body)
 
     async def some(self, path, transport, body):
         """A share of the requests, at random, meets one of the scenarios `others`. In memory alone, `good` makes the

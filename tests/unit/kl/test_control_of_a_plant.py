@@ -11,7 +11,7 @@ from benchmarks.kl_plant import TARGETS, run
 from benchmarks.kl_simulate import courses, fresh, in_band, too_high, undershoot
 from salesrl_trl.kl.law import AdaptiveLaw
 
-RUNS = 60
+RUNS = 30
 WINDOWS = 60
 
 
