@@ -1,6 +1,4 @@
-"""The reward chain in a child process, over real HTTP. Where a test does not look at the process itself, the child is a
-thread that does the same: it starts at once.
-"""
+"""The reward chain in a child process, over real HTTP."""
 
 import asyncio
 import gc
@@ -14,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -71,19 +68,6 @@ def services(httpserver):
     services.let_go.set()
 
 
-class InThread:
-    """Takes the place of `subprocess.Popen` in `remote`: a thread with an event loop of its own."""
-
-    def __init__(self, command, *, pass_fds, **_):
-        descriptor = os.dup(pass_fds[0])  # the caller closes the other one, as it does after a fork
-        self._thread = threading.Thread(target=lambda: asyncio.run(remote_module.serve(descriptor)))
-        self._thread.start()
-
-    def wait(self):
-        self._thread.join()
-        return 0
-
-
 class OnItsLoop:
     """A reward in a child, on its loop as a trainer has it, with what a test asks of both."""
 
@@ -124,17 +108,8 @@ class OnItsLoop:
 
 
 @pytest.fixture
-def remote(remote_process, monkeypatch):
-    """As `remote_process`, but that the child is a thread."""
-    stand_in = SimpleNamespace(Popen=InThread, DEVNULL=None)
-    monkeypatch.setattr(remote_module, "subprocess", stand_in)
-    return remote_process
-
-
-@pytest.fixture
 def remote_process(services, monkeypatch):
-    """A chain in a child process: `remote_process(rows, **settings of build_reward)`. Complaints of its loop are
-    errors."""
+    """A chain in a child: `remote_process(rows, **settings of build_reward)`. Complaints of its loop are errors."""
     built = []
 
     def build(rows=None, chain=None, **settings):
@@ -251,8 +226,10 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
 # While it goes on
 
 
-def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(services, remote):
-    reward = remote(deadline_s=LONG_S, timeout_s=LONG_S)  # the child alone would go on
+def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(
+    services, remote_process
+):
+    reward = remote_process(deadline_s=LONG_S, timeout_s=LONG_S)  # the child alone would go on
     reward.loop.warm_up()
     services.hangs.add("8b")
     services.asked["judge"].clear()
@@ -273,9 +250,9 @@ def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_
     assert services.calls["judge"] == 1  # of the other one
 
 
-def test_a_waiting_person_reads_what_the_child_does(services, remote, often_looked_at):
+def test_a_waiting_person_reads_what_the_child_does(services, remote_process, often_looked_at):
     often_looked_at(0.1)
-    reward = remote(**LONG)
+    reward = remote_process(**LONG)
     services.hangs.add("judge")
     texts = [action(query="a"), "hello", action(query="b")]
     batch = reward.begun(*texts)
@@ -422,6 +399,10 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_without_torch(services, remote_process):
     reward = remote_process()
     reward.values(ACTION)
+    # What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it.
+    ours = reward.child.channel._writer.get_extra_info("socket")
+    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
+    assert not os.get_inheritable(ours.fileno())
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
     assert services.asked["judge"][0].headers["Authorization"] == "Bearer judge-secret"
     child = Path(f"/proc/{reward.process.pid}")
@@ -435,12 +416,3 @@ def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_witho
     hidden = {f"{name}={value}".encode() for name, value in NO_ACCELERATOR.items()}
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
     assert "python" in (maps := (child / "maps").read_text()) and "libtorch" not in maps
-
-
-def test_nobody_else_can_speak_to_the_child(services, remote):
-    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
-    reward = remote()
-    reward.values(ACTION)
-    ours = reward.child.channel._writer.get_extra_info("socket")
-    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
-    assert not os.get_inheritable(ours.fileno())
