@@ -128,8 +128,7 @@ def test_a_coefficient_stays_within_its_bounds():
 
 
 def test_without_a_least_coefficient_one_that_fell_for_long_comes_back():
-    """The KL lies far below its band for 3,000 windows, and a factor of 2 a window would leave no number of more than
-    0. Then it is too high: from 1e-9 to 0.1 a factor of 1e8 is missing, which is 27 doublings."""
+    """From 1e-9 to 0.1 a factor of 1e8 is missing, which is 27 doublings."""
     target = KLTarget(beta=0.1, low=0.02, high=0.08, beta_min=0.0)
     branch = BranchController("fairness", target, AdaptiveLaw(), EVERY_STEP)
     branch.observe(0.04, 1)  # a fresh policy's first rise is over
