@@ -159,17 +159,6 @@ def test_a_hollow_answer_is_the_actions_fault_and_no_judge_sees_it(score, servic
     assert services.calls["judge"] == 0
 
 
-def test_what_is_not_scored_by_the_deadline_is_missing_with_its_seconds_and_the_rest_is_kept(
-    score, services, spans_in_virtual_time
-):
-    services.answers["judge"] = [(200, chat_completion(json.dumps(VERDICT)), {}, delay_s) for delay_s in (0, 9)]
-    rewards = score([action(query="a"), action(query="b"), "hello"], deadline_s=2.5).rewards
-    outcomes = sorted((reward.outcome.value, reward.reason) for reward in rewards)
-    assert outcomes == [("infra", "deadline"), ("invalid_action", "not_json"), ("ok", "")]
-    [late] = [reward for reward in rewards if reward.outcome is Outcome.INFRA]
-    assert late.seconds == pytest.approx({"parse": 0.0, "rag_8b": 0.0, "rag_32b": 0.0, "judge": 2.5})
-
-
 def test_nothing_secret_and_nothing_a_customer_said_is_logged(score, services, caplog):
     services.set("8b", {"error": "rag-secret I'm a nurse"}, status=401)
     with caplog.at_level("DEBUG", logger="salesrl_trl"), caplog.at_level("INFO"):

@@ -396,13 +396,18 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_without_torch(services, remote_process):
+def test_nobody_else_can_speak_to_the_child(services, remote_process):
+    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
     reward = remote_process()
-    reward.values(ACTION)
-    # What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it.
+    reward.values("hello")
     ours = reward.child.channel._writer.get_extra_info("socket")
     assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
     assert not os.get_inheritable(ours.fileno())
+
+
+def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_without_torch(services, remote_process):
+    reward = remote_process()
+    reward.values(ACTION)
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
     assert services.asked["judge"][0].headers["Authorization"] == "Bearer judge-secret"
     child = Path(f"/proc/{reward.process.pid}")
