@@ -124,7 +124,7 @@ class SalesGRPOTrainer(SavingTrainer):
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
-            super().__init__(model, rewards.functions, args, *more, **kwargs)
+            super().__init__(model, [*rewards.functions], args, *more, **kwargs)  # to which TRL may add
         if (args.record or components.reward.is_replay) and not has_more:  # an environment may not know the column
             self.train_dataset = with_ids(self.train_dataset)
             self.eval_dataset = with_ids(self.eval_dataset, "held-out")

@@ -13,7 +13,6 @@ from faults.fault_server import Scenarios
 from multidict import CIMultiDict
 from support import virtual_time
 from support.in_memory import Network, Reply, hang_up
-from support.loopback import row
 
 from salesrl_trl.service.http import HttpClient
 from salesrl_trl.service.transport import Transport
@@ -128,8 +127,3 @@ def call_all():
         return run(all_of_them())
 
     return call
-
-
-@pytest.fixture
-def rows():
-    return [row(f"r{index}", ("fairness", "hallucination")[index % 2]) for index in range(8)]

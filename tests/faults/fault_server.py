@@ -1,21 +1,15 @@
-"""A loopback HTTP server that misbehaves on demand. It is a process of its own, so that a test can measure the CPU and
-the memory of the client alone:
+"""A loopback HTTP server that misbehaves on demand, in a process of its own: a test measures the client alone.
 
-    python tests/faults/fault_server.py '{"kind": "slots", "slots": 16, "seconds": 0.3}'
-
-It prints its port as one line and serves until its stdin closes. Each scenario is a method that gets a request and
-writes the answer. `GET /_stats` returns how many requests came and how they ended. `conftest.py` also plays the
-scenarios in memory, without a server.
+It prints its port as one line and serves until its stdin closes. `GET /_stats` returns how many requests came and how
+they ended. `conftest.py` also plays the scenarios in memory, without a server.
 """
 
 import asyncio
-import email.utils
 import json
 import math
 import random
 import re
 import sys
-import time
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
@@ -100,13 +94,6 @@ class Scenarios:
             return self.ok(path, transport, body)
         self.refuse(transport, self.settings["status"], self.settings.get("body"), **self.settings.get("headers", {}))
 
-    async def now_and_then(self, path, transport, body):
-        """Refuses a share of the requests, at random."""
-        if self.random.random() < self.settings["share"]:
-            self.refuse(transport, self.settings["status"])
-        else:
-            self.ok(path, transport, body)
-
     async def some(self, path, transport, body):
         """A share of the requests, at random, meets one of the scenarios `others`. In memory alone, `good` makes the
         answer of the rest: `good(path, body)`."""
@@ -155,14 +142,11 @@ class Scenarios:
         self.refuse(transport, status, Location=self.settings["location"])
 
     async def overloaded_once(self, path, transport, body):
-        """The first request is turned away; `headers` may hold {"date": seconds from now}."""
+        """The first request is turned away."""
         if self.stats["requests"] > 1:
             self.ok(path, transport, body)
             return
-        headers = dict(self.settings["headers"])
-        if "date" in headers:
-            headers = {"Retry_After": email.utils.formatdate(time.time() + headers["date"], usegmt=True)}
-        self.refuse(transport, self.settings.get("status", 429), **headers)
+        self.refuse(transport, self.settings.get("status", 429), **self.settings["headers"])
 
     async def down(self, path, transport, body):
         """500 for the first `failures` requests, each after `seconds`. Then the service is well."""
@@ -187,23 +171,11 @@ class Scenarios:
         else:
             self.ok(path, transport, body)
 
-    async def comes_back_shedding(self, path, transport, body):
-        """The service is down, then overloaded once, then well."""
-        if self.stats["requests"] <= self.settings["failures"]:
-            self.refuse(transport, 500)
-        elif self.stats["requests"] == self.settings["failures"] + 1:
-            self.refuse(transport, 429, Retry_After="0.3")
-        else:
-            self.ok(path, transport, body)
-
     async def latency(self, path, transport, body):
         """The end of the path decides the seconds. With `sigma` they are the median of a log-normal draw, which is the
-        same for the same item (`item-123` in the body). The first `quick` requests take half a second."""
+        same for the same item (`item-123` in the body)."""
         end, median = next(each for each in self.settings["seconds"].items() if path.endswith(each[0]))
-        if self.stats["requests"] <= self.settings.get("quick", 0):
-            await asyncio.sleep(0.5)
-        else:
-            await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
+        await asyncio.sleep(seconds_of(end, median, self.settings.get("sigma", 0.0), body))
         self.ok(path, transport, body)
 
 

@@ -1,10 +1,5 @@
-"""A loopback RAG service and judge that mix up their replies, and the ledger of their true numbers.
-
-    PYTHONPATH=tests python tests/faults/mixed_up.py '{"share": 0.05, "faults": ["stale", "swap"]}'
-
-Every number is a function of its item or row (`truth`), so a test can compare every number of a reward with the true
-one. A share of the replies, `share`, has one of `FAULTS` each. `GET /_stats` returns how many of each there were.
-"""
+"""A loopback RAG service and judge that mix up their replies. Every number is a function of its item or row (`truth`).
+A share of the replies, `share`, has one of `FAULTS` each. `GET /_stats` returns how many of each there were."""
 
 import asyncio
 import json

@@ -22,7 +22,7 @@ from salesrl_trl.ground.fencing import make_nonce, read_sections
 from salesrl_trl.types import Outcome
 
 GROUP, WAVE = 8, 496
-GROUPS = int(os.environ.get("CHAOS_GROUPS", "500"))
+GROUPS = int(os.environ.get("CHAOS_GROUPS", "250"))
 PROVIDERS = {"first": 2.0, "second": 1.0, "last": 0.0}
 CRITERIA = [{"text": "is right", "weight": 1.0}, {"text": "is polite", "weight": 3.0, "name": "polite"}]
 
@@ -142,16 +142,6 @@ def rewards_of(reward, completions):
     return asked, *virtual_time.run(in_waves())
 
 
-def providers_of(fault_in_memory, ledger, share):
-    servers = {
-        name: fault_in_memory("some", share=share, others=ledger.faults, good=ledger.good) for name in PROVIDERS
-    }
-    return servers, [
-        {"name": name, "base_url": f"{servers[name].url}/v1", "model": "m", "weight": weight}
-        for name, weight in PROVIDERS.items()
-    ]
-
-
 def check_against(ledger, asked, rewards):
     """Each completion has the mean of one or two verdicts that were validly said of it, or a reason."""
     scored = Counter()
@@ -172,36 +162,23 @@ def check_against(ledger, asked, rewards):
     return scored
 
 
-def met(servers):
-    return {
-        name: sum(server.scenarios.others[place].stats["requests"] for server in servers.values())
-        for place, name in enumerate(FAULTS)
-    }
-
-
 def test_each_completion_of_a_group_has_scores_of_its_own_or_a_reason(fault_in_memory):
     ledger = Ledger()
-    servers, providers = providers_of(fault_in_memory, ledger, 0.5)
+    servers = {name: fault_in_memory("some", share=0.5, others=ledger.faults, good=ledger.good) for name in PROVIDERS}
+    providers = [
+        {"name": name, "base_url": f"{servers[name].url}/v1", "model": "m", "weight": weight}
+        for name, weight in PROVIDERS.items()
+    ]
     reward = judge_reward(
         "Grade it.", judge_providers=providers, max_attempts=1, judge_timeout_s=20.0, reward_deadline_s=60.0,
         judge_mode="group",
     )  # fmt: skip
     asked, rewards, verdicts = rewards_of(reward, GROUPS * GROUP)
     scored = check_against(ledger, asked, rewards)
-    print(f"{GROUPS} groups: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met(servers)}")
+    met = {
+        name: sum(server.scenarios.others[place].stats["requests"] for server in servers.values())
+        for place, name in enumerate(FAULTS)
+    }
+    print(f"{GROUPS} groups: {dict(scored)}; verdicts {dict(verdicts)}; faults met {met}")
     assert scored["ok"] > 0.6 * GROUPS * GROUP and verdicts["judged_singly"] > 0.1 * GROUPS * GROUP
-    assert min(met(servers).values()) > 10
-
-
-def test_without_faults_a_group_costs_a_quarter_of_the_calls(fault_in_memory):
-    ledger = Ledger()
-    servers, providers = providers_of(fault_in_memory, ledger, 0.0)
-    calls = {}
-    for mode in ("single", "group"):
-        reward = judge_reward("Grade it.", judge_providers=providers, judge_mode=mode)
-        before = sum(server.stats["requests"] for server in servers.values())
-        rows = [{"prompt": f"Tell me all about row-{number // GROUP}."} for number in range(40 * GROUP)]
-        result = virtual_time.run(reward.score_all(rows, [f"item-{at}" for at in range(len(rows))], group=GROUP))
-        assert None not in result.values and result.report.judged_singly == 0
-        calls[mode] = sum(server.stats["requests"] for server in servers.values()) - before
-    assert calls == {"single": 320, "group": 80}
+    assert min(met.values()) > 10

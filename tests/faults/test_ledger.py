@@ -15,7 +15,6 @@ from faults.conftest import FaultServer
 from faults.mixed_up import BY_BYTES, FAULTS, truth
 from support.loopback import action, build_reward
 
-from salesrl_trl import judge_reward
 from salesrl_trl.types import Message, Outcome, SalesRow
 
 CHAINS = int(os.environ.get("LEDGER_CHAINS", "400"))
@@ -53,47 +52,23 @@ def wrong_numbers(index, reward):
     return [name for name, (got, said) in figures.items() if got is not None and abs(got - said) > 1e-7]
 
 
-def wrong_verdicts(index, reward):
-    """As `wrong_numbers`, for the judge alone."""
-    judge, reference = truth("candidate", index), truth("reference", index // GROUP)
-    figures = {
-        "value": (reward.value, judge),
-        "reference": (reward.components.get("reference"), reference),
-        "margin": (reward.components.get("margin"), judge - reference),
-    }
-    return [name for name, (got, said) in figures.items() if got is not None and abs(got - said) > 1e-7]
-
-
-def judge_alone(url, chains):
-    """The rewards of completions that the judge scores directly."""
-    reward = judge_reward(
-        "Grade it.", judge_base_url=f"{url}/v1", max_attempts=4, judge_timeout_s=20.0, judge_max_concurrency=64,
-        initial_concurrency=64,
-    )  # fmt: skip
-    rows = [{"prompt": "?", "reference": f"All about row-{number // GROUP}."} for number in range(chains)]
-    return reward, rows, [f"All about item-{number}." for number in range(chains)]
-
-
-def whole_chain(url, chains):
-    """The rewards of actions."""
+def rewards_of(url):
+    """The rewards of actions, in waves."""
     reward = build_reward(
         url,
-        rows(-(-chains // GROUP)),
+        rows(-(-CHAINS // GROUP)),
         attempts=4,
         timeout_s=20.0,
         weights={"fairness": {"judge": 0.75, "retrieval": 0.25}},
         limits={"max_concurrency": 64, "initial_concurrency": 64, "hedge_fraction": 0.05},
     )
-    numbers = range(chains)
-    return reward, [{"row": number // GROUP} for number in numbers], [action(query=f"item-{n}") for n in numbers]
 
-
-def score(reward, rows, texts):
     async def all_waves():
         rewards = []
-        for start in range(0, len(rows), WAVE):
-            wave = slice(start, start + WAVE)
-            rewards += (await reward.score_all(rows[wave], texts[wave])).rewards
+        for start in range(0, CHAINS, WAVE):
+            wave = range(start, min(start + WAVE, CHAINS))
+            examples = [{"row": number // GROUP} for number in wave]
+            rewards += (await reward.score_all(examples, [action(query=f"item-{number}") for number in wave])).rewards
         await reward.aclose()
         return rewards
 
@@ -101,20 +76,17 @@ def score(reward, rows, texts):
 
 
 @pytest.mark.parametrize(
-    ("faults", "returns_ids", "scored", "wrong_in"),
-    [(FAULTS, True, whole_chain, wrong_numbers), (BY_BYTES, False, whole_chain, wrong_numbers),
-     (FAULTS, True, judge_alone, wrong_verdicts)],
-    ids=["all faults", "a service without ids", "the judge alone"],
-)  # fmt: skip
-def test_no_number_is_anothers(faults, returns_ids, scored, wrong_in):
+    ("faults", "returns_ids"), [(FAULTS, True), (BY_BYTES, False)], ids=["all faults", "a service without ids"]
+)
+def test_no_number_is_anothers(faults, returns_ids):
     settings = {"share": SHARE, "faults": faults, "returns_ids": returns_ids}
     server = FaultServer(settings, Path(__file__).with_name("mixed_up.py"))
     try:
-        rewards = score(*scored(server.url, CHAINS))
+        rewards = rewards_of(server.url)
         stats = server.stats
     finally:
         server.stop()
-    wrong = {index: names for index, each in enumerate(rewards) if (names := wrong_in(index, each))}
+    wrong = {index: names for index, each in enumerate(rewards) if (names := wrong_numbers(index, each))}
     missing = Counter(each.reason for each in rewards if each.outcome is not Outcome.OK)
     del stats["connections"]
     faulty = sum(stats.values()) - stats["none"]

@@ -13,7 +13,7 @@ from support.providers import PROFILES, Profile, completion, refusal, scored_by,
 from salesrl_trl import judge_reward
 from salesrl_trl.launch.checks.addresses import check_models
 
-TEXTS = [f"answer {number}" for number in range(64)]
+TEXTS = [f"answer {number}" for number in range(32)]
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -24,12 +24,12 @@ def test_a_provider_scores_every_completion_by_the_documented_lines(name, caplog
         del asked[:]
         failed, rewards = scored_by(url, profile, TEXTS)
     assert not any(isinstance(each, Exception) for each in failed.values())
-    assert [reward.value for reward in rewards] == [0.5] * 64
+    assert [reward.value for reward in rewards] == [0.5] * 32
     learnt = [line for line in caplog.messages if line.startswith("judge judge ")]
     assert [any(words in line for line in learnt) for words in profile.learnt] == [True] * len(profile.learnt)
     assert len(learnt) == len(profile.learnt)
     if learnt:  # the warm-up met the refusal, and no other request did
-        assert len(asked) <= 1 + 1 + 64 + 64 // 8
+        assert len(asked) <= 1 + 1 + 32 + 32 // 8
 
 
 def test_a_name_that_the_provider_does_not_have_is_refused_with_what_it_lists():
@@ -54,23 +54,11 @@ def too_many(body, _):
     return refusal("max_completion_tokens", text, code="invalid_value")
 
 
-def too_long(body, _):
-    text = "This model's maximum context length is 64 tokens. However, you requested 600 tokens (88 in the messages, "
-    text += "512 in the completion). Please reduce the length of the messages or `max_completion_tokens`."
-    return refusal("messages", text, code="context_length_exceeded")
-
-
-def needs_model(body, _):
-    return refusal("model", "'x' is not supported, and `temperature` neither", code="unsupported_value")
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         (only_thinks, r"`max_completion_tokens`.*enable_thinking: false"),
         (too_many, r"fault with the request's max_completion_tokens"),
-        (too_long, r"answered 400"),
-        (needs_model, r"answered 400"),
     ],
 )
 def test_what_no_other_form_of_a_request_can_mend_is_one_message_and_drops_no_field(answer, words):
@@ -84,18 +72,15 @@ def test_what_no_other_form_of_a_request_can_mend_is_one_message_and_drops_no_fi
 def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
     def no_seed(body, _):
         if "seed" in body:
-            return (
-                400,
-                b"Failed to deserialize the JSON body: unknown field `seed`, expected one of `model`, `n`",
-            )
+            return 400, b"Failed to deserialize the JSON body: unknown field `seed`, expected one of `model`, `n`"
         return 200, completion(verdict_for(body))
 
     profile = Profile(no_seed)
     judge = {"name": "mine", "model": "judge", "extra_body": {"seed": 7}}
     with served(profile) as (url, asked), caplog.at_level(logging.INFO, logger="salesrl_trl"):
         _, rewards = scored_by(None, profile, TEXTS, judge_providers=[{**judge, "base_url": url}])
-    assert [reward.value for reward in rewards] == [0.5] * 64
-    assert ["seed" in body for _, body in asked] == [True] + [False] * 65
+    assert [reward.value for reward in rewards] == [0.5] * 32
+    assert ["seed" in body for _, body in asked] == [True] + [False] * 33
     assert caplog.text.count("judge mine takes no `seed`") == 1
 
 
@@ -146,10 +131,6 @@ def test_the_other_name_of_the_limit_can_be_set_for_good(refused, sent):
     assert len(asked) == 9 + len(refused)
 
 
-def whole(body):
-    return f"data: {json.dumps(completion(verdict_for(body)))}\n\n"
-
-
 def chunked(body):
     chunks = [{"delta": {"content": verdict_for(body)}}, {"delta": None, "finish_reason": "stop"}]
     lines = [f"id: 1\nevent: chunk\ndata: {json.dumps({'choices': [chunk]})}\r\n\r\n" for chunk in chunks]
@@ -162,9 +143,7 @@ def one_chunk(body):
     return f"data:\n\ndata: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
 
 
-@pytest.mark.parametrize(
-    "stream", [whole, chunked, one_chunk], ids=["one event", "without an end mark", "one chunk of parts"]
-)
+@pytest.mark.parametrize("stream", [chunked, one_chunk], ids=["without an end mark", "one chunk of parts"])
 def test_a_stream_that_was_not_asked_for_is_read_where_it_is_whole(stream):
     profile = Profile(lambda body, _: (200, stream(body).encode()))
     with served(profile) as (url, _):

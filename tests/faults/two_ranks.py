@@ -1,9 +1,4 @@
-"""One of two ranks that see different things: started by `test_two_ranks.py`.
-
-    python -m torch.distributed.run --nproc_per_node 2 tests/faults/two_ranks.py POLICY OUT
-
-It trains once for each case and writes what it noted to `OUT/rankN.json`.
-"""
+"""One of two ranks that see different things. It trains once for each case and writes what it noted."""
 
 import asyncio
 import contextlib

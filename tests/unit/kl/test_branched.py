@@ -1,6 +1,5 @@
 """The KL of all branches without a trainer: steps of micro-batches, moves and their log lines, save and load."""
 
-import json
 import logging
 import math
 
@@ -99,19 +98,6 @@ def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
     ]
 
 
-def test_only_the_rank_that_logs_says_anything_and_all_move_alike(caplog):
-    caplog.set_level(logging.INFO)
-    totals = [[1.0, 1.0, 0.0, 4.0, 4.0], [math.nan, 0.0, 0.0, 4.0, 4.0]]
-    ranks = [branched(), branched()]
-    for number in (1, 2):
-        ranks[1].end_step(totals, number, is_logged=False)
-    assert caplog.messages == []
-    for number in (1, 2):
-        ranks[0].end_step(totals, number, is_logged=True)
-    assert len(caplog.messages) == 3
-    assert ranks[0].control.betas == ranks[1].control.betas == pytest.approx([0.115, 0.3])
-
-
 class Noticing:
     """Has something to say of every window with a KL above 0.1."""
 
@@ -122,38 +108,19 @@ class Noticing:
 def test_a_notice_of_the_law_is_logged_once_by_one_rank_and_again_when_it_comes_back(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     kl, other, resumed = branched(Noticing()), branched(Noticing()), branched(Noticing())
-    said = []
     for number, high in enumerate((0, 0, 1, 1, 1, 1, 0, 0, 1, 1)):  # windows of two steps
         totals = [[0.5 if high else 0.1, 0.0, 0.0, 2.0, 2.0]] * 2
         other.end_step(totals, number, is_logged=False)
-        before = len(caplog.messages)
         kl.end_step(totals, number, is_logged=True)
-        said += [number] * (len(caplog.messages) - before)
         if number == 3:
             kl.save(tmp_path)
     assert caplog.messages == [f"[BranchedKL@{number}] fairness: too far" for number in (3, 9)]
-    assert said == [3, 9]
     resumed.load(tmp_path)
     for number in (4, 5):
         resumed.end_step(totals, number, is_logged=True)
     assert len(caplog.messages) == 2  # it was said before the checkpoint
-
-
-def test_a_run_goes_on_from_its_checkpoint_as_if_nothing_had_happened(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    whole, stopped, resumed = branched(), branched(), branched()
-    ratios = (0.5, 0.1, 0.3, 0.4, 0.2)
-    for number, ratio in enumerate(ratios):
-        step(whole, number, ratio)
-    for number in range(3):  # inside the second window
-        step(stopped, number, ratios[number])
-    stopped.save(tmp_path)
-    resumed.load(tmp_path)
-    assert "[BranchedKL] going on with fairness beta 0.115, hallucination beta 0.3" in caplog.text
-    for number in range(3, 5):
-        step(resumed, number, ratios[number])
-    assert resumed.control.state_dict() == whole.control.state_dict()
-    assert set(json.loads((tmp_path / KL_STATE_FILE).read_text())) == set(TARGETS)
+    other.end_step([[math.nan, 0.0, 0.0, 2.0, 2.0]] * 2, 10, is_logged=False)
+    assert len(caplog.messages) == 2
 
 
 def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_path, caplog):

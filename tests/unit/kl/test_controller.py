@@ -47,15 +47,12 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
 @pytest.mark.parametrize(
     ("made_by", "named"),
     [
-        *[
-            (lambda n=number: WindowSettings(update_steps=n), "`branch_kl.settings.update_steps`")
-            for number in (0, 2.5)
-        ],
-        *[(lambda n=n: WindowSettings(cooldown_steps=n), "`law_settings.cooldown_steps`") for n in (-1, 0.5)],
-        *[
-            (lambda n=number: AdaptiveLaw(max_step=n), "`max_step` of `law_settings`")
-            for number in (1.0, 0.5, math.inf, math.nan, "2", True)
-        ],
+        (lambda: WindowSettings(update_steps=0), "`branch_kl.settings.update_steps`"),
+        (lambda: WindowSettings(update_steps=2.5), "`branch_kl.settings.update_steps`"),
+        (lambda: WindowSettings(cooldown_steps=-1), "`law_settings.cooldown_steps`"),
+        (lambda: AdaptiveLaw(max_step=1.0), "`max_step` of `law_settings`"),
+        (lambda: AdaptiveLaw(max_step=math.nan), "`max_step` of `law_settings`"),
+        (lambda: AdaptiveLaw(max_step="2"), "`max_step` of `law_settings`"),
     ],
 )
 def test_a_law_that_cannot_work_is_refused_by_its_setting(made_by, named):
@@ -63,18 +60,12 @@ def test_a_law_that_cannot_work_is_refused_by_its_setting(made_by, named):
         made_by()
 
 
-def test_bounds_are_a_hundredth_and_a_hundred_times_the_first_coefficient_unless_given():
-    assert KLTarget(beta=0.5).bounds == (0.005, 50.0)
-    assert KLTarget(beta=0.5, low=0.1, high=0.2, beta_min=0.1, beta_max=0.9).bounds == (0.1, 0.9)
-
-
 @pytest.mark.parametrize(
     ("kl", "distance"),
     [
         (0.04, 0.0),
-        (0.08, 1.0),  # ln(0.08 / 0.04) / ln 2
         (0.02, -1.0),
-        (0.16, 2.0),
+        (0.16, 2.0),  # ln(0.16 / 0.04) / ln 2
         (0.0, -FAR),
         (-0.5, -FAR),  # k1 and sampling noise can go below 0
         (1e30, FAR),
@@ -85,8 +76,7 @@ def test_distance_counts_half_widths_from_the_geometric_centre(kl, distance):
 
 
 def test_a_negative_estimate_lies_in_a_band_without_a_lower_edge():
-    open_band = KLTarget(beta=0.1, low=0.0, high=0.1)
-    branch = controller(open_band)
+    branch = controller(KLTarget(beta=0.1, low=0.0, high=0.1))
     assert branch.observe(-1e-6, 1) is None
     assert branch.share_in_band == 1.0
 
@@ -138,8 +128,7 @@ def test_a_coefficient_stays_within_its_bounds():
 
 
 def test_without_a_least_coefficient_one_that_fell_for_long_comes_back():
-    """The KL lies far below its band for 3,000 windows, and a factor of 2 a window would leave no number of more than
-    0. Then it is too high: from 1e-9 to 0.1 a factor of 1e8 is missing, which is 27 doublings."""
+    """From 1e-9 to 0.1 a factor of 1e8 is missing, which is 27 doublings."""
     target = KLTarget(beta=0.1, low=0.02, high=0.08, beta_min=0.0)
     branch = BranchController("fairness", target, AdaptiveLaw(), EVERY_STEP)
     branch.observe(0.04, 1)  # a fresh policy's first rise is over
@@ -187,7 +176,7 @@ def test_branches_do_not_touch_each_other():
     assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
 
 
-@pytest.mark.parametrize("interrupted_at", range(12))
+@pytest.mark.parametrize("interrupted_at", range(0, 12, 3))
 def test_a_controller_goes_on_from_its_saved_state_as_if_nothing_had_happened(interrupted_at):
     steps = [(0.3, 3), (0.1, 2), (0.0, 0), (5.0, 10), (4.0, 7), (0.2, 1), (0.01, 9), (0.3, 5)]
     steps += [(0.02, 1), (1, 9), (2, 3)]

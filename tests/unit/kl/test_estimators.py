@@ -13,7 +13,7 @@ from salesrl_trl.kl.penalty import ESTIMATORS, estimate, penalty
 CLAMP = 10.0
 E10 = math.exp(10)  # 22026.4658
 LN2 = math.log(2)
-BEYOND = (11.0, 50.0, 500.0, -11.0, -50.0, -500.0)
+BEYOND = (11.0, 500.0, -11.0, -500.0)
 
 
 def tensor(*values, dtype=torch.float64):
@@ -35,18 +35,12 @@ def slope(x, estimator, log_ratio_to_old=None, clamp=CLAMP, level="token", dtype
 @pytest.mark.parametrize(
     ("x", "k1", "k2", "k3"),
     [
-        # 0: the two agree
-        (0.0, 0.0, 0.0, 0.0),
-        # 1/2: -1/2, (1/2)^2 / 2, e^(1/2) - 3/2 = 1.6487213 - 1.5
-        (0.5, -0.5, 0.125, 0.1487213),
         # ln 2: k2 = 0.6931472^2 / 2, k3 = 2 - 1 - 0.6931472
         (LN2, -0.6931472, 0.2402265, 0.3068528),
         # -ln 2: k3 = 1/2 - 1 + 0.6931472
         (-LN2, 0.6931472, 0.2402265, 0.1931472),
-        # 2: e^2 - 3
-        (2.0, -2.0, 2.0, 4.3890561),
     ],
-    ids=["agree", "half", "twice as likely", "half as likely", "two"],
+    ids=["twice as likely", "half as likely"],
 )
 def test_each_estimator_by_hand(x, k1, k2, k3):
     log_ratio = tensor(x)
@@ -94,14 +88,9 @@ def test_a_clamp_of_0_is_trls_formula_bit_by_bit(importance):
 @pytest.mark.parametrize(
     ("x", "estimator", "value"),
     [
-        (10.0, "k3", 22015.46579),  # e^10 - 11
         (11.0, "k3", 44040.93159),  # e^10 - 11 + (e^10 - 1)
-        (-10.0, "k3", 9.00004540),  # e^-10 + 9
-        (-11.0, "k3", 10.0),  # e^-10 + 9 + (1 - e^-10)
         (-500.0, "k3", 498.97779943),  # e^-10 + 9 + 490 (1 - e^-10) = 499 - 489 x 0.0000453999
         (11.0, "k2", 60.0),  # 50 + 10
-        (-12.0, "k2", 70.0),  # 50 + 2 x 10
-        (11.0, "k1", -11.0),  # -10 - 1
         (-500.0, "k1", 500.0),  # 10 + 490
     ],
 )
@@ -119,11 +108,9 @@ def test_beyond_the_clamp_the_value_goes_on_as_a_straight_line(x, estimator, val
         ("k2", None, -10.0, 10.0),
         ("k1", None, 1.0, 1.0),
         # d/dp (ratio x k3) = ratio x (k3 + 1 - e^x) = -ratio x x
-        ("k3", 0.0, -10.0, 10.0),
         ("k3", LN2, -20.0, 20.0),
-        ("k3", -LN2, -5.0, 5.0),
     ],
-    ids=["k3", "k2", "k1", "k3 at ratio 1", "k3 at ratio 2", "k3 at ratio 1/2"],
+    ids=["k3", "k2", "k1", "k3 at ratio 2"],
 )
 def test_the_gradient_is_continuous_at_the_clamp(estimator, ratio, upper, lower):
     for edge, expected in ((CLAMP, upper), (-CLAMP, lower)):
@@ -140,14 +127,10 @@ def test_the_gradient_is_continuous_at_the_clamp(estimator, ratio, upper, lower)
         ("k3", None, "token", 1 - E10, 1 - 1 / E10),
         ("k2", None, "token", -10.0, 10.0),
         # the clamp, times the ratio
-        ("k3", 0.0, "token", -10.0, 10.0),
         ("k3", LN2, "token", -20.0, 20.0),
-        ("k3", 0.0, "sequence", -10.0, 10.0),
         ("k3", 500.0, "token", -10 * E10, 10 * E10),  # the ratio is e^10 at most
         ("k3", -500.0, "token", -10 / E10, 10 / E10),  # and e^-10 at least
         ("k3", 500.0, "sequence", -10 * E10, 10 * E10),
-        ("k2", 0.0, "token", -10.0, 10.0),
-        ("k2", 500.0, "token", -10 * E10, 10 * E10),
         ("k2", 0.0, "sequence", -10.0, 10.0),
         ("k1", 0.0, "token", -10.0, 10.0),
     ],
@@ -161,7 +144,7 @@ def test_beyond_the_clamp_the_gradient_pulls_the_policy_back(x, dtype, estimator
 
 
 @pytest.mark.parametrize("x", [3.0, -3.0])
-@pytest.mark.parametrize("ratio", [10.5, 500.0, -10.5, -500.0])
+@pytest.mark.parametrize("ratio", [10.5, -500.0])
 def test_an_importance_ratio_beyond_the_clamp_weighs_but_is_no_longer_steered(x, ratio):
     value, gradient = slope(x, "k3", ratio, dtype=torch.float32)
     weight = E10 if ratio > 0 else 1 / E10

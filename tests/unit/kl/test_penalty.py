@@ -106,36 +106,21 @@ OLD = [[-1.5, -1.0, -1.0, 3.0], [-2.0, -4.0, 3.0, 3.0]]
 
 
 @pytest.mark.parametrize(
-    ("level", "old", "expected"),
+    ("level", "expected", "gradient"),
     [
-        ("token", OLD, [[0.5, -1.0, -2.0, 6.0], [1.0, -1.0, 6.0, 6.0]]),
-        # (0.5 - 1 - 2) / 3; (1 - 1) / 2: padding has no say
-        ("sequence", OLD, [[-2.5 / 3], [0.0]]),
-        ("token", None, [[0.0] * 4] * 2),
-        ("sequence", None, [[0.0], [0.0]]),
-    ],
-    ids=["tokens", "sequences", "tokens on-policy", "sequences on-policy"],
-)
-def test_the_log_of_the_importance_ratio_by_hand(level, old, expected):
-    policy = torch.tensor(POLICY)
-    result = log_importance(policy, None if old is None else torch.tensor(old), torch.tensor(MASK).bool(), level)
-    assert result.tolist() == [pytest.approx(each, abs=1e-6) for each in expected]
-
-
-@pytest.mark.parametrize("old", [OLD, None], ids=["off-policy", "on-policy"])
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("token", [[1.0] * 4] * 2),
-        # a token's share of its sequence's mean
-        ("sequence", [[1 / 3] * 3 + [0.0], [0.5] * 2 + [0.0] * 2]),
+        ("token", [[0.5, -1.0, -2.0, 6.0], [1.0, -1.0, 6.0, 6.0]], [[1.0] * 4] * 2),
+        # (0.5 - 1 - 2) / 3; (1 - 1) / 2: padding has no say. The gradient is a token's share of its sequence's mean
+        ("sequence", [[-2.5 / 3], [0.0]], [[1 / 3] * 3 + [0.0], [0.5] * 2 + [0.0] * 2]),
     ],
 )
-def test_the_importance_ratio_moves_with_the_policy_even_where_it_is_1(level, expected, old):
-    policy = torch.tensor(POLICY, requires_grad=True)
-    old = None if old is None else torch.tensor(old)
-    log_importance(policy, old, torch.tensor(MASK).bool(), level).sum().backward()
-    assert policy.grad.tolist() == [pytest.approx(each, abs=1e-6) for each in expected]
+def test_the_log_of_the_importance_ratio_by_hand_moves_with_the_policy_even_where_it_is_0(level, expected, gradient):
+    for old in (torch.tensor(OLD), None):
+        policy = torch.tensor(POLICY, requires_grad=True)
+        result = log_importance(policy, old, torch.tensor(MASK).bool(), level)
+        wanted = expected if old is not None else torch.zeros_like(result).tolist()
+        assert result.tolist() == [pytest.approx(each, abs=1e-6) for each in wanted]
+        result.sum().backward()
+        assert policy.grad.tolist() == [pytest.approx(each, abs=1e-6) for each in gradient]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +146,10 @@ EXTREMES = {
     "far below the reference": (-501.0, -1.0, -501.0),
     "no log-prob in the policy": (-INF, -1.0, -1.0),
     "no log-prob in the reference": (-1.0, -INF, -1.0),
-    "no log-prob in either": (-INF, -INF, -1.0),
     "no log-prob when it was sampled": (-1.0, -2.0, -INF),
     "no log-prob anywhere": (-INF, -INF, -INF),
     "ratio far above 1": (-1.0, -2.0, -501.0),
     "ratio far below 1": (-501.0, -502.0, -1.0),
-    "all far apart": (-501.0, -1.0, -1000.0),
 }
 
 
@@ -185,16 +168,14 @@ def test_the_loss_and_its_gradient_are_finite_at_extremes(token, estimator, corr
     assert penalty.sums().isfinite().all()
 
 
-@pytest.mark.parametrize("junk", [NAN, INF, -INF, 500.0, -500.0])
+@pytest.mark.parametrize("junk", [NAN, 500.0])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["policy", "reference", "old", "all"])
+@pytest.mark.parametrize("where", range(3), ids=["policy", "reference", "old"])
 def test_whatever_stands_in_the_padding_contributes_exactly_0(where, level, junk):
-    def logps(name, value):
-        return full(value).where(torch.tensor(MASK).bool(), torch.tensor(junk if where in (name, "all") else -1.0))
-
+    policy, ref, old = logps = [full(value) for value in (-2.0, -1.0, -2.5)]
+    logps[where][~torch.tensor(MASK).bool()] = junk
     settings = PenaltySettings(level=level)
-    ref, old = logps("reference", -1.0), logps("old", -2.5)
-    term, gradient, penalty = penalise(logps("policy", -2.0), batch(ref, old=old), settings=settings)
+    term, gradient, penalty = penalise(policy, batch(ref, old=old), settings=settings)
     outside = ~torch.tensor(MASK).bool()
     assert (term[outside] == 0).all()
     assert (gradient[outside] == 0).all()

@@ -11,7 +11,6 @@ from support.virtual_time import play
 
 from salesrl_trl.reward.batch import completion_text, wait_for
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import CANCEL_GRACE_S, remaining_s
 from salesrl_trl.timing import overlap
 from salesrl_trl.types import Outcome, Reward
@@ -251,28 +250,6 @@ def test_a_batch_reports_when_it_was_waited_for_and_from_when_to_when_it_took(sp
         assert overlap(span, report.waits[0]) == pytest.approx(4.0)
         assert report.judge_seconds == pytest.approx(9.0)
         assert [each.ended - started for each in report.spans] == pytest.approx([2.0, 9.0])
-
-    play(scene())
-
-
-def test_a_stage_that_raises_is_failed_and_one_that_goes_on_is_under_way():
-    async def scene():
-        stages, out = StageTimes("reward 3"), asyncio.get_running_loop().create_future()
-
-        async def fails():
-            raise KeyError
-
-        with pytest.raises(KeyError):
-            await stages.timed(fails(), "rag_8b")
-        waiting = asyncio.create_task(stages.timed(out, "rag_32b"))
-        await turns()
-        assert stages.under_way == ["rag_32b"]
-        assert set(stages.seconds) == {"rag_8b"}
-        out.set_result("answer")
-        assert await waiting == "answer"
-        assert stages.under_way == []
-        spans = [(span.name, span.track, span.failed) for span in stages.spans]
-        assert spans == [("rag_8b", "reward 3", True), ("rag_32b", "reward 3 reference", False)]
 
     play(scene())
 

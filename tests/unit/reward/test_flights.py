@@ -98,7 +98,7 @@ def test_refusals_that_come_with_load_lower_the_limit_and_growth_is_slow_from_th
     assert limit.slots == 13  # 12.8 and 13 answers of about 1/13
 
 
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("share", [0.02, 0.2])
 def test_refusals_at_random_leave_the_limit_where_it_is_whatever_the_load(share):
     lowered = 0
     for seed in range(40):
@@ -116,10 +116,11 @@ def test_where_most_are_refused_at_any_load_the_limit_falls_and_is_back_as_soon_
     with caplog.at_level(logging.INFO):
         for load in (64, 8, 30) * 12:
             limit.record_overload(limit.record_sent(load))
-    assert (limit.slots, limit.cause) != (64, "") and limit.cause == CLOSED
+    assert limit.slots < 64 and limit.cause == CLOSED and limit in FALLEN
     assert caplog.messages == [f"[Limit] judge: 51 calls at once, and falling, because {CLOSED}"]
+    assert limit.in_words() == f"judge is asked {limit.slots} at once, of 64, because {CLOSED}"
     answer(limit, 130)  # half a slot each
-    assert (limit.slots, limit.cause) == (64, "")
+    assert (limit.slots, limit.cause) == (64, "") and limit not in FALLEN
 
 
 def test_one_burst_of_overloads_lowers_the_limit_once():
@@ -130,14 +131,10 @@ def test_one_burst_of_overloads_lowers_the_limit_once():
     assert limit.slots == 16
 
 
-def test_without_anybody_waiting_there_is_nothing_to_grow_for():
-    limit = AdaptiveLimit(8, 100)
-    answer(limit, 50, waiting=0)
-    assert limit.slots == 8
-
-
-def test_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
+def test_without_anybody_waiting_and_after_an_overload_near_the_end_of_the_queue_no_slot_is_tried():
     limit = AdaptiveLimit(20, 100)
+    answer(limit, 50, waiting=0)
+    assert limit.slots == 20
     refuse_above(20, limit, times=4)
     answer(limit, 100, waiting=38)  # less than three rounds of 12.8
     assert limit.slots == 12
@@ -194,15 +191,3 @@ def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
             await asyncio.gather(one.call(partial(asyncio.sleep, 1.0)), one.call(partial(asyncio.sleep, 1.0)))
 
     virtual_time.run(scene())
-
-
-def test_a_heartbeat_names_the_services_that_are_asked_less_and_why():
-    limit = AdaptiveLimit(8, 8, "judge")
-    assert limit not in FALLEN
-    for _ in range(40):
-        limit.record_overload(limit.record_sent(8))
-    assert limit in FALLEN
-    assert limit.in_words() == f"judge is asked {limit.slots} at once, of 8, because {CLOSED}"
-    for _ in range(40):
-        limit.record_answer(waiting=100)
-    assert limit not in FALLEN

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.loopback import ACTION, VERDICT
 from support.seconds import check_seconds
 
 from salesrl_trl.demo.services.rubric import content_words, words
@@ -24,7 +23,7 @@ from salesrl_trl.judged.verdict import MAX_VERDICT_CHARS, read_verdict
 from salesrl_trl.service.breaker import Bill
 from salesrl_trl.service.http import HttpClient
 from salesrl_trl.service.statuses import retry_after_s
-from salesrl_trl.types import InvalidAction, Outcome
+from salesrl_trl.types import InvalidAction
 
 NONCE = "0123456789abcdef"
 CHARS = 128 * 1024
@@ -59,7 +58,7 @@ ENDS = ("", "x", '"', "}", '"}', "]}", "```", "\n```", "元")
 
 
 @pytest.mark.parametrize("reader", READERS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     unit=st.sampled_from(UNITS) | st.text(alphabet=sorted(set("".join(UNITS))), min_size=1, max_size=4),
     beginning=st.sampled_from(BEGINNINGS),
@@ -81,22 +80,15 @@ ANSWER = '{"answer": "%s", "passages": [], "took_ms": 1}'
 LONG = " " * (4 * 1024 * 1024)
 
 
-@pytest.mark.parametrize(
-    ("read", "refused"),
-    [
-        (lambda: parse_action("{" + LONG[:MAX_COMPLETION_CHARS] + "}"), InvalidAction(reason="too_long")),
-        (lambda: READERS["verdict"]("{" + LONG[:MAX_VERDICT_CHARS] + "}"), "judge_not_json"),
-        (lambda: READERS["rag answer"](ANSWER % LONG[: MAX_ANSWER_CHARS + 1]), "rag_8b_bad_response"),
-    ],
-    ids=["completion", "verdict", "answer"],
-)
-def test_what_is_too_long_is_not_parsed(read, refused):
-    if isinstance(refused, InvalidAction):
-        assert read() == refused
-        return
-    with pytest.raises(BadServiceResponse) as caught:
-        read()
-    assert caught.value.code == refused
+def test_what_is_too_long_is_not_parsed():
+    assert parse_action("{" + LONG[:MAX_COMPLETION_CHARS] + "}") == InvalidAction(reason="too_long")
+    for reader, text, code in (
+        ("verdict", "{" + LONG[:MAX_VERDICT_CHARS] + "}", "judge_not_json"),
+        ("rag answer", ANSWER % LONG[: MAX_ANSWER_CHARS + 1], "rag_8b_bad_response"),
+    ):
+        with pytest.raises(BadServiceResponse) as caught:
+            READERS[reader](text)
+        assert caught.value.code == code
 
 
 def test_a_verdict_behind_long_thoughts_is_read():
@@ -114,25 +106,19 @@ def test_gaps_of_any_length_hide_no_opener():
     assert is_empty_text(f"Thought{' ' * 300_000}process")
 
 
-def test_half_a_surrogate_pair_in_a_reply_is_replaced(services, score):
+def test_half_a_surrogate_pair_in_a_reply_is_replaced():
     """What a judge writes is JSON inside of JSON: each may hold one."""
     half = "half \ud83d pair"
-    passage = {"id": half, "text": half, "score": 0.9}
-    answers = {"answer": half, "passages": [passage], "took_ms": 1}
-    for name in ("8b", "32b"):
-        services.set(name, answers)
-    services.verdict(json.dumps({**VERDICT, "reason": half}))
-    result = score([ACTION])
-    assert [reward.outcome for reward in result.rewards] == [Outcome.OK]
     verdict = json.dumps({"nonce": NONCE, "candidate": 0.25, "reference": 0.5, "reason": half})
     assert READERS["verdict"](verdict).reason == "half \ufffd pair"
     completion = json.dumps({"choices": [{"message": {"content": half}, "finish_reason": "stop"}]})
     assert READERS["chat completion"](completion) == "half \ufffd pair"
-    answer = READERS["rag answer"](json.dumps(answers))
+    passage = {"id": half, "text": half, "score": 0.9}
+    answer = READERS["rag answer"](json.dumps({"answer": half, "passages": [passage], "took_ms": 1}))
     assert (answer.text, answer.passages[0].text) == ("half \ufffd pair",) * 2
 
 
-@pytest.mark.parametrize("count", [10**400, -1, 10**9 + 1], ids=["10**400", "-1", "10**9 + 1"])
+@pytest.mark.parametrize("count", [10**400, -1], ids=["10**400", "-1"])
 def test_a_usage_that_can_not_be_loses_no_verdict(count):
     usage = f'{{"prompt_tokens": {count}, "completion_tokens": 7}}'
     content = f'{{"choices": [{{"message": {{"content": "hi"}}, "finish_reason": "stop"}}], "usage": {usage}}}'

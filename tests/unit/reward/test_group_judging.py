@@ -13,7 +13,7 @@ from salesrl_trl.judged.scoring import Added, RewardStage, Scoring
 from salesrl_trl.names import JUDGED_SINGLY
 from salesrl_trl.reward.batch import wait_for
 from salesrl_trl.reward.figures import RewardFigures
-from salesrl_trl.reward.scorer import METER, Per
+from salesrl_trl.reward.scorer import Per
 from salesrl_trl.types import Outcome, Verdict
 
 ROW = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -132,15 +132,6 @@ def test_at_a_limit_of_calls_nobody_of_the_group_has_a_number(services, reward, 
     result = scored(reward(output_dir=str(tmp_path), max_calls=1), [ROW] * 8, TEXTS)
     assert {(each.value, each.reason) for each in result.rewards} == {(None, "budget_spent")}
     assert services.calls["judge"] == 1
-
-
-def test_the_meter_has_calls_of_its_own(services, reward):
-    providers = [
-        {"name": name, "base_url": f"{services.url}/v1", "model": name, "weight": 1.0} for name in ("own", "other")
-    ]
-    metered = reward(judge_providers=providers, judge_meter={"second": "other"})
-    result = scored(metered, [{**ROW, METER: True}], ["0.5"], group=1)
-    assert result.values == [0.5] and [request.json["model"] for request in services.asked["judge"]] == ["other"]
 
 
 def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_are_not_taken_for_the_others(

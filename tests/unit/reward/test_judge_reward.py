@@ -139,15 +139,10 @@ def of_own_judge(row):
     return in_virtual_time(reward.score_all([row], ["5"])).rewards[0], reward.names
 
 
-def test_a_judge_of_ones_own_need_not_score_by_criteria():
-    reward, _ = of_own_judge({**QUESTION, "criteria": CRITERIA})
+@pytest.mark.parametrize("columns", [{"row": "third"}, {"row": 3}, {"criteria": CRITERIA}], ids=str)
+def test_to_a_judge_of_ones_own_a_column_row_may_hold_anything_and_criteria_need_not_count(columns):
+    reward, _ = of_own_judge({**QUESTION, **columns})
     assert (reward.value, reward.metrics) == (0.75, ())
-
-
-@pytest.mark.parametrize("row", ["third", None, 3])
-def test_a_column_row_of_somebody_elses_dataset_may_hold_anything(row):
-    reward, _ = of_own_judge({**QUESTION, "row": row})
-    assert reward.value == 0.75
 
 
 def test_an_answer_for_which_nothing_was_searched_has_no_part_and_no_figure_of_a_search():
@@ -168,16 +163,6 @@ def test_a_margin_without_a_column_of_references_is_told_before_training():
     RewardFuncs.of(judge_reward(judge="seams.own_reward.ByLength"), None, None).check(["prompt"], 2, 4)
 
 
-def test_a_rubric_beside_the_given_ones_comes_from_its_file_or_is_refused(services, judged, tmp_path):
-    weights = {"branch_reward_weights": {"all": {"judge": 1.0, "judge_style": 1.0}}}
-    with pytest.raises(ConfigError, match=r"style\.txt"):
-        judged([QUESTION], ["5"], rubric="Grade it.", **weights)
-    (tmp_path / "style.txt").write_text("Grade its style.")
-    (reward,) = judged([QUESTION], ["5"], rubric="Grade it.", rubric_dir=str(tmp_path), **weights)
-    assert reward.value is not None
-    assert sorted(rubric.split(".")[0] for rubric, _, _ in asked(services)) == ["Grade it", "Grade its style"]
-
-
 @pytest.mark.parametrize("records", [False, True])
 def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
     judge = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
@@ -189,20 +174,18 @@ def test_for_a_trainer_that_records_what_the_judge_says_is_kept(records):
     assert ([*kept.verdicts] if kept else []) == (["judge"] if records else [])
 
 
-def test_by_a_further_rubric_the_answer_is_scored_as_a_whole(services, judged, tmp_path):
-    (tmp_path / "style.txt").write_text("Grade its style.")
+def test_by_a_further_rubric_of_its_file_the_answer_is_scored_as_a_whole(services, judged, tmp_path):
     services.judge_by(
         lambda system, user: {"candidate": 0.25 if "style" in system else [1.0, 1.0], "reference": None, "reason": ""}
     )
-    weights = {"all": {"judge": 0.5, "judge_style": 0.5}}
-    (reward,) = judged(
-        [{**QUESTION, "criteria": CRITERIA}],
-        ["5"],
-        "Grade it.",
-        rubric_dir=str(tmp_path),
-        branch_reward_weights=weights,
-    )
+    weights = {"branch_reward_weights": {"all": {"judge": 0.5, "judge_style": 0.5}}}
+    rows = [{**QUESTION, "criteria": CRITERIA}]
+    with pytest.raises(ConfigError, match=r"style\.txt"):
+        judged(rows, ["5"], "Grade it.", **weights)
+    (tmp_path / "style.txt").write_text("Grade its style.")
+    (reward,) = judged(rows, ["5"], "Grade it.", rubric_dir=str(tmp_path), **weights)
     assert (reward.value, reward.components["judge_style"]) == (0.625, 0.25)
+    assert sorted(rubric.split(".")[0] for rubric, _, _ in asked(services)) == ["Grade it", "Grade its style"]
 
 
 def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_judge_is_refused():

@@ -9,19 +9,23 @@ from benchmarks.meter import KINDS, WORLDS, simulate
 from salesrl_trl.judged.meter import Alarm, Meter, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
-STEPS, BATCH, SHARE = 1000, 64, 0.02
+STEPS, BATCH, SHARE = 400, 64, 0.02
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_planted_taste_is_found_within_20_steps_of_its_onset(kind, seed):
-    alarms, onset, calls = simulate(seed, 160, kind=kind, batch=BATCH, share=SHARE)
+def test_a_planted_taste_is_found_within_20_steps_of_its_onset_by_its_name(kind):
+    alarms, onset, calls = simulate(1, 150, kind=kind, batch=BATCH, share=SHARE)
+    if kind == "word":
+        alarm = next(alarm for _, alarm in alarms)
+        assert "online" in alarm.what[1] and "online" in alarm.example
+        assert alarm.worth > 0.2  # the judge gives 0.4; scores end at 1, which takes some of it
+        assert alarm.confirmed < 0.1
     assert onset - 5 <= alarms[0][0] <= onset + 20  # at the onset 1 of 8 completions has it: it may be seen before
-    assert calls <= SHARE * 160 * BATCH
+    assert calls <= SHARE * 150 * BATCH
 
 
 @pytest.mark.parametrize("world", ["a noisier second judge", "longer is better, and learned"])
-def test_an_honest_judge_raises_no_alarm_in_1000_steps(world):
+def test_an_honest_judge_raises_no_alarm_in_400_steps(world):
     alarms, _, calls = simulate(1000, STEPS, batch=BATCH, share=SHARE, **WORLDS[world])
     assert alarms == []
     assert 0 < calls <= SHARE * STEPS * BATCH

@@ -12,8 +12,8 @@ ONE, TWO = {"fairness": "fairness"}, {"fairness": "fairness", "hallucination": "
 FIVE = {f"rubric_{at}": "fairness" for at in range(5)}
 
 
-@pytest.mark.parametrize("rubrics", [ONE, TWO, FIVE])
-@pytest.mark.parametrize("calls", [MIN_CALLS, 32, 64, 100, 1000])
+@pytest.mark.parametrize("rubrics", [ONE, FIVE])
+@pytest.mark.parametrize("calls", [MIN_CALLS, 100])
 @pytest.mark.parametrize("of_groups", [False, True])
 def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, calls, of_groups):
     planned = samples(rubrics, DEFAULT_FORMAT, calls, of_groups=of_groups)
@@ -28,9 +28,8 @@ def test_every_input_is_asked_for_at_least_twice_and_in_both_orders(rubrics, cal
 def test_actions_have_the_fields_of_the_run():
     own = ActionFormat(fields=("filters", "question"), query="question")
     action = samples(ONE, own, 32)[0][0].action
-    assert (
-        list(action.fields) == ["filters", "question"] and action.query == "bookkeeping course price, payment in parts"
-    )
+    assert [*action.fields] == ["filters", "question"]
+    assert action.query == "bookkeeping course price, payment in parts"
 
 
 QUALITY = (0.9, 0.6, 0.3, 0.2)
@@ -44,7 +43,7 @@ def scored(noise=0.0, gap=0.0, quality=QUALITY, calls=6400):
         yield sample, known[sample.answer] + rng.gauss(0, noise) + (gap / 2 if sample.candidate_first else -gap / 2)
 
 
-@pytest.mark.parametrize(("noise", "gap"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.2), (0.1, -0.2)])
+@pytest.mark.parametrize(("noise", "gap"), [(0.1, 0.0), (0.0, 0.2), (0.1, -0.2)])
 def test_noise_order_and_spread_are_told_apart(noise, gap):
     found = noise_of(scored(noise, gap))
     assert found.repeat_sd == pytest.approx(noise, abs=0.005)

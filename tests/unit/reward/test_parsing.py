@@ -31,14 +31,10 @@ def test_an_action_has_the_fields_that_are_wanted_in_the_order_they_are_wanted()
     ("text", "reason"),
     [
         ("  ", "empty"),
-        ("Thought process:", "not_json"),
         (TEXT[:-1], "not_json"),
         (f"Sure! {TEXT}", "not_json"),
-        (f"{TEXT}{TEXT}", "not_json"),
         ("[" * 100_000, "not_json"),
         ("[]", "not_an_object"),
-        ('"action"', "not_an_object"),
-        (json.dumps({**FIELDS, "user_profile": None}), "wrong_type"),
         (json.dumps({**FIELDS, "rewritten_query": ["a"]}), "wrong_type"),
         (json.dumps({key: FIELDS[key] for key in ("user_profile", "rewritten_query")}), "missing_field"),
         (json.dumps({**FIELDS, "score": 1}), "extra_field"),
@@ -71,17 +67,7 @@ def test_a_master_key_is_hollow(text):
     assert is_empty_text(text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "5980",
-        "The course costs 5980 yuan.",
-        "解：五千九百八十元",
-        "Solution: call us on Monday",
-        "好的，周六上课",
-        "A",
-    ],
-)
+@pytest.mark.parametrize("text", ["5980", "解：五千九百八十元", "Solution: call us on Monday", "好的，周六上课", "A"])
 def test_an_answer_is_not(text):
     assert not is_empty_text(text)
 

@@ -8,16 +8,12 @@ from support import virtual_time
 from support.loopback import ANSWER, VERDICT, action, build_reward, examples, row
 
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.service.event_loop import now
 
 
 @pytest.fixture
 def rows():
     return [row("r1", message_id="m1"), row("r2", message_id="m2")]
-
-
-def fetched(reward, indices):
-    """Ask ahead, and wait until all have answered or failed."""
-    return reward.prepare(examples(indices))
 
 
 def score(reward, indices):
@@ -38,19 +34,6 @@ def play(reward, scene):
     virtual_time.play(whole())
 
 
-def test_a_reference_is_asked_for_once_although_many_completions_need_it(services, rows):
-    reward = build_reward(services.url, rows)
-
-    async def scene():
-        await fetched(reward, [0, 0, 0, 1, 1, 1])
-        assert services.calls == {"32b": 2, "8b": 0, "judge": 0}
-        result = await score(reward, [0, 0, 0, 1, 1, 1])
-        assert services.calls == {"32b": 2, "8b": 6, "judge": 6}
-        assert [each.components["reference"] for each in result.rewards] == [VERDICT["reference"]] * 6
-
-    play(reward, scene())
-
-
 @pytest.mark.parametrize("answer", [(500, {}, {}, 0), (200, {**ANSWER, "answer": ":"}, {}, 0), (200, "<html>", {}, 0)])
 def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_without_it(services, rows, answer, caplog):
     services.answers["32b"] = [answer]
@@ -58,7 +41,7 @@ def test_a_failure_ahead_is_nobodys_and_the_completion_is_judged_alone_as_withou
     reward = build_reward(services.url, rows)
 
     async def scene():
-        await fetched(reward, [0])
+        await reward.prepare(examples([0]))
         result = await score(reward, [0])
         assert [(each.value, each.components["reference"]) for each in result.rewards] == [(0.75, None)]
 
@@ -72,10 +55,9 @@ def test_asking_ahead_ends_with_the_deadline_of_a_completion(services, rows):
     reward = build_reward(services.url, rows, deadline_s=0.5)
 
     async def scene():
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await fetched(reward, [0])
-        assert loop.time() - began == pytest.approx(0.5)
+        began = now()
+        await reward.prepare(examples([0]))
+        assert now() - began == pytest.approx(0.5)
 
     play(reward, scene())
 
@@ -90,10 +72,10 @@ def test_the_second_and_later_completions_of_a_row_are_saved_calls_whoever_asked
 
     async def scene():
         if ahead == "under_way":
-            asking = asyncio.create_task(fetched(reward, [0]))
+            asking = asyncio.create_task(reward.prepare(examples([0])))
             await asyncio.sleep(0)
         elif ahead != "not":
-            await fetched(reward, [0])
+            await reward.prepare(examples([0]))
         assert (await score(reward, [0, 0, 0, 1])).report.cache_hits["references"] == 2
         assert (await score(reward, [0, 1])).report.cache_hits["references"] == 2  # now both rows' are there
         assert ahead != "under_way" or asking.done()
@@ -107,7 +89,7 @@ def test_rows_of_branches_without_a_judgement_are_not_asked_for(services):
     reward = build_reward(services.url, rows, weights={"fairness": {"retrieval": 1.0}})
 
     async def scene():
-        await fetched(reward, [0, 1])
+        await reward.prepare(examples([0, 1]))
         assert [request.json["message_id"] for request in services.asked["32b"]] == ["m2"]
 
     play(reward, scene())

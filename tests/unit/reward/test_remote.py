@@ -1,8 +1,4 @@
-"""The reward chain in a child process, over real HTTP: it reports what the chain itself reports, and a child that ends
-costs what it had in hand and nothing else.
-
-Where a test does not look at the process itself, the child is a thread that does the same: it starts at once.
-"""
+"""The reward chain in a child process, over real HTTP."""
 
 import asyncio
 import gc
@@ -14,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,7 +31,6 @@ PATIENCE_S = 30.0
 LONG_S = 600.0
 """A deadline that nobody reaches."""
 LONG = {"timeout_s": PATIENCE_S, "deadline_s": PATIENCE_S}
-SECRETS = (b"rag-secret", b"judge-secret")
 PARENT = """
 import asyncio, sys
 from salesrl_trl.reward.remote import RemoteReward
@@ -73,19 +68,6 @@ def services(httpserver):
     services.let_go.set()
 
 
-class InThread:
-    """Takes the place of `subprocess.Popen` in `remote`: a thread with an event loop of its own."""
-
-    def __init__(self, command, *, pass_fds, **_):
-        descriptor = os.dup(pass_fds[0])  # the caller closes the other one, as it does after a fork
-        self._thread = threading.Thread(target=lambda: asyncio.run(remote_module.serve(descriptor)))
-        self._thread.start()
-
-    def wait(self):
-        self._thread.join()
-        return 0
-
-
 class OnItsLoop:
     """A reward in a child, on its loop as a trainer has it, with what a test asks of both."""
 
@@ -115,10 +97,6 @@ class OnItsLoop:
     def finished(self, batch, *texts):
         return self.loop.result(batch, texts)
 
-    def of_child(self, call, *arguments):
-        """The answer of a call on the loop."""
-        return self.loop._calls.run(call, *arguments)
-
     @property
     def child(self):
         return self.reward.child
@@ -128,27 +106,10 @@ class OnItsLoop:
         """The child that was started last."""
         return self.reward._starting.result().process
 
-    def in_hand(self):
-        """The completions that the child says it scores."""
-
-        async def asked():
-            return await self.child.ask("ping")[1]
-
-        return self.of_child(asked)
-
-
-@pytest.fixture
-def remote(remote_process, monkeypatch):
-    """As `remote_process`, but that the child is a thread."""
-    stand_in = SimpleNamespace(Popen=InThread, DEVNULL=None)
-    monkeypatch.setattr(remote_module, "subprocess", stand_in)
-    return remote_process
-
 
 @pytest.fixture
 def remote_process(services, monkeypatch):
-    """A chain in a child process: `remote_process(rows, **settings of build_reward)`. Complaints of its loop are
-    errors."""
+    """A chain in a child: `remote_process(rows, **settings of build_reward)`. Complaints of its loop are errors."""
     built = []
 
     def build(rows=None, chain=None, **settings):
@@ -247,32 +208,28 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     own = build_reward(services.url, rows, **settings)
     here, there = RewardLoop(own), remote_process(rows, **settings)
     assert there.reward.names == own.names
-    outcomes = set()
     for completions, indices in ((MIXED, ROWS_OF_MIXED), ([action(query="another"), MIXED[0], "x"], [0, 0, 1])):
         local = here.result(here.begin(examples(indices)), completions)
         distant = there.result(completions, indices)
         for one, other in zip(local.rewards, distant.rewards, strict=True):
             assert set(one.seconds) == set(other.seconds)
-            assert all(0.0 <= seconds < PATIENCE_S for seconds in other.seconds.values())
-            for name in ("outcome", "value", "reason", "components", "reference_value"):
-                assert getattr(one, name) == getattr(other, name), name
+            assert replace(one, seconds={}) == replace(other, seconds={})
         one, other = local.report, distant.report
         assert untimed(one) == untimed(other)
-        ((began, ended),) = other.waits
-        assert began <= ended
         for span in other.spans:  # by one clock, in both processes
             assert other.started <= span.started <= span.ended <= other.started + other.seconds
         assert 0.0 < other.judge_seconds <= other.seconds
-        outcomes |= {each.outcome for each in distant.rewards}
-    assert outcomes == set(Outcome)
+        assert len({each.outcome for each in distant.rewards}) == (len(Outcome) if completions is MIXED else 2)
     here.close()
 
 
 # While it goes on
 
 
-def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(services, remote):
-    reward = remote(deadline_s=LONG_S, timeout_s=LONG_S)  # the child alone would go on
+def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(
+    services, remote_process
+):
+    reward = remote_process(deadline_s=LONG_S, timeout_s=LONG_S)  # the child alone would go on
     reward.loop.warm_up()
     services.hangs.add("8b")
     services.asked["judge"].clear()
@@ -293,9 +250,9 @@ def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_
     assert services.calls["judge"] == 1  # of the other one
 
 
-def test_a_waiting_person_reads_what_the_child_does(services, remote, often_looked_at):
+def test_a_waiting_person_reads_what_the_child_does(services, remote_process, often_looked_at):
     often_looked_at(0.1)
-    reward = remote(**LONG)
+    reward = remote_process(**LONG)
     services.hangs.add("judge")
     texts = [action(query="a"), "hello", action(query="b")]
     batch = reward.begun(*texts)
@@ -338,7 +295,6 @@ def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process,
     reward = remote_process(chain=deadly.poisoned)
     rows = [{"prompt": ""}] * 2
     result = reward.result(["c", deadly.POISON], rows=rows)
-    assert result.values == [None, None]
     assert {(each.outcome, each.reason) for each in result.rewards} == {(Outcome.INFRA, "reward_process_ended")}
     assert sum("the reward process ended with code 1" in line for line in own_words(caplog)) == 2
     assert reward.result(["f"], rows=rows[:1]).values == [1.0]
@@ -375,27 +331,29 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     ]
 
 
-@pytest.mark.parametrize("then", ["idle", "at work", "stopped"])
-def test_closing_ends_the_child_without_a_complaint(services, remote_process, caplog, monkeypatch, then):
-    monkeypatch.setattr(remote_module, "ANSWER_S", 0.5 if then == "stopped" else PATIENCE_S)
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_closing_ends_the_child_and_is_no_complaint_of_one_at_work(
+    services, remote_process, caplog, monkeypatch, is_stopped
+):
+    monkeypatch.setattr(remote_module, "ANSWER_S", 0.5 if is_stopped else PATIENCE_S)
     reward = remote_process(**LONG)
     reward.values("hello")
     child = reward.process
-    if then == "at work":
-        services.hangs |= {"8b", "32b"}
-        reward.begun(*(action(query=f"q{place}") for place in range(2)))
-        until(lambda: services.calls["8b"] == 2)
-    if then == "stopped":
+    if is_stopped:
         child.send_signal(signal.SIGSTOP)
+    else:
+        services.hangs |= {"8b", "32b"}
+        reward.begun(action(query="a"), action(query="b"))
+        until(lambda: services.calls["8b"] == 2)
     reward.loop.close()
     try:
         until(lambda: child.poll() is not None)
     finally:
         child.kill()
     reward.loop.close()  # again
-    assert child.poll() == (-signal.SIGKILL if then == "stopped" else 0)
+    assert child.poll() == (-signal.SIGKILL if is_stopped else 0)
     said = ["does not close, and is ended; it shows where it is", "ended with code -9, and 0 completions in its hands"]
-    assert own_words(caplog) == ([] if then != "stopped" else [f"the reward process {line}" for line in said])
+    assert own_words(caplog) == [f"the reward process {line}" for line in said * is_stopped]
 
 
 def test_a_child_that_could_not_be_started_is_tried_again(remote_process, monkeypatch):
@@ -406,14 +364,14 @@ def test_a_child_that_could_not_be_started_is_tried_again(remote_process, monkey
     assert reward.values("hello") == [-0.25]
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote_process, sent):
+def test_a_signal_to_all_processes_is_the_parents_to_answer(services, remote_process):
     """A terminal's Ctrl-C and a scheduler's SIGTERM reach the child too: rewards of the last step are still wanted."""
     reward = remote_process()
     reward.loop.warm_up()
     child = reward.process
-    child.send_signal(sent)
-    assert reward.values(ACTION) == [0.75]
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        child.send_signal(sent)
+        assert reward.values(action(query=sent.name)) == [0.75]
     assert reward.process is child
     assert child.poll() is None
 
@@ -438,7 +396,16 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(services, remote_process):
+def test_nobody_else_can_speak_to_the_child(services, remote_process):
+    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
+    reward = remote_process()
+    reward.values("hello")
+    ours = reward.child.channel._writer.get_extra_info("socket")
+    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
+    assert not os.get_inheritable(ours.fileno())
+
+
+def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_without_torch(services, remote_process):
     reward = remote_process()
     reward.values(ACTION)
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
@@ -446,27 +413,11 @@ def test_keys_reach_the_services_and_are_in_no_command_line_and_no_environment(s
     child = Path(f"/proc/{reward.process.pid}")
     command, environment = (child / "cmdline").read_bytes(), (child / "environ").read_bytes()
     assert b"salesrl_trl.reward.remote" in command
-    for secret in SECRETS:
+    for secret in (b"rag-secret", b"judge-secret"):
         assert secret not in command + environment
     ours = subprocess.run(["env", "-0"], capture_output=True, check=True).stdout  # as any child of ours has it
     added = set(environment.split(b"\0")) - set(ours.split(b"\0"))
     # So that the package is found from its source tree, and so that nothing in the child takes a GPU.
     hidden = {f"{name}={value}".encode() for name, value in NO_ACCELERATOR.items()}
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
-
-
-def test_nobody_else_can_speak_to_the_child(services, remote):
-    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
-    reward = remote()
-    reward.values(ACTION)
-    ours = reward.child.channel._writer.get_extra_info("socket")
-    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
-    assert not os.get_inheritable(ours.fileno())
-
-
-def test_the_child_does_without_torch(remote_process):
-    reward = remote_process()
-    reward.values(ACTION)
-    maps = Path(f"/proc/{reward.process.pid}/maps").read_text()
-    assert "python" in maps
-    assert "libtorch" not in maps
+    assert "python" in (maps := (child / "maps").read_text()) and "libtorch" not in maps

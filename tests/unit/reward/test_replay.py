@@ -191,12 +191,11 @@ def test_numbers_of_other_reward_functions_are_refused(tmp_path):
     ReplayReward(both, together, "fail")
 
 
-@pytest.mark.parametrize("place", ["here", "in a process"])
-def test_a_trail_has_every_answer_verdict_and_call_and_no_key(httpserver, rows, tmp_path, place):
+def test_a_trail_from_a_process_has_every_answer_verdict_and_call_and_no_key(httpserver, rows, tmp_path):
     services = Services(httpserver)
     services.answers["8b"].insert(0, (503, "busy", {}, 0))
     own = build_reward(services.url, rows, records=True, attempts=2)
-    rewards, [notes, other], _ = score(own if place == "here" else RemoteReward(own), [(0, ACTION), (1, BAD)])
+    rewards, [notes, other], _ = score(RemoteReward(own), [(0, ACTION), (1, BAD)])
     assert notes.action == json.loads(ACTION)
     assert notes.answer["text"] == notes.reference["text"] == "It costs 5980 yuan."
     judged = notes.verdicts["judge"]

@@ -33,14 +33,6 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_a_batch_that_is_waited_for_returns_its_rewards_and_its_report(loop):
-    result = loop.result(begin(loop, 0, 1), [ACTION, [{"role": "assistant", "content": BAD}]])
-    assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.INVALID_ACTION]
-    assert result.values == [VERDICT["candidate"], -0.25]
-    assert result.report.traffic["rag_8b"]["calls"] == 1
-    assert {span.name for span in result.report.spans} == {"parse", "rag_8b", "rag_32b", "judge"}
-
-
 def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
     batches, took = [], []
     for place in (0, 1):
@@ -63,23 +55,6 @@ def test_trl_is_answered_with_the_result_at_hand(loop):
     with pytest.raises(AssertionError, match="inside `answering` alone"):
         function(prompts=[None], completions=[BAD], row=[0])
     assert get_callable_name(function) == "sales"
-
-
-def test_a_wait_that_is_interrupted_cancels_the_batch(loop, services, monkeypatch):
-    services.set("8b", "", delay_s=1.0)
-    batch = begin(loop, 0)
-    loop.start(batch, 0, ACTION)
-    until(lambda: services.calls["8b"])
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("concurrent.futures.Future.result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loop.wait([batch], batch.is_settled)
-    until(lambda: not batch.stages[0].under_way)
-    assert batch.rewards == [None]
 
 
 def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, services):

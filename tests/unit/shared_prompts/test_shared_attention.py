@@ -80,7 +80,6 @@ def test_both_parts_joined_are_one_attention_forward_and_backward(monkeypatch, g
 @pytest.mark.parametrize(
     ("kind", "width", "capability", "takes"),
     [
-        (torch.bfloat16, 128, (9, 0), True),
         (torch.float16, 256, (8, 0), True),
         (torch.float32, 128, (9, 0), False),
         (torch.bfloat16, 264, (9, 0), False),

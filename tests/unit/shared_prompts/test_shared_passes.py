@@ -27,12 +27,9 @@ SHARES = {
     "qwen2": SMALL,
     "qwen3": WITH_HEADS,
     "llama": SMALL,
-    "gemma": WITH_HEADS,
     "gemma2": {**WITH_HEADS, "sliding_window": 22},
     "gemma3_text": {**WITH_HEADS, "sliding_window": 22},
     "mistral": {**SMALL, "sliding_window": None},
-    "phi": SMALL,
-    "phi3": SMALL,
     "qwen3_moe": {**WITH_HEADS, **MIXTURE},
     "mixtral": {**SMALL, "num_local_experts": 4, "sliding_window": None},
     "deepseek_v3": {
@@ -45,7 +42,6 @@ SHARES = {
 }  # fmt: skip
 REFUSES = {
     "bloom": ({"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "transformers' interface"),
-    "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}, "layers of type"),
     "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     # makes its positions of the mask, so that the packed ones are others
     "opt": (
@@ -95,14 +91,6 @@ def test_an_architecture_gives_trls_log_probs_entropies_and_gradient(kind):
     with torch.no_grad():  # the same in several passes
         again = prompts.log_probs(trls_own, model, *batch, WIDTH)[0]
     assert apart(again, theirs[0]) < TOLERANCE
-
-
-def test_a_policy_that_comes_first_inside_its_wrapper_shares_prompts():
-    """As DDP's without a reference, whose passes come before."""
-    model = small("qwen2", **SMALL)
-    prompts = shared(model)
-    prompts.log_probs(trls_own, torch.nn.DataParallel(model), *padded_batch(), WIDTH)
-    assert prompts.is_on and prompts.is_checked
 
 
 @pytest.mark.parametrize("kind", REFUSES)
@@ -180,14 +168,13 @@ LORA = LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj"], task_type="C
 @pytest.mark.parametrize(
     ("build", "draws"),
     [
-        (lambda: small("phimoe", **SMALL, **JITTER), True),
         (lambda: small("mixtral", **SMALL, **JITTER), True),
         (lambda: noisy(small("qwen2", **SMALL)), True),
         (lambda: get_peft_model(noisy(small("qwen2", **SMALL)), LORA), True),
         (lambda: get_peft_model(small("qwen2", **SMALL), LORA), False),
         (lambda: small("mixtral", **{**SMALL, **JITTER, "router_jitter_noise": 0.0}), False),
     ],
-    ids=["phimoe", "mixtral", "noise", "noise beside dropout", "dropout", "no jitter"],
+    ids=["mixtral", "noise", "noise beside dropout", "dropout", "no jitter"],
 )
 def test_a_model_that_draws_in_training_goes_trls_way_to_the_bit(build, draws, caplog):
     """One draw for a shared prompt is another training: noise is the same for all completions, or weaker by length."""
@@ -269,11 +256,13 @@ def test_what_one_rank_finds_stops_all_at_the_next_update(caplog):
     assert caplog.text.count("another rank found that it can't") == 1
 
 
-def test_completions_without_a_token_are_not_compared():
+def test_completions_without_a_token_are_not_compared_and_a_policy_inside_its_wrapper_is():
+    """As DDP's without a reference, whose passes come before."""
     model = small("qwen2", **SMALL).eval()
     prompts = shared(model)
     for completions, is_checked in (((0, 0, 6, 1, 0, 4), False), ((0, 10, 6, 1, 0, 4), True)):
-        prompts.log_probs(trls_own, model, *padded_batch(completions=completions), WIDTH)
+        wrapped = torch.nn.DataParallel(model)
+        prompts.log_probs(trls_own, wrapped, *padded_batch(completions=completions), WIDTH)
         assert prompts.is_on
         assert prompts.is_checked == is_checked
 
@@ -285,9 +274,10 @@ def split(ids, mask):
             "completion_ids": ids[:, completion], "completion_mask": mask[:, completion]}  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("most_tokens", [1, 30, 1000])
+@pytest.mark.parametrize(
+    ("lora", "checkpointing", "most_tokens"),
+    [(True, True, 1), (False, False, 30), (True, False, 1000), (False, True, 1000)],
+)
 def test_micro_batches_that_share_a_pass_keep_their_losses_and_the_gradient_is_the_sum(
     lora, checkpointing, most_tokens
 ):
@@ -348,7 +338,6 @@ def test_the_passes_of_an_update_are_of_one_size():
         (7.6e9, 3_072, True, 3_947),  # as fill a GPU
         (7.6e9, 26_712, True, 15_788),  # four times as many
         (7.6e9, 10_328, False, 3_947),
-        (0.5e9, 3_072, True, 16_384),
         (0.5e9, 3_072, False, 3_072),
         (0.5e9, 26_712, True, 26_712),
     ],
