@@ -371,16 +371,6 @@ def test_where_an_update_depends_on_the_order_nothing_is_trained_on_first(traine
     assert_identical(ours, stock)
 
 
-def test_a_batch_that_could_still_be_skipped_is_not_begun(trained, tiny, gated):
-    """Three quarters are scored, and nine tenths wanted: nothing is trained on before the rest is in."""
-    gated.hold = gate = Gate(patience_s=0.3)
-    ours = trained(ScriptedOurs, tiny, begin=gate.see, **FOUR_GROUPS, min_valid_reward_fraction=0.9)
-    gated.hold = lambda text: None
-    stock = trained(ScriptedStock, tiny, **FOUR_GROUPS)
-    assert gate.gave_up
-    assert_equal_but_for_the_order(ours, stock)
-
-
 # With vLLM
 
 

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 import re
-import threading
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -330,29 +329,6 @@ def log_probs(model, inputs, temperature):
     length = inputs["completion_ids"].shape[1]
     logits = model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
-
-
-def test_slow_rewards_are_waited_for_together(trained, monkeypatch):
-    """Verdicts are held back until three rollouts were launched."""
-    launched, in_time = threading.Event(), []
-    answer = Services.next_answer
-
-    def held_back(self, name, request):
-        if name == "judge":
-            in_time.append(launched.wait(30.0))
-            launched.set()
-        return answer(self, name, request)
-
-    class Announced(Scripted):
-        def _completions(self, *args, **kwargs):
-            if len(self.launches) == 3:
-                launched.set()
-            return super()._completions(*args, **kwargs)
-
-    monkeypatch.setattr(Services, "next_answer", held_back)
-    trainer = trained(Announced, rollout_lookahead=2, max_steps=4, per_device_train_batch_size=2, rows=32)
-    assert len(trainer.launches) == 4
-    assert in_time[0]
 
 
 class Slow(Scripted):

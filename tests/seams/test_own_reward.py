@@ -52,9 +52,9 @@ def rows(count, **columns):
     return [{"prompt": "p", **{name: values[place] for name, values in columns.items()}} for place in range(count)]
 
 
-def test_every_fault_of_a_function_is_a_missing_reward_with_its_reason(result_of):
+def test_every_fault_of_a_function_is_a_missing_reward_with_its_reason(anywhere):
     texts = ["four", *FAULTS, "parts"]
-    result = result_of(shortness, texts, rows(len(texts)))
+    result = anywhere(shortness, texts, rows(len(texts)))
     assert result.values == [0.25, *[None] * len(FAULTS), 0.5]
     assert [each.reason for each in result.rewards] == ["", *FAULTS.values(), "brief"]
     assert {each.outcome for each in result.rewards if each.value is None} == {Outcome.INFRA}
@@ -146,8 +146,8 @@ def test_without_a_transport_each_completion_is_asked_whatever_became_of_those_b
     assert (down.values, up.values) == ([None] * 8, [1.0] * 8)  # a breaker opens after five
 
 
-def test_a_group_is_scored_at_once_and_in_its_own_thread(result_of):
-    result = result_of(ranks, ["aa", "a", "b", "bbb"], rows(4), group=2)
+def test_a_group_is_scored_at_once_and_in_its_own_thread(anywhere):
+    result = anywhere(ranks, ["aa", "a", "b", "bbb"], rows(4), group=2)
     assert result.values == [1.0, 0.0, 0.0, 1.0]
     assert result.report.traffic["ranks"]["calls"] == 2
 

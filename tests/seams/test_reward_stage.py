@@ -23,13 +23,13 @@ def outcomes(result):
     return [(each.outcome, each.reason) for each in result.rewards]
 
 
-def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(services, result_of):
+def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(services, anywhere):
     reward = build_reward(
         services.url, [row()], weights=WEIGHTS, stage_components=("brevity", "doubt"), stages=[Doubt(), Brevity()]
     )
     assert reward.names.stages == ("doubt", "brevity")
     assert {"brevity", "doubt", "certainty"} <= set(reward.names.components)
-    result = result_of(reward, [ACTION])
+    result = anywhere(reward, [ACTION])
     (scored,) = result.rewards
     verdict = VERDICT["candidate"]
     assert scored.value == pytest.approx(verdict + 2 * BREVITY - 0.5 * verdict)
