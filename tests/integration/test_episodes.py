@@ -13,8 +13,7 @@ from support.forked import done_on_vllm
 from support.keyed import make_calling_policy
 from support.scripted import settings, steps_of, trained_by
 
-STEPS, MOST_CALLS = 6, 2
-VLLM_STEPS, TURNS = 4, 3
+STEPS, MOST_CALLS, TURNS = 4, 2, 3
 TOOLS = [{"type": "function", "function": {
     "name": "add", "description": "Adds three.", "parameters": {
         "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}]  # fmt: skip
@@ -183,8 +182,8 @@ def on_vllm(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "turns", "reasons"),
     [
-        ("episodes", VLLM_STEPS * 4 * TURNS, {"episode_http_503": 2}),
-        ("tools", VLLM_STEPS * 4 * TURNS - 1, {"tool_look_http_503": 1}),  # a tool fails in its second turn
+        ("episodes", STEPS * 4 * TURNS, {"episode_http_503": 2}),
+        ("tools", STEPS * 4 * TURNS - 1, {"tool_look_http_503": 1}),  # a tool fails in its second turn
     ],
 )
 def test_a_run_on_vllm_trains_while_others_are_out_on_exactly_what_was_sampled(on_vllm, kind, turns, reasons):
@@ -194,7 +193,7 @@ def test_a_run_on_vllm_trains_while_others_are_out_on_exactly_what_was_sampled(o
     # 2. what trains is what vLLM sampled, turn by turn, with the log-probs of the weights that sampled it
     wholes = whole_episodes(told["sampled"], None)
     assert len(told["sampled"]) == turns
-    assert len(told["trained"]) == VLLM_STEPS * 4 - sum(reasons.values())
+    assert len(told["trained"]) == STEPS * 4 - sum(reasons.values())
     for ids in told["trained"]:
         assert ids in wholes
         wholes.remove(ids)
@@ -226,7 +225,7 @@ def main(policy, out):
     engine_loop._turn_of = turn
     for name, run in (("episodes", with_episodes), ("tools", with_tools)):
         args = SalesGRPOConfig(**settings(
-            out / name, beta=0.0, max_steps=VLLM_STEPS, per_device_train_batch_size=4, num_generations=2,
+            out / name, beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2,
             use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=1024,
             max_completion_length=400, rollout_lookahead=2, generation_kwargs={"max_tokens": 8},
         ))  # fmt: skip

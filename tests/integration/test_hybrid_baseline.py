@@ -3,11 +3,11 @@
 import pandas as pd
 import pytest
 from support.loopback import action
+from support.scripted import steps_of
 
 QUERIES = tuple(f"q{index}" for index in range(8))
 TEXTS = tuple(action(query=query) for query in QUERIES)  # two groups of four
 REFERENCE = 0.5
-ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
 
 
 def worth(query):
@@ -28,41 +28,22 @@ def judge(system, user):
     return {"candidate": worth(query), "reference": reference, "reason": ""}
 
 
-@pytest.fixture
-def train(scripted_trainer, services):
-    """Train for one update of two groups; returns the trainer and the advantages by completion."""
-
-    def run(**settings):
-        services.functions["8b"] = answer
-        services.judge_by(judge)
-        trainer = scripted_trainer(TEXTS, **ONE_UPDATE, **settings)
-        return trainer, advantages_of(trainer)
-
-    return run
-
-
-def advantages_of(trainer):
-    kept = []
-    generate = trainer._generate_and_score_completions
-
-    def keep(inputs):
-        kept.append(generate(inputs))
-        return kept[-1]
-
-    trainer._generate_and_score_completions = keep
+def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(
+    scripted_trainer, services, tmp_path
+):
+    services.functions["8b"] = answer
+    services.judge_by(judge)
+    trainer = scripted_trainer(
+        TEXTS, num_generations=4, per_device_train_batch_size=8, max_steps=1, hybrid_reference_weight=0.5,
+        scale_rewards="none", log_completions=True,
+    )  # fmt: skip
+    kept, generate = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.append(generate(inputs)) or kept[-1]
     trainer.train()
-    return kept[0]["advantages"]
-
-
-def logged(trainer, name):
-    return next(logs[name] for logs in trainer.state.log_history if name in logs)
-
-
-def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(train, tmp_path):
-    trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none", log_completions=True)
     # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375
     expected = [worth(query) - (0.34375 if index < 4 else 0.59375) for index, query in enumerate(QUERIES)]
-    assert advantages.tolist() == pytest.approx(expected)
-    assert logged(trainer, "failures/baseline_fallback") == 0.0
+    assert kept[0]["advantages"].tolist() == pytest.approx(expected)
+    (line,) = steps_of(trainer)
+    assert line["failures/baseline_fallback"] == 0.0
     table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
-    assert table["advantage"].tolist() == pytest.approx(advantages.tolist())
+    assert table["advantage"].tolist() == pytest.approx(expected)

@@ -161,7 +161,6 @@ SAMPLING = torch.full((SAMPLES, COMPLETION), -4.0)
 
 by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 LEVELS, SWITCH, ACCUMULATIONS = ("token", "sequence"), (True, False), (1, 4)
-by_level = pytest.mark.parametrize("level", LEVELS)
 RATIOS = list(itertools.product(LEVELS, SWITCH, SWITCH))
 """What weights a token's KL: the level, whether it is corrected, and whether the policy has moved. They interact."""
 

@@ -113,11 +113,10 @@ class _Weights(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **_):
-        self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
-
     def on_step_end(self, args, state, control, **_):
         self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
+
+    on_train_begin = on_step_end
 
 
 def plain_copy(model):

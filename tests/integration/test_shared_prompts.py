@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from peft import LoraConfig
 from support.keyed import make_tiny_policy
 from support.scripted import Gradients, ScriptedTrainer, ScriptedUpstream, default_rows, length, settings, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,7 +59,7 @@ def with_log_probs(kind):
     return Sampling
 
 
-def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **given):
+def train(kind, policy, folder, *, reward=length, in_order=True, **given):
     """The trainer after its run, and its gradients."""
     draw = random.Random(0)
     is_ours = kind is ScriptedTrainer
@@ -76,7 +75,6 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
         config(**settings(folder, **{"beta": 0.1, **SIZES, **given})),
         train_dataset=build_dataset(default_rows(), "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
     )
     trainer.texts = tuple(" ".join(draw.choices(WORDS, k=draw.randrange(1, 9))) for _ in range(97))
     trainer.use_vllm = True  # as far as the correction goes

@@ -44,18 +44,6 @@ def instruments(tmp_path):
     return build
 
 
-class AtStep(TrainerCallback):
-    """Does something when a step begins."""
-
-    def __init__(self, step, act):
-        self._step = step
-        self._act = act
-
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step == self._step:
-            self._act()
-
-
 class StepClock(TrainerCallback):
     """Seconds from one step's end to the next, by a clock of its own."""
 
@@ -95,19 +83,6 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
         assert logs[MFU_MODEL] is logs[MFU_STEP] is None  # a CPU's peak is in no table
     keys = [set(logs) for logs in steps_of(trainer)]
     assert all(each == keys[0] for each in keys)
-
-
-def test_without_timing_nothing_is_measured_and_nothing_else_changes(
-    scripted_trainer, services, instruments, tmp_path
-):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(enabled=False), max_steps=2)
-    trainer.train()
-    for logs in steps_of(trainer):
-        assert STEP_SECONDS not in logs
-        assert "perf/samples_per_s" not in logs
-        assert logs["reward"] is not None
-        assert logs[REWARD_SECONDS] > 0
-    assert not (tmp_path / "run/trace.json").exists()
 
 
 def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, services, instruments):

@@ -81,12 +81,9 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
     assert result_of(reward, [ACTION]).values == [pytest.approx(VERDICT["candidate"] + 2 * BREVITY)]
 
 
-def test_a_weight_needs_a_stage_that_adds_its_component(services, settings):
+def test_a_weight_needs_a_stage_that_adds_its_component_and_a_stage_is_one(services):
     with pytest.raises(ConfigError, match="no stage of the reward adds brevity"):
         build_reward(services.url, [row()], stage_components=("brevity",))
-
-
-def test_an_object_that_is_no_stage_is_refused(services):
     with pytest.raises(ConfigError, match="Expected a `RewardStage`"):
         build_reward(services.url, [row()], stages=["brevity"])
 
