@@ -28,22 +28,42 @@ def judge(system, user):
     return {"candidate": worth(query), "reference": reference, "reason": ""}
 
 
-def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(
-    scripted_trainer, services, tmp_path
-):
-    services.functions["8b"] = answer
-    services.judge_by(judge)
-    trainer = scripted_trainer(
-        TEXTS, num_generations=4, per_device_train_batch_size=8, max_steps=1, hybrid_reference_weight=0.5,
-        scale_rewards="none", log_completions=True,
-    )  # fmt: skip
-    kept, generate = [], trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: kept.append(generate(inputs)) or kept[-1]
-    trainer.train()
-    # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375
-    expected = [worth(query) - (0.34375 if index < 4 else 0.59375) for index, query in enumerate(QUERIES)]
-    assert kept[0]["advantages"].tolist() == pytest.approx(expected)
-    (line,) = steps_of(trainer)
+@pytest.fixture
+def train(scripted_trainer, services):
+    """Train for one update of two groups; returns the advantages by completion and the log line."""
+
+    def run(**given):
+        services.functions["8b"] = answer
+        services.judge_by(judge)
+        trainer = scripted_trainer(
+            TEXTS, num_generations=4, per_device_train_batch_size=8, max_steps=1, hybrid_reference_weight=0.5,
+            scale_rewards="none", **given,
+        )  # fmt: skip
+        kept, generate = [], trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: kept.append(generate(inputs)) or kept[-1]
+        trainer.train()
+        (line,) = steps_of(trainer)
+        return kept[0]["advantages"].tolist(), line
+
+    return run
+
+
+def over(first, second):
+    """The advantages over a baseline for each group."""
+    return pytest.approx([worth(query) - (first if index < 4 else second) for index, query in enumerate(QUERIES)])
+
+
+def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(train, tmp_path):
+    advantages, line = train(log_completions=True)
+    # means 0.1875 and 0.6875, reference 0.5
+    assert advantages == over(0.34375, 0.59375)
     assert line["failures/baseline_fallback"] == 0.0
     table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
-    assert table["advantage"].tolist() == pytest.approx(expected)
+    assert table["advantage"].tolist() == pytest.approx(advantages)
+
+
+def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, services):
+    services.set("32b", {}, status=500)
+    advantages, line = train()
+    assert advantages == over(0.1875, 0.6875)
+    assert line["failures/baseline_fallback"] == line["failures/reference_missing"] == 1.0

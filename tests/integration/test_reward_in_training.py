@@ -8,8 +8,9 @@ import pytest
 from support.loopback import ACTION, BAD, VERDICT, chat_completion
 from support.scripted import DIFFERENT, steps_of
 
-from salesrl_trl.errors import TooFewRewardsError
+from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.judged.cache import AnswerStore
+from salesrl_trl.reward.reward_loop import warm_up
 
 PLANTED = "sk-planted-4242424242"
 
@@ -42,6 +43,16 @@ def test_components_stand_beside_the_completions(scripted_trainer):
     assert list(extra["judge"]) == [0.75, None] * 2
     assert list(extra["format"]) == [1.0, 0.0] * 2
     assert list(extra["reason"]) == ["", "not_json"] * 2
+
+
+def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services, caplog):
+    trainer = scripted_trainer()
+    with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+        warm_up(trainer.components.reward_loop)
+    assert "[WarmUp] rag_8b: 0." in caplog.text
+    services.set("judge", {}, status=500)
+    with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
+        warm_up(trainer.components.reward_loop)
 
 
 @pytest.mark.parametrize("endpoint", ["8b", "judge"])

@@ -10,6 +10,7 @@ Launched with two processes, it trains on completions of a server:
 import asyncio
 import copy
 import functools
+import itertools
 import json
 import logging
 import os
@@ -185,6 +186,28 @@ def check_steps(log_history, lookahead):
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.01
     assert all(step["completions/mean_length"] > 1 for step in steps)
     assert all(step[outcome_of(Outcome.OK)] == 1.0 for step in steps)
+
+
+def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build, monkeypatch):
+    trainer = build(max_steps=5)
+    generate, asked = VLLMClient.generate, itertools.count(1)
+
+    def held_back(client, *arguments, **request):
+        is_last_of_a_batch = next(asked) % BATCH == 0
+        output = generate(client, *arguments, **request)
+        end = time.monotonic() + 60
+        while is_last_of_a_batch and time.monotonic() < end:
+            *_, latest = trainer.components.reward_loop._open.values()
+            if sum(sample is not None for sample in latest._samples) == BATCH - 1:
+                return output
+            time.sleep(0.01)
+        assert not is_last_of_a_batch, "rewards do not start before the whole batch is there"
+        return output
+
+    monkeypatch.setattr(VLLMClient, "generate", held_back)
+    trainer.train()
+    check_steps(trainer.state.log_history, 0)
+    assert next(asked) == 5 * BATCH + 1
 
 
 def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
