@@ -3,29 +3,19 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from gpu.launched import debug_recipe
 from support.runs import check_times, scalars
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(tmp_path):
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
-    command += ["--max_steps", "12", "--max_eval_rows", "16", "--output_dir", str(tmp_path)]
-    command += ["--rollout_lookahead", "2", "--vllm_importance_sampling_mode", "token_truncate"]
-    command += [
-        "--per_device_train_batch_size",
-        "24",
-        "--gradient_accumulation_steps",
-        "2",
-        "--reward_process",
-        "true",
-    ]
-    subprocess.run(command, check=True)
+    debug_recipe(
+        tmp_path, max_steps=12, max_eval_rows=16, rollout_lookahead=2, reward_process="true",
+        per_device_train_batch_size=24, gradient_accumulation_steps=2, vllm_importance_sampling_mode="token_truncate",
+    )  # fmt: skip
     check_times(tmp_path, 12)
     logged = scalars(tmp_path)
     assert logged["train/rollout/staleness"] == [0, 1, *[2] * 10]

@@ -4,17 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from gpu.launched import debug_recipe
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
 from benchmarks.vllm_server import for_training
 from salesrl_trl.demo.packaged import PACKAGED
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 pytestmark = [
     pytest.mark.gpu,
@@ -28,15 +27,11 @@ pytestmark = [
 def test_the_server_samples_from_the_weights_in_training(tmp_path, lookahead):
     options = ("--gpu-memory-utilization", "0.3", *for_training(320))
     with serve(PACKAGED, tmp_path / "server.log", *options, CUDA_VISIBLE_DEVICES="1") as url:
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
-        command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
-        command += ["--max_steps", str(STEPS), "--model_name_or_path", str(PACKAGED)]
-        command += ["--vllm_mode", "server", "--vllm_server_base_url", url, "--held_out_eval", "false"]
-        command += ["--rollout_lookahead", str(lookahead), "--vllm_importance_sampling_mode", "token_truncate"]
-        command += ["--quick_eval_steps", "0", "--output_dir", str(tmp_path / "run")]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+        debug_recipe(
+            tmp_path / "run", max_steps=STEPS, model_name_or_path=PACKAGED, vllm_mode="server",
+            vllm_server_base_url=url, held_out_eval="false", quick_eval_steps=0, rollout_lookahead=lookahead,
+            vllm_importance_sampling_mode="token_truncate", CUDA_VISIBLE_DEVICES="0",
+        )  # fmt: skip
     check_times(tmp_path / "run", STEPS)
     logged = scalars(tmp_path / "run")
     assert logged["train/rollout/staleness"] == [min(step, lookahead) for step in range(STEPS)]

@@ -1,7 +1,12 @@
 """A trainer around a small policy and services on loopback."""
 
 import pytest
-from support.loopback import ACTION, BAD
+from support.loopback import ACTION, BAD, any_action
+
+
+@pytest.fixture
+def any_text_is_an_action(monkeypatch):
+    monkeypatch.setattr("salesrl_trl.judged.chain.parse_action", any_action)
 
 
 @pytest.fixture

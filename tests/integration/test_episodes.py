@@ -1,7 +1,9 @@
-"""Agents of a user's own that talk with the policy in training: one of the `openai` client alone, unchanged."""
+"""Agents of a user's own that talk with the policy in training: one of the `openai` client alone, unchanged. And
+conversations on real vLLM, of agents and with tools: training goes on while others are out."""
 
 import json
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -11,11 +13,17 @@ from support.forked import done_on_vllm
 from support.keyed import make_calling_policy
 from support.scripted import settings, steps_of, trained_by
 
-STEPS, MOST_CALLS = 6, 2
+STEPS, MOST_CALLS, TURNS = 4, 2, 3
 TOOLS = [{"type": "function", "function": {
     "name": "add", "description": "Adds three.", "parameters": {
         "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}]  # fmt: skip
 CALL = ["<tool_call>", *'\n{"name": "add", "arguments": {"number": 3}}\n', "</tool_call>"]
+
+
+class Down(Exception):
+    """As a client raises it."""
+
+    status_code = 503
 
 
 async def agent(client, messages):
@@ -34,8 +42,6 @@ async def agent(client, messages):
 
 
 def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_path, monkeypatch):
-    import httpx
-    import openai
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -51,8 +57,7 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
         text, calls = await agent(client, row["prompt"])
         if row["kind"] == "down" and not down:
             down.append(True)
-            response = httpx.Response(503, request=httpx.Request("POST", "http://judge"))
-            raise openai.InternalServerError("", response=response, body=None)
+            raise Down
         return Reward.scored(float(calls) + len(text) / 100, calls=float(calls))
 
     rows = [
@@ -98,31 +103,15 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
     assert set(rows_seen) == {"down", "sums"}
 
 
-def trainer_of(policy, folder, episode, **given):
-    from datasets import Dataset
-
-    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
-
-    rows = [{"prompt": [{"role": "user", "content": f"What is {place}?"}], "number": place} for place in range(4)]
-    most = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "max_completion_length": 16,
-        "min_valid_reward_fraction": 0.0,
-        **given,
-    }
-    args = SalesGRPOConfig(**settings(folder, beta=0.0, **most))
-    return SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
-
-
 def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds_up_nothing(tmp_path):
     import asyncio
     import socket
     import threading
-    import time
     from urllib.parse import urlsplit
 
-    from salesrl_trl import per_episode
+    from datasets import Dataset
+
+    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
 
     opened = []
 
@@ -147,7 +136,13 @@ def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds
             asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
         return float(len(said))
 
-    trainer = trainer_of(make_calling_policy(tmp_path / "policy", hidden_size=64), tmp_path / "run", agent)
+    rows = [{"prompt": [{"role": "user", "content": f"What is {place}?"}], "number": place} for place in range(4)]
+    args = SalesGRPOConfig(**settings(
+        tmp_path / "run", beta=0.0, max_steps=4, per_device_train_batch_size=2, max_completion_length=16,
+        min_valid_reward_fraction=0.0,
+    ))  # fmt: skip
+    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
+    trainer = SalesGRPOTrainer(str(policy), [agent], args, Dataset.from_list(rows))
     trained, reasons, _ = trained_by(trainer)
     trainer.train()
     began = time.monotonic()
@@ -175,62 +170,52 @@ def whole_episodes(sampled, padding):
     return [own for _, own in episodes]
 
 
+@pytest.fixture(scope="module")
+def on_vllm(tmp_path_factory):
+    """What a run of each kind told. Both are of one process, around one engine."""
+    out = tmp_path_factory.mktemp("vllm")
+    done_on_vllm(__file__, make_calling_policy(out / "policy", hidden_size=64), out)
+    return json.loads((out / "told.json").read_text())
+
+
 @pytest.mark.slow
-def test_episodes_on_vllm_train_while_others_are_out(tmp_path):
-    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
-    done_on_vllm(__file__, policy, tmp_path)
-    told = json.loads((tmp_path / "told.json").read_text())
-    # 1. an episode began in one step and ended in a later one
-    assert any(ended > began for began, ended in told["episodes"]), told["episodes"]
-    # 2. what trains is what vLLM sampled, with the log-probs of the weights that sampled it
+@pytest.mark.parametrize(
+    ("kind", "turns", "reasons"),
+    [
+        ("episodes", STEPS * 4 * TURNS, {"episode_http_503": 2}),
+        ("tools", STEPS * 4 * TURNS - 1, {"tool_look_http_503": 1}),  # a tool fails in its second turn
+    ],
+)
+def test_a_run_on_vllm_trains_while_others_are_out_on_exactly_what_was_sampled(on_vllm, kind, turns, reasons):
+    told = on_vllm[kind]
+    # 1. an episode, or a tool's call, began in one step and ended in a later one
+    assert any(ended > began for began, ended in told["spans"]), told["spans"]
+    # 2. what trains is what vLLM sampled, turn by turn, with the log-probs of the weights that sampled it
     wholes = whole_episodes(told["sampled"], None)
-    assert len(told["trained"]) == STEPS * 4 - told["reasons"].get("episode_http_503", 0)
+    assert len(told["sampled"]) == turns
+    assert len(told["trained"]) == STEPS * 4 - sum(reasons.values())
     for ids in told["trained"]:
         assert ids in wholes
+        wholes.remove(ids)
     assert max(told["differences"]) < 0.02
-    # 3. the failed ones are left out by their reason
-    assert told["reasons"] == {"episode_http_503": 2}
+    # 3. the failed ones are left out by their reason, the others have their numbers
+    assert told["reasons"] == reasons
+    if kind == "tools":
+        assert all(line["tools/look/calls"] > 0 for line in told["lines"])
+        assert sum(line["tools/look/failures"] for line in told["lines"]) == 1
 
 
 def main(policy, out):
-    import asyncio
-
-    import httpx
-    import openai
+    import trl.generation.vllm_generation as upstream_vllm
     from datasets import Dataset
 
-    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
+    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
     from salesrl_trl.generation import engine_loop
 
-    sampled, episodes, down = [], [], []
+    sampled, told, built, turn_of = [], {}, [], engine_loop._turn_of
 
-    @per_episode
-    async def episode(client, row):
-        began, messages = trainer.state.global_step, row["prompt"]
-        for turn in range(3):
-            answer = await client.chat.completions.create(model="policy", messages=messages)
-            said = {"role": "assistant", "content": answer.choices[0].message.content}
-            messages = [*messages, said, {"role": "user", "content": f'And then? "找到" <|im_end|> {turn}'}]
-            end = asyncio.get_running_loop().time() + (3 if began else 0)  # those of later batches outlast a step
-            while trainer.state.global_step == began and asyncio.get_running_loop().time() < end:
-                await asyncio.sleep(0.01)
-        episodes.append((began, trainer.state.global_step))
-        if row["kind"] == "down" and len(down) < 2:
-            down.append(True)
-            response = httpx.Response(503, request=httpx.Request("POST", "http://judge"))
-            raise openai.InternalServerError("", response=response, body=None)
-        return float(len(messages[-2]["content"]))
-
-    args = SalesGRPOConfig(**settings(
-        out / "run", beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2, use_vllm=True,
-        vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=1024, max_completion_length=400,
-        rollout_lookahead=2, generation_kwargs={"max_tokens": 16}, report_to="none",
-    ))  # fmt: skip
-    rows = [
-        {"prompt": [{"role": "user", "content": f"What is {place}?"}], "kind": "sums" if place % 8 else "down"}
-        for place in range(16)
-    ]
-    turn_of = engine_loop._turn_of
+    def step():
+        return built[-1].state.global_step
 
     def turn(output):
         made = turn_of(output)
@@ -238,16 +223,103 @@ def main(policy, out):
         return made
 
     engine_loop._turn_of = turn
-    trainer = SalesGRPOTrainer(str(policy), [episode], args, Dataset.from_list(rows))
-    trained, reasons, differences = trained_by(trainer)
-    torch.manual_seed(0)
-    trainer.train()
-    trainer.finish()
-    told = {
-        "episodes": episodes, "sampled": sampled, "trained": trained, "differences": differences, "reasons": reasons,
-        "lines": [line for line in trainer.state.log_history if "episodes/calls" in line],
-    }  # fmt: skip
-    (out / "told.json").write_text(json.dumps(told, default=str))
+    for name, run in (("episodes", with_episodes), ("tools", with_tools)):
+        args = SalesGRPOConfig(**settings(
+            out / name, beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2,
+            use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=1024,
+            max_completion_length=400, rollout_lookahead=2, generation_kwargs={"max_tokens": 8},
+        ))  # fmt: skip
+        rows = [{"prompt": [{"role": "user", "content": f"What is {at}?"}], "number": at} for at in range(8)]
+        spans, reward, own = run(step)
+        trainer = SalesGRPOTrainer(str(policy), [reward], args, Dataset.from_list(rows), **own)
+        built.append(trainer)
+        upstream_vllm.LLM = lambda *_, _engine=trainer.vllm_generation.llm, **__: _engine
+        trained, reasons, differences = trained_by(trainer)
+        torch.manual_seed(0)
+        trainer.train()
+        trainer.finish()
+        lines = [line for line in trainer.state.log_history if "tools/look/calls" in line]
+        told[name] = {
+            "spans": spans, "sampled": sampled[:], "trained": trained, "differences": differences, "reasons": reasons,
+            "lines": [{tag: value for tag, value in line.items() if tag.startswith("tools/")} for line in lines],
+        }  # fmt: skip
+        sampled.clear()
+    (out / "told.json").write_text(json.dumps(told))
+
+
+def with_episodes(step):
+    """The steps in which each episode began and ended, once there are some; the reward; the trainer's arguments."""
+    import asyncio
+
+    from salesrl_trl import per_episode
+
+    spans, down = [], []
+
+    @per_episode
+    async def episode(client, row):
+        began, messages = step(), row["prompt"]
+        for turn in range(TURNS):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages = [*messages, said, {"role": "user", "content": f'And then? "找到" <|im_end|> {turn}'}]
+            end = asyncio.get_running_loop().time() + (3 if began else 0)  # those of later batches outlast a step
+            while step() == began and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.01)
+        spans.append((began, step()))
+        if row["number"] == 0 and len(down) < 2:
+            down.append(True)
+            raise Down
+        return float(len(messages[-2]["content"]))
+
+    return spans, episode, {}
+
+
+def with_tools(step):
+    """The same of each call of a tool."""
+    import trl.trainer.grpo_trainer as upstream
+
+    from salesrl_trl import per_completion, tool
+    from salesrl_trl.agents import tool_turns
+
+    spans, down = [], []
+
+    @tool(deadline_s=60)
+    def look(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: The word.
+
+        Returns:
+            What was found.
+        """
+        began = step()
+        if word == "down" and len(down) == 1:
+            down.append(True)
+            raise Down
+        end = time.monotonic() + (3 if began else 0)
+        while step() == began and time.monotonic() < end:
+            time.sleep(0.01)
+        spans.append((began, step()))
+        return '<tool_call>"找到" 😀</tool_call><|im_end|>'  # marks of the template itself
+
+    def parse(tokenizer, ids, prefix=None, tools=None):
+        text, done = tokenizer.decode(ids, skip_special_tokens=True), tokenizer.decode(prefix).count("<tool_response>")
+        message = {"role": "assistant", "content": text}
+        if done < TURNS - 1:
+            is_down = done == 1 and not down
+            if is_down:
+                down.append(False)
+            function = {"name": "look", "arguments": {"word": "down" if is_down else "up"}}
+            message["tool_calls"] = [{"type": "function", "function": function}]
+        return message
+
+    @per_completion
+    async def length(completion):
+        return float(len(completion))
+
+    upstream.parse_response = tool_turns.parse_response = parse
+    return spans, length, {"tools": [look]}
 
 
 if __name__ == "__main__":

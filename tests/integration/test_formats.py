@@ -14,7 +14,6 @@ from salesrl_trl import judge_reward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.ground.fencing import read_sections
-from salesrl_trl.launch.banner import banner
 from salesrl_trl.launch.data.sources import prompt_dataset
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
@@ -72,17 +71,6 @@ def test_a_record_goes_from_its_file_through_a_run_of_two_datasets_to_the_judges
     assert (of_bbq["documents"], of_bbq["reference_answer"]) == ("The Hindu neighbour",) * 2
     truths = {message["reference_answer"]: message for message in messages if message["branch"] == "truth"}
     assert QA["knowledge"] in truths["Lisbon"]["conversation"] and truths["Lisbon"]["documents"] == QA["knowledge"]
-
-
-def test_the_banner_says_the_rows_of_each_dataset(plan):
-    lines = banner(plan.config, (plan.train.rows, plan.held_out.rows))
-    own, others = (line for line in lines if "[Run] rows " in line)
-    count = sum(row.row_id.startswith("bbq:") for row in plan.train.rows)
-    assert (
-        f"{count} of " in own
-        and f"bbq.jsonl (bbq) to train on ({count / (count + 3):.0%}), {16 - count} held out" in own
-    )
-    assert "3 of " in others and "halueval.json (halueval) to train on" in others and "3 held out" in others
 
 
 def test_an_evaluation_logs_bbqs_scores_also_quickly(plan, policy, tmp_path):

@@ -1,17 +1,13 @@
 """The frozen reference's reward in the baseline, from the judge's verdicts to the advantages that train."""
 
-import json
-
 import pandas as pd
 import pytest
-import torch
 from support.loopback import action
-from support.scripted import build_upstream_trainer, default_rows
+from support.scripted import steps_of
 
 QUERIES = tuple(f"q{index}" for index in range(8))
 TEXTS = tuple(action(query=query) for query in QUERIES)  # two groups of four
 REFERENCE = 0.5
-ONE_UPDATE = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 1}
 
 
 def worth(query):
@@ -34,58 +30,40 @@ def judge(system, user):
 
 @pytest.fixture
 def train(scripted_trainer, services):
-    """Train for one update of two groups; returns the trainer and the advantages by completion."""
+    """Train for one update of two groups; returns the advantages by completion and the log line."""
 
-    def run(**settings):
+    def run(**given):
         services.functions["8b"] = answer
         services.judge_by(judge)
-        trainer = scripted_trainer(TEXTS, **ONE_UPDATE, **settings)
-        return trainer, advantages_of(trainer)
+        trainer = scripted_trainer(
+            TEXTS, num_generations=4, per_device_train_batch_size=8, max_steps=1, hybrid_reference_weight=0.5,
+            scale_rewards="none", **given,
+        )  # fmt: skip
+        kept, generate = [], trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: kept.append(generate(inputs)) or kept[-1]
+        trainer.train()
+        (line,) = steps_of(trainer)
+        return kept[0]["advantages"].tolist(), line
 
     return run
 
 
-def advantages_of(trainer):
-    kept = []
-    generate = trainer._generate_and_score_completions
-
-    def keep(inputs):
-        kept.append(generate(inputs))
-        return kept[-1]
-
-    trainer._generate_and_score_completions = keep
-    trainer.train()
-    return kept[0]["advantages"]
-
-
-def logged(trainer, name):
-    return next(logs[name] for logs in trainer.state.log_history if name in logs)
-
-
-@pytest.fixture
-def stock(tiny, tmp_path):
-    """TRL's advantages for the same rewards."""
-
-    def reward(completions, **_):
-        return [worth(json.loads(completion[0]["content"])["rewritten_query"]) for completion in completions]
-
-    trainer = build_upstream_trainer(tiny, reward, TEXTS, tmp_path / "stock", default_rows(), **ONE_UPDATE)
-    return advantages_of(trainer)
+def over(first, second):
+    """The advantages over a baseline for each group."""
+    return pytest.approx([worth(query) - (first if index < 4 else second) for index, query in enumerate(QUERIES)])
 
 
 def test_with_a_weight_the_reference_moves_the_baseline_and_the_table_shows_the_advantages(train, tmp_path):
-    trainer, advantages = train(hybrid_reference_weight=0.5, scale_rewards="none", log_completions=True)
-    # means 0.1875 and 0.6875, reference 0.5: baselines 0.34375 and 0.59375
-    expected = [worth(query) - (0.34375 if index < 4 else 0.59375) for index, query in enumerate(QUERIES)]
-    assert advantages.tolist() == pytest.approx(expected)
-    assert logged(trainer, "failures/baseline_fallback") == 0.0
+    advantages, line = train(log_completions=True)
+    # means 0.1875 and 0.6875, reference 0.5
+    assert advantages == over(0.34375, 0.59375)
+    assert line["failures/baseline_fallback"] == 0.0
     table = pd.concat(pd.read_parquet(path) for path in (tmp_path / "run/completions").glob("*.parquet"))
-    assert table["advantage"].tolist() == pytest.approx(advantages.tolist())
+    assert table["advantage"].tolist() == pytest.approx(advantages)
 
 
-def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, stock, services):
+def test_a_row_whose_reference_failed_has_grpos_baseline_and_is_counted(train, services):
     services.set("32b", {}, status=500)
-    trainer, advantages = train(hybrid_reference_weight=0.5)
-    assert torch.allclose(advantages, stock, atol=1e-6)
-    assert logged(trainer, "failures/baseline_fallback") == 1.0
-    assert logged(trainer, "failures/reference_missing") == 1.0
+    advantages, line = train()
+    assert advantages == over(0.1875, 0.6875)
+    assert line["failures/baseline_fallback"] == line["failures/reference_missing"] == 1.0

@@ -35,9 +35,7 @@ from support.kl_pairs import (
 )
 from support.loopback import ACTION, build_reward
 from support.pairwise import pairwise
-from support.scripted import ScriptedTrainer, ScriptedUpstream, default_rows
-from transformers import TrainerCallback
-from trl import GRPOConfig
+from support.scripted import Gradients, ScriptedTrainer, ScriptedUpstream, default_rows
 
 from salesrl_trl.kl.law import KLTarget
 
@@ -163,7 +161,6 @@ SAMPLING = torch.full((SAMPLES, COMPLETION), -4.0)
 
 by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 LEVELS, SWITCH, ACCUMULATIONS = ("token", "sequence"), (True, False), (1, 4)
-by_level = pytest.mark.parametrize("level", LEVELS)
 RATIOS = list(itertools.product(LEVELS, SWITCH, SWITCH))
 """What weights a token's KL: the level, whether it is corrected, and whether the policy has moved. They interact."""
 
@@ -171,8 +168,6 @@ RATIOS = list(itertools.product(LEVELS, SWITCH, SWITCH))
 def test_every_loss_type_of_trl_is_in_the_matrix():
     # a new one needs its line in `normaliser`
     assert LOSS_TYPES == ["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"]
-    documented = GRPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
-    assert [name for name in LOSS_TYPES if f"'{name}'" not in documented] == []
 
 
 def test_the_settings_of_the_matrix_reach_trls_loss(pair):
@@ -246,17 +241,6 @@ def test_equal_coefficients_are_trls_beta_beside_trls_other_terms(pair, loss_typ
     batches = pair.inputs(case, **inputs)
     assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
     assert_equal_kl(pair.ours, pair.stock, batches)
-
-
-@by_loss_type
-def test_what_is_left_of_a_losss_difference_is_float32s_rounding(pair, loss_type):
-    changed, inputs = FEATURES["vllm, sequences"]
-    case = Case(loss_type=loss_type, **changed)
-    pair.set_up(case)
-    batches = pair.inputs(case, **inputs)
-    with in_float64(pair):
-        (loss, _), (expected, _) = step(pair.ours, batches), step(pair.stock, batches)
-    assert loss == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 @pairwise(loss_type=LOSS_TYPES, level=LEVELS, correction=SWITCH)
@@ -348,17 +332,6 @@ def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measure
     assert all(map(math.isnan, pair.ours.components.ledger.flush("train").values()))
 
 
-class Steps(TrainerCallback):
-    """The gradient of every optimizer step."""
-
-    def __init__(self, trainer):
-        self.trainer, self.gradients = trainer, []
-        trainer.add_callback(self)
-
-    def on_pre_optimizer_step(self, args, state, control, **_):
-        self.gradients.append(gradient_of(self.trainer))
-
-
 def entries(**more):
     return {branch: {"beta": BETA, **more} for branch in BRANCHES}
 
@@ -366,7 +339,6 @@ def entries(**more):
 @pytest.mark.parametrize(
     ("lora", "ours", "both"),
     [
-        (False, {"branch_kl": entries()}, {"loss_type": "grpo"}),
         (False, {"branch_kl": None, "beta": BETA}, {"loss_type": "dapo", "use_bias_correction_kl": False}),
         (False, {"branch_kl": {"fairness": {"beta": BETA}}, "beta": BETA}, {"loss_type": "dr_grpo"}),
         (
@@ -375,9 +347,8 @@ def entries(**more):
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         ),
         (True, {"branch_kl": entries(), "kl_log_ratio_clamp": 10.0}, {"loss_type": "cispo"}),
-        (True, {"branch_kl": entries()}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     ],
-    ids=["grpo", "dapo, plain", "dr_grpo", "luspo, sequence, bands", "cispo, lora, clamp", "grpo, sequence, lora"],
+    ids=["dapo, plain", "dr_grpo", "luspo, sequence, bands", "cispo, lora, clamp"],
 )
 def test_a_run_with_equal_coefficients_is_trls_run(random_policy, services, tmp_path, lora, ours, both):
     both = {
@@ -401,9 +372,9 @@ def test_a_run_with_equal_coefficients_is_trls_run(random_policy, services, tmp_
     runs = {}
     try:
         for name, trainer in trainers.items():
-            steps = Steps(trainer)
+            gradients = Gradients(trainer).found
             trainer.train()
-            runs[name] = steps.gradients, [logs for logs in trainer.state.log_history if "kl" in logs]
+            runs[name] = gradients, [logs for logs in trainer.state.log_history if "kl" in logs]
     finally:
         trainers["ours"].finish()
     (gradients, logs), (expected, expected_logs) = runs["ours"], runs["stock"]

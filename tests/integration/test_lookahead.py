@@ -4,22 +4,21 @@ import asyncio
 import functools
 import json
 import re
-import threading
 import zlib
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from support.keyed import keyed_rows
-from support.loopback import VERDICT, Services, action, build_reward
+from support.keyed import WORDS, SaveAt, judge, keyed_rows
+from support.loopback import Services, action, build_reward
 from support.scripted import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped
-from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.judged.parsing import parse_action
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import (
     EQUAL,
@@ -32,20 +31,11 @@ from salesrl_trl.names import (
     time_of,
 )
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.types import DEFAULT_BRANCHES, Action, Reward
+from salesrl_trl.types import DEFAULT_BRANCHES, Reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS = ("price", "course", "schedule", "refund", "data", "nurse", "evening")
 TOLERANCE = 1e-5
-
-
-def score_of(text):
-    return zlib.crc32(text.encode()) % 101 / 100
-
-
-def judge(system, user):
-    return {**VERDICT, "candidate": score_of(read_sections(user)["action"])}
 
 
 class Watched(SalesGRPOTrainer):
@@ -123,21 +113,10 @@ class _Weights(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **_):
-        self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
-
     def on_step_end(self, args, state, control, **_):
         self.trainer.weights_after[state.global_step] = vector(self.trainer.model)
 
-
-class _Saves(TrainerCallback):
-    """Checkpoints at some steps alone: each takes as long as three steps here."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_save |= state.global_step in self.steps
+    on_train_begin = on_step_end
 
 
 def plain_copy(model):
@@ -159,16 +138,6 @@ def services(httpserver):
 
 
 @pytest.fixture
-def any_text_is_an_action(monkeypatch):
-    """So that what a policy of random weights says has a reward."""
-
-    def action_of(completion, _):
-        return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
-
-    monkeypatch.setattr("salesrl_trl.judged.chain.parse_action", action_of)
-
-
-@pytest.fixture
 def trained(services, tiny, tmp_path):
     """Build and train."""
     built = []
@@ -187,7 +156,7 @@ def trained(services, tiny, tmp_path):
             **own,
         )
         built.append(trainer)
-        trainer.add_callback(_Saves(save_at))
+        trainer.add_callback(SaveAt(*save_at))
         torch.manual_seed(7)
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         return trainer
@@ -229,20 +198,13 @@ def assert_ages_are_as_logged(trainer, lookahead):
     return [max(each) for _, each in sorted(ages.items())]
 
 
-TWO_MICRO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 ARRANGEMENTS = {
     "whole": ({}, 1),
-    "accumulation": (TWO_MICRO, 2),
     # three generation batches of two micro-batches an epoch: an update has two of them, and the epoch's last one
     "two_generations_an_update": ({"gradient_accumulation_steps": 4, "steps_per_generation": 2,
                                    "per_device_train_batch_size": 2, "rows": 6}, 2),
-    "two_updates_a_generation": ({"steps_per_generation": 2, "per_device_train_batch_size": 2}, 2),
-    "two_iterations": ({**TWO_MICRO, "num_iterations": 2}, 2),
-    "a_generation_begins_inside_an_update": ({"gradient_accumulation_steps": 2, "steps_per_generation": 3,
-                                              "per_device_train_batch_size": 2}, 3),
     "iterations_over_updates": ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 3,
                                  "per_device_train_batch_size": 2}, 6),
-    "rows_left_over": ({"rows": 10, "per_device_train_batch_size": 8}, 1),
 }  # fmt: skip
 
 
@@ -264,7 +226,7 @@ def test_prompts_come_in_the_order_they_have_without_lookahead_also_after_any_ch
     given = {"max_steps": 12, **given}  # whole generation batches
     runs = {
         ahead: trained(rollout_lookahead=ahead, save_at=(3, 5) if ahead == 2 else (), **given)
-        for ahead in ((0, 1, 2, 4) if arrangement == "whole" else (0, 2))
+        for ahead in ((0, 2, 4) if arrangement == "whole" else (0, 2))
     }
     wanted = prompts_by_generation_batch(runs[0], per_generation)
     assert len(wanted) > 4
@@ -274,7 +236,9 @@ def test_prompts_come_in_the_order_they_have_without_lookahead_also_after_any_ch
             assert (mine["step"], len(mine["prompts"])) == (theirs["step"], len(theirs["prompts"]))
         assert [entry["epoch"] for entry in steps_of(trainer)] == [entry["epoch"] for entry in steps_of(runs[0])]
         ages = assert_ages_are_as_logged(trainer, lookahead)
-        assert arrangement != "whole" or ages == [min(step, lookahead) for step in range(12)]
+        if arrangement == "whole":
+            assert ages == [min(step, lookahead) for step in range(12)]
+            assert_figures_are_of_what_was_trained_on(trainer)
     whole = runs[2]
     steps = [batch["step"] for batch in whole.micro_batches]
     for step in (3, 5):  # an epoch's end is among them, and a place inside a batch where it has several updates
@@ -291,18 +255,16 @@ def test_prompts_come_in_the_order_they_have_without_lookahead_also_after_any_ch
             assert assert_ages_are_as_logged(second, 2) == [min(age, 2) for age in range(12 - step)]
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
-def test_every_step_logs_the_same_keys_and_the_figures_of_what_it_trained_on(trained, lookahead):
-    trainer = trained(rollout_lookahead=lookahead, max_steps=7)
-    logs = steps_of(trainer)
-    assert [set(entry) for entry in logs] == [set(logs[0])] * 7
-    total = 0
+def assert_figures_are_of_what_was_trained_on(trainer):
+    """Under the same keys at every step."""
+    logs, total = steps_of(trainer), 0
+    assert [set(entry) for entry in logs] == [set(logs[0])] * 12
     for entry, batch in zip(logs, trainer.micro_batches, strict=True):
         lengths = [len(ids) for ids in batch["completions"]]
         assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
         assert (entry["completions/min_length"], entry["completions/max_length"]) == (min(lengths), max(lengths))
         texts = [trainer._tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["completions"]]
-        rewards = [score_of(text) for text in _as_judged(texts)]
+        rewards = [zlib.crc32(text.encode()) % 101 / 100 for text in _as_judged(texts)]
         assert entry["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-4)
         total += sum(lengths) + batch["inputs"]["prompt_mask"].sum().item()
         assert entry["num_tokens"] == total
@@ -310,16 +272,14 @@ def test_every_step_logs_the_same_keys_and_the_figures_of_what_it_trained_on(tra
 
 def _as_judged(texts):
     """As the judge reads them."""
-    from salesrl_trl.judged.parsing import parse_action
-
     return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")
 def test_a_resumed_run_generates_what_the_one_without_a_stop_did(trained):
     given = {"max_steps": 6, "max_completion_length": 12}
-    whole = trained(Watched, **given, save_at=(1, 4, 5))
-    for step in (1, 4, 5):  # an epoch has four
+    whole = trained(Watched, **given, save_at=(1, 4))
+    for step in (1, 4):  # an epoch has four
         second = trained(Watched, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
         wanted = [launch["completions"] for launch in whole.launches[step:]]
         assert [launch["completions"] for launch in second.launches] == wanted, step
@@ -346,16 +306,9 @@ def test_evaluations_in_between_change_nothing(trained):
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")
-@pytest.mark.parametrize(
-    ("kind", "arrangement"),
-    [
-        (Watched, "two_updates_a_generation"),
-        (Scripted, "two_iterations"),
-    ],
-)
-def test_without_vllm_old_log_probs_are_those_of_the_policy_that_sampled(trained, kind, arrangement):
-    given, _ = ARRANGEMENTS[arrangement]
-    trainer = trained(kind, rollout_lookahead=2, max_steps=5, max_completion_length=32, **given)
+def test_without_vllm_old_log_probs_are_those_of_the_policy_that_sampled(trained):
+    given, _ = ARRANGEMENTS["iterations_over_updates"]
+    trainer = trained(Watched, rollout_lookahead=2, max_steps=5, max_completion_length=32, **given)
     moved = 0
     for batch in trainer.micro_batches:
         inputs, model = batch["inputs"], trainer.launches[trainer.launch_of(batch)]["model"]
@@ -377,29 +330,6 @@ def log_probs(model, inputs, temperature):
     return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
 
 
-def test_slow_rewards_are_waited_for_together(trained, monkeypatch):
-    """Verdicts are held back until three rollouts were launched."""
-    launched, in_time = threading.Event(), []
-    answer = Services.next_answer
-
-    def held_back(self, name, request):
-        if name == "judge":
-            in_time.append(launched.wait(30.0))
-            launched.set()
-        return answer(self, name, request)
-
-    class Announced(Scripted):
-        def _completions(self, *args, **kwargs):
-            if len(self.launches) == 3:
-                launched.set()
-            return super()._completions(*args, **kwargs)
-
-    monkeypatch.setattr(Services, "next_answer", held_back)
-    trainer = trained(Announced, rollout_lookahead=2, max_steps=4, per_device_train_batch_size=2, rows=32)
-    assert len(trainer.launches) == 4
-    assert in_time[0]
-
-
 class Slow(Scripted):
     """Every fifth group is scored some steps later than others."""
 
@@ -415,9 +345,9 @@ BY_GROUPS = {"rollout_lookahead": 2, "max_staleness": 5, "rows": 24, "per_device
 """Four prompts a step, six steps an epoch."""
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+@pytest.mark.parametrize("more", [{"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
                                   {"steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 24}],
-                         ids=["whole", "accumulation", "two_updates_a_generation"])  # fmt: skip
+                         ids=["accumulation", "two_updates_a_generation"])  # fmt: skip
 def test_groups_that_are_in_are_trained_on_first_each_row_once_an_epoch_and_none_too_old(trained, more):
     trainer = trained(Slow, **{**BY_GROUPS, **more})
     updates, ages = more.get("steps_per_generation", 1), {}
@@ -446,9 +376,9 @@ PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_run_whose_groups_go_by_themselves_goes_on_from_any_checkpoint_and_loses_no_row(trained, keeps):
     given = {**BY_GROUPS, "save_rollouts": keeps}
-    whole = trained(Slow, **given, save_at=(3, 5, 10))
+    whole = trained(Slow, **given, save_at=(5, 10))
     before = {ids for launch in whole.launches for ids in launch["completions"]}
-    for step in (3, 5, 10):
+    for step in (5, 10):
         done = [(launch, prompt) for at, launch, prompt in whole.trained_on() if at < step]
         second = trained(Scripted, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
         assert {launch for launch, _ in done} > {*range(step)}  # some groups were not in, and others took their places
@@ -489,7 +419,7 @@ class AllEqual(Equal):
 REFILL = {"refill_groups": 4, "rows": 24, "per_device_train_batch_size": 8, "max_steps": 12}
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
+@pytest.mark.parametrize("more", [{"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
                                   {"rollout_lookahead": 2, "max_staleness": 5}])  # fmt: skip
 def test_groups_of_equal_rewards_are_replaced_and_the_others_are_trained_on(trained, more):
     trainer = trained(Equal, **{**REFILL, **more})
@@ -520,11 +450,11 @@ def test_a_step_has_waited_for_groups_too_that_turn_out_to_be_equal(trained):
             await asyncio.sleep(0.2 * (sample.row["row"] % 2))  # those that are equal
             return await super()._scored(score, sample, stages)
 
-    entries = steps_of(trained(SlowEqual, **{**REFILL, "max_steps": 6}))
+    entries = steps_of(trained(SlowEqual, **{**REFILL, "max_steps": 3}))
     for entry in entries:
         assert entry[REWARD_EXPOSED] == pytest.approx(entry[time_of(Phase.REWARD_WAIT)], abs=0.1)
         assert entry[REWARD_HIDDEN] >= 0
-    assert sum(entry[REWARD_EXPOSED] for entry in entries) > 0.3  # a busy machine hides more
+    assert sum(entry[REWARD_EXPOSED] for entry in entries) > 0.15  # a busy machine hides more
 
 
 def test_a_group_with_a_failed_completion_is_not_replaced(trained):
@@ -532,8 +462,8 @@ def test_a_group_with_a_failed_completion_is_not_replaced(trained):
         async def _scored(self, score, sample, stages):
             return Reward.scored(0.5) if sample.place % 2 else Reward.missing("busy")
 
-    trainer = trained(Failing, **REFILL, min_valid_reward_fraction=0.4)
-    assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 12
+    trainer = trained(Failing, **{**REFILL, "max_steps": 3}, min_valid_reward_fraction=0.4)
+    assert [(entry[REFILLED], entry[EQUAL]) for entry in steps_of(trainer)] == [(0, 0)] * 3
 
 
 def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(trained):
@@ -554,13 +484,11 @@ def test_a_step_that_is_told_to_stop_generates_none_in_place_of_equal_groups(tra
     assert [launch["step"] for launch in built[0].launches] == [0, 0, 1, 1, 2]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_run_that_replaces_groups_goes_on_from_a_checkpoint_and_loses_no_row(trained, keeps):
-    given = {**REFILL, "rollout_lookahead": 2, "save_rollouts": keeps}
-    whole = trained(Equal, **given, save_at=(2, 5))
-    for step in (2, 5):
-        second = trained(Equal, **given, resume_from=f"{whole.args.output_dir}/checkpoint-{step}")
-        rows = whole.rows_trained_on()
-        rows = {**{at: rows[at] for at in range(step)}, **second.rows_trained_on()}
-        assert {row % 2 for own in rows.values() for row in own} == {0}
-        assert {row for at in range(8) for row in rows[at]} == {*range(0, 24, 2)}
+def test_a_run_that_replaces_groups_goes_on_from_a_checkpoint_and_loses_no_row(trained):
+    given = {**REFILL, "rollout_lookahead": 2, "save_rollouts": True, "max_steps": 8}
+    whole = trained(Equal, **given, save_at=(5,))
+    second = trained(Equal, **given, resume_from=f"{whole.args.output_dir}/checkpoint-5")
+    rows = whole.rows_trained_on()
+    rows = {**{at: rows[at] for at in range(5)}, **second.rows_trained_on()}
+    assert {row % 2 for own in rows.values() for row in own} == {0}
+    assert {row for own in rows.values() for row in own} == {*range(0, 24, 2)}

@@ -1,6 +1,5 @@
 """A run that is recorded, and runs whose rewards come from its record."""
 
-import functools
 import math
 import re
 import socket
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.loopback import ACTION, BAD, action
+from pytest_httpserver import HTTPServer
+from support.loopback import ACTION, BAD, Services, action
 from support.ranks import of_one_machine, run_ranks
 from support.scripted import build_trainer, default_rows, loopback_reward
 
@@ -47,39 +47,32 @@ def train(policy, folder, reward, **given):
 
 
 @pytest.fixture(scope="module")
-def run_of(tiny, tmp_path_factory):
-    return functools.partial(train, tiny)
+def recorded_run(tiny, tmp_path_factory):
+    """A run with a service that fails for one kind of action, its folder, and its services."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
+        services = Services(server)
 
+        def answer(request):
+            return (503, "busy") if request.json["rewritten_query"] == "refund" else services.answers["8b"][0]
 
-@pytest.fixture
-def recorded_run(run_of, services, tmp_path):
-    """A run with a service that fails for one kind of action, and its folder."""
-
-    def answer(request):
-        return (503, "busy") if request.json["rewritten_query"] == "refund" else services.answers["8b"][0]
-
-    services.functions["8b"] = answer
-    trainer = run_of(
-        tmp_path / "first", loopback_reward(services, default_rows(), records=True),
-        parts=recorded_by(tmp_path / "first"),
-    )  # fmt: skip
-    return trainer, tmp_path / "first"
+        services.functions["8b"] = answer
+        reward = loopback_reward(services, default_rows(), records=True)
+        yield train(tiny, folder, reward, parts=recorded_by(folder)), folder, services
 
 
 def weights(trainer):
     return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
 
 
-def test_a_replay_ends_with_the_same_weights_and_asks_nobody(run_of, recorded_run, services, tmp_path):
-    first, folder = recorded_run
+def test_a_replay_ends_with_the_same_weights_and_asks_nobody(tiny, recorded_run, tmp_path):
+    first, folder, services = recorded_run
     asked = services.calls
-    chain = loopback_reward(services, default_rows())
-    again = [run_of(tmp_path / name, ReplayReward(chain, folder, "fail")) for name in ("second", "third")]
+    again = train(tiny, tmp_path, ReplayReward(loopback_reward(services, default_rows()), folder, "fail"))
     assert services.calls == asked
-    for trainer in again:
-        assert torch.equal(weights(trainer), weights(first))
-    rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (first, *again)]
-    assert rewards[0] == rewards[1] == rewards[2]
+    assert torch.equal(weights(again), weights(first))
+    rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (first, again)]
+    assert rewards[0] == rewards[1]
 
 
 @pytest.mark.slow
@@ -95,7 +88,7 @@ def test_a_replay_on_two_ranks_ends_with_the_same_weights(tiny, tmp_path):
 
 
 def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_run):
-    first, folder = recorded_run
+    first, folder, _ = recorded_run
     found = [*recorded(folder, "train")]
     assert [each.step for each in found] == [step for step in range(1, STEPS + 1) for _ in range(4)]
     assert {each.text for each in found} == set(TEXTS)

@@ -9,7 +9,6 @@ from peft import LoraConfig
 from support.scripted import length, settings, steps_of
 from transformers import AutoModelForCausalLM
 
-from salesrl_trl import Budget, Limit, Price, Transport, per_completion
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground import process
 from salesrl_trl.record.reader import recorded
@@ -124,19 +123,3 @@ def test_a_report_that_can_not_be_written_ends_no_run_and_is_told(tiny, tmp_path
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         assert train(tiny, tmp_path, report_to="tensorboard").state.global_step == 2
     assert "no report could be written (IsADirectoryError)" in caplog.text
-
-
-def judged(folder, most):
-    budget = Budget(folder / "budget.json", [Limit(name="max_calls", kind="calls", most=most)])
-    quota = budget.quota("my_judge", Price(prompt_token=1e-3))
-    transport = Transport(
-        "my_judge", max_concurrency=4, attempt_timeout_s=9, max_attempts=2, hedge_fraction=0, quota=quota
-    )
-
-    @per_completion(transport=transport)
-    async def by_judge(completion):
-        with transport.bill() as bill:
-            bill.count(10, 5)
-        return len(completion[0]["content"]) % 17
-
-    return by_judge

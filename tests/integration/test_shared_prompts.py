@@ -1,12 +1,10 @@
 """Training with each prompt once through the model, and without a pass for old log-probs: stock TRL's figures."""
 
 import itertools
-import logging
 import random
 
 import pytest
 import torch
-from peft import LoraConfig
 from support.keyed import make_tiny_policy
 from support.scripted import Gradients, ScriptedTrainer, ScriptedUpstream, default_rows, length, settings, steps_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +59,7 @@ def with_log_probs(kind):
     return Sampling
 
 
-def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **given):
+def train(kind, policy, folder, *, reward=length, in_order=True, **given):
     """The trainer after its run, and its gradients."""
     draw = random.Random(0)
     is_ours = kind is ScriptedTrainer
@@ -77,7 +75,6 @@ def train(kind, policy, folder, *, reward=length, lora=False, in_order=True, **g
         config(**settings(folder, **{"beta": 0.1, **SIZES, **given})),
         train_dataset=build_dataset(default_rows(), "compact"),
         processing_class=AutoTokenizer.from_pretrained(policy),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
     )
     trainer.texts = tuple(" ".join(draw.choices(WORDS, k=draw.randrange(1, 9))) for _ in range(97))
     trainer.use_vllm = True  # as far as the correction goes
@@ -106,12 +103,7 @@ def assert_same_gradients(ours, stock):
 
 @pytest.mark.parametrize(
     ("mode", "low", "high", "loss_type"),
-    [
-        ("token_truncate", None, 1.1, "dapo"),
-        ("token_mask", 0.7, 1.3, "vespo"),
-        ("sequence_mask", None, 1.5, "dapo"),
-        ("sequence_truncate", 0.7, 1.5, "vespo"),
-    ],
+    [("token_truncate", None, 1.1, "dapo"), ("sequence_mask", 0.7, 1.5, "vespo")],
 )
 def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures(
     policy, tmp_path, mode, low, high, loss_type
@@ -133,14 +125,6 @@ def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures
     assert mine.passes[-1] < 8
 
 
-@pytest.mark.parametrize(("lora", "checkpointing"), [(False, True), (True, False)], ids=["full", "lora"])
-def test_whole_groups_in_any_micro_batch_have_trls_gradient(policy, tmp_path, lora, checkpointing):
-    given = {"lora": lora, "gradient_checkpointing": checkpointing}
-    _, theirs = train(ScriptedUpstream, policy, tmp_path / "stock", **given)
-    _, mine = train(ScriptedTrainer, policy, tmp_path / "ours", **given)
-    assert_same_gradients(mine, theirs)
-
-
 def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     asked = itertools.count()
 
@@ -153,10 +137,3 @@ def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):
     assert figures[0] == [None] * len(FIGURES)
     assert figures[1][0] > 0.01
     assert ours.components.passes.prompts.is_checked
-
-
-def test_noise_of_neftune_is_told_once(policy, tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
-        ours, _ = train(ScriptedTrainer, policy, tmp_path, neftune_noise_alpha=5.0, bf16=None)
-    assert not ours.components.passes.prompts.is_checked
-    assert caplog.text.count("off: one pass for a group's prompt, because `neftune_noise_alpha` adds noise") == 1

@@ -27,7 +27,7 @@ from salesrl_trl.wiring.components import Components
 CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>'
 WRONG_CALL = CALL.replace("number", "other")
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {place} and 3?"}], "kind": "sums"} for place in range(4)]
-SAME = ("loss", "reward", "reward_std", "completions/mean_length", "tools/call_frequency", "tools/failure_frequency")
+SAME = ("loss", "reward", "reward_std", "completions/mean_length")
 
 
 @pytest.fixture(scope="module")
@@ -178,23 +178,6 @@ def test_a_heartbeat_says_whether_a_tool_runs_or_who_generates(caller, tmp_path,
     ]
 
 
-@pytest.mark.parametrize(
-    ("functions", "rows", "given"),
-    [([turns, last_words], ROWS, {"tools": [add]}), ([counted, turns], None, {"environment_factory": Counter})],
-    ids=["tools", "an environment"],
-)
-def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, monkeypatch, functions, rows, given):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    stock = lines_of(GRPOTrainer, GRPOConfig, caller, tmp_path / "stock", functions, rows, **given)
-    ours = lines_of(SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path / "ours", functions, rows, **given)
-    assert len(ours) == len(stock) == 2
-    for name in (*SAME, *(name for name in stock[0] if name.startswith("rewards/"))):
-        assert [line[name] for line in ours] == [line[name] for line in stock], name
-    assert [line["tools/call_frequency"] for line in ours] == [0.5, 0.5]
-    assert [line["tools/failure_frequency"] for line in ours] == [0.5, 0.5]
-    assert all(line["outcome/ok"] == 1.0 and line["loss"] != 0.0 for line in ours)
-
-
 class Asking:
     """An environment without tools: it has the prompts alone."""
 
@@ -202,15 +185,26 @@ class Asking:
         return "What is the price?"
 
 
-def test_an_environment_without_tools_trains_as_with_stock_trl(caller, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("functions", "rows", "given"),
+    [
+        ([turns, last_words], ROWS, {"tools": [add]}),
+        ([counted, turns], None, {"environment_factory": Counter}),
+        ([last_words], None, {"environment_factory": Asking}),
+    ],
+    ids=["tools", "an environment", "an environment without tools"],
+)
+def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, monkeypatch, functions, rows, given):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    stock, ours = (
-        lines_of(kind, config, caller, tmp_path / kind.__name__, [last_words], None, environment_factory=Asking)
-        for kind, config in ((GRPOTrainer, GRPOConfig), (SalesGRPOTrainer, SalesGRPOConfig))
-    )
-    assert [[line[name] for name in ("loss", "reward", "completions/mean_length")] for line in ours] == [
-        [line[name] for name in ("loss", "reward", "completions/mean_length")] for line in stock
-    ]
+    stock = lines_of(GRPOTrainer, GRPOConfig, caller, tmp_path / "stock", functions, rows, **given)
+    ours = lines_of(SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path / "ours", functions, rows, **given)
+    assert len(ours) == len(stock) == 2
+    for name in (name for name in stock[0] if name in SAME or name.startswith(("rewards/", "tools/"))):
+        assert [line[name] for line in ours] == [line[name] for line in stock], name
+    if rows or counted in functions:
+        assert [line["tools/call_frequency"] for line in ours] == [0.5, 0.5]
+        assert [line["tools/failure_frequency"] for line in ours] == [0.5, 0.5]
+    assert all(line["outcome/ok"] == 1.0 and line["loss"] != 0.0 for line in ours)
 
 
 def test_calls_of_tools_are_recorded_replayed_and_seen(caller, tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """The trainer against loopback services: what failures do to an update, and which metrics a step has."""
 
-import contextlib
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from support.scripted import DIFFERENT, Scripted, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError
 from salesrl_trl.trainer import RolloutTrainer
-from salesrl_trl.update.weights import WeightCheck
 
 
 class ScriptedRollouts(Scripted, RolloutTrainer):
@@ -105,24 +102,6 @@ def test_a_skipped_batch_is_no_fault_to_a_gradient_scaler(scripted_trainer, serv
     with pytest.raises(TooFewRewardsError):
         trainer.train()
     assert not moved(seen[0], seen[1])
-
-
-@pytest.mark.parametrize(
-    "broken", [{"q0", "q1"}, {"q2", "q3"}, {"q0", "q1", "q2", "q3"}], ids=["first", "last", "both"]
-)
-def test_a_skipped_batch_takes_nothing_from_another_of_the_same_step(scripted_trainer, services, broken):
-    """A step of two generation batches, of which neither, one or the other is scored."""
-    texts = [text for good in DIFFERENT[:4] for text in (good, BAD)]
-    services.judge_by(lambda system, user: 500 if any(f'"{each}"' in user for each in broken) else VERDICT)
-    trainer = scripted_trainer(
-        texts=texts, max_steps=1, gradient_accumulation_steps=2, steps_per_generation=1, min_valid_reward_fraction=0.9
-    )
-    before = weights(trainer)
-    with contextlib.nullcontext() if len(broken) == 2 else pytest.raises(TooFewRewardsError):
-        trainer.train()
-    (logs,) = steps_of(trainer)
-    assert logs["failures/skipped_update"] == len(broken) / 4
-    assert moved(before, weights(trainer)) == (len(broken) == 2)
 
 
 def test_a_run_that_is_told_to_stop_inside_an_epoch_evaluates_no_more(scripted_trainer):

@@ -15,7 +15,6 @@ from support.scripted import settings
 STEPS = 3
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear"}
 CASES = {
-    "qwen2": ({}, None),
     "llama": ({}, LORA),
     "gemma3_text": ({"head_dim": 32}, None),  # multiplies its embedding, which the head does not see
 }

@@ -12,6 +12,7 @@ from support.ranks import ROOT, of_one_machine, run_ranks
 from support.scripted import build_upstream_trainer
 from transformers import AutoTokenizer
 
+from salesrl_trl.names import SKIPPED_UPDATE
 from salesrl_trl.rollout.normaliser import UNITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,7 +130,7 @@ def test_the_same_holds_over_two_ranks(stock, tokenizer, two_ranks, loss_type, a
     check(stock, tokenizer, two_ranks(loss_type, arm), loss_type, arm)
 
 
-@pytest.mark.parametrize("arm", ["4", "4, scored groups first", "4, two generation batches"])
+@pytest.mark.parametrize("arm", ["4, scored groups first", "4, two generation batches"])
 def test_an_update_of_which_nothing_is_left_moves_nothing(tiny_policy, tmp_path, arm):
     """Its gradient is dropped, so that neither momentum nor weight decay moves the policy."""
     found = update(tiny_policy, tmp_path, "dapo", arm, texts=(f"{FAIL} a", f"{FAIL} price b"))
@@ -146,6 +147,7 @@ def test_a_skipped_generation_batch_has_no_part_in_an_update_that_it_shares(tiny
     )
     assert gap(skipped["gradient"], left_out["gradient"]) <= TOLERANCE
     assert skipped["logs"]["loss"] == pytest.approx(left_out["logs"]["loss"], rel=1e-5)
+    assert skipped["logs"][SKIPPED_UPDATE] == 0.5
 
 
 def test_an_evaluations_loss_is_that_of_its_batches_with_something_left(tiny_policy, tmp_path):

@@ -5,19 +5,16 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from support.keyed import StopAt, betas_of, build_keyed, course_of
+from support.keyed import SaveAt, betas_of, build_keyed, course_of
 from transformers import TrainerCallback
 
 from salesrl_trl.errors import ConfigError, RunStopped
-from salesrl_trl.names import kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
 
 COOLDOWN = 1
 SETTINGS = {"max_steps": 12, "kl_update_steps": 2, "kl_law_settings": {"cooldown_steps": COOLDOWN}}
 STOP = 9
-EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
-"""A checkpoint of each step. From it a run goes on as from one that a stop left: it is saved at the same place."""
 SHORT_EPOCHS = {**SETTINGS, "branches": DEFAULT_BRANCHES * 5}  # ten rows, two prompts a step: five steps an epoch
 
 
@@ -38,97 +35,86 @@ def between_windows(state):
     return all(each["steps"] == each["cooldown"] == 0 and each["law_state"] for each in state.values())
 
 
+SITUATIONS = (in_a_window, before_a_cooldown, in_a_window_and_before_a_cooldown, between_windows)
+
+
+class Saves(TrainerCallback):
+    """A checkpoint of each situation, one before `STOP`, and the last. From it a run goes on as from one that a stop
+    left: it is saved at the same place."""
+
+    def __init__(self, trainer):
+        self.trainer, self.left = trainer, [*SITUATIONS]
+
+    def on_step_end(self, args, state, control, **_):
+        now = self.trainer.components.kl.control.state_dict()
+        met = [each for each in self.left if state.global_step > 1 and each(now)]
+        self.left = [each for each in self.left if each not in met]
+        control.should_save |= bool(met) or state.global_step in (STOP - 1, 12)
+
+
 @pytest.fixture(scope="module")
-def whole(train):
-    course = train(**SETTINGS)
+def whole(tiny_policy, services_url, tmp_path_factory):
+    """What happened in a run without a stop, with its weights and the `folder` of its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = build_keyed(tiny_policy, services_url, folder, **SETTINGS)
+    course = course_of(trainer, Saves(trainer))
+    course |= {"weights": trainer.model.state_dict(), "folder": folder}
     assert len(course["after"]) == 12
     for branch in DEFAULT_BRANCHES:
         assert len(set(betas_of(course, branch))) >= 3  # two changes or more
     return course
 
 
-@pytest.fixture(scope="module")
-def short_epochs(train, tmp_path_factory):
-    """A run, and the folder of its checkpoints."""
-    out = tmp_path_factory.mktemp("short_epochs")
-    return train(output_dir=out, **SHORT_EPOCHS, **EVERY_STEP), out
-
-
-@pytest.fixture(scope="module")
-def stopped(train, tmp_path_factory):
-    """The checkpoint of a run that stopped after `STOP` steps."""
-    out = tmp_path_factory.mktemp("stopped")
-    train(StopAt(STOP), output_dir=out, **SETTINGS)
-    return out / f"checkpoint-{STOP}"
-
-
-@pytest.mark.parametrize(
-    "situation", [in_a_window, before_a_cooldown, in_a_window_and_before_a_cooldown, between_windows]
-)
-def test_a_resumed_run_goes_the_very_same_way_as_one_that_did_not_stop(train, whole, tmp_path, situation):
-    step = next(int(step) for step, state in whole["after"].items() if situation(state) and int(step) > 1)
-    first = train(StopAt(step), output_dir=tmp_path, **SETTINGS)
-    assert list(first["after"]) == [str(each) for each in range(1, step + 1)]
-    second = train(resume_from=tmp_path / f"checkpoint-{step}", output_dir=tmp_path, **SETTINGS)
-    assert list(second["after"]) == [str(each) for each in range(step + 1, 13)]
-    # coefficients, windows under way and shares in band, to the last bit: the optimizer, the order of samples and so
-    # the weights go on exactly
-    assert {**first["after"], **second["after"]} == whole["after"]
-    names = ("loss", "grad_norm", "reward", *kl_names(DEFAULT_BRANCHES))
-    for a, b in zip([*first["steps"], *second["steps"]], whole["steps"], strict=True):
-        assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
+def assert_it_went_on(second, whole, step):
+    """To the last bit: coefficients, windows under way and shares in band; and so the optimizer, the order of samples
+    and the weights too."""
+    assert list(second["after"]) == [str(each) for each in range(step + 1, len(whole["after"]) + 1)]
+    assert {**whole["after"], **second["after"]} == whole["after"]
     assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_resumed_run_goes_the_very_same_way_as_one_that_did_not_stop(train, whole, situation):
+    step = next(int(step) for step, state in whole["after"].items() if situation(state) and int(step) > 1)
+    second = train(resume_from=whole["folder"] / f"checkpoint-{step}", **SETTINGS)
+    assert_it_went_on(second, whole, step)
+    names = ("loss", "grad_norm", "reward", *kl_names(DEFAULT_BRANCHES))
+    for a, b in zip(second["steps"], whole["steps"][step:], strict=True):
+        assert {name: a[name] for name in names} == {name: b[name] for name in names}, a["step"]
 
 
 def test_an_adapter_on_a_base_in_16_bits_resumes_the_very_same_way(train, tmp_path):
-    """Though the run that did not stop has pushed 200 times more."""
+    """Though the run that did not stop has pushed three times as often."""
     given = {"max_steps": 4, "kl_update_steps": 2, "lora": LoraConfig(target_modules="all-linear")}
-    given |= {"dtype": torch.bfloat16, **EVERY_STEP}
-    whole = train(output_dir=tmp_path, **given)
+    given |= {"dtype": torch.bfloat16}
+    whole = train(SaveAt(3), output_dir=tmp_path, **given)
     second = train(resume_from=tmp_path / "checkpoint-3", **given)
-    assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > 3}
+    assert_it_went_on(second, whole, 3)
     for name in ("loss", "grad_norm", *kl_names(DEFAULT_BRANCHES)):
         assert second["steps"][0][name] == whole["steps"][3][name], name
-    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
-
-
-def test_the_kl_to_an_adapters_base_is_the_same_after_300_pushes(train):
-    """With a learning rate of 0, and a batch that is the same at each step."""
-    course = train(
-        max_steps=4, learning_rate=0.0, branches=DEFAULT_BRANCHES, dtype=torch.bfloat16,
-        lora=LoraConfig(target_modules="all-linear", init_lora_weights=False),
-        text_of=lambda prompt, step, place: f"{prompt[-20:]} {'price ' * place}",
-    )  # fmt: skip
-    for branch in DEFAULT_BRANCHES:
-        first, *_, last = (entry[kl_of(branch)] for entry in course["steps"])
-        assert abs(first) > 1e-3
-        assert last == pytest.approx(first, rel=1e-6)  # the order of prompts changes sums
 
 
 WINDOWS = {
-    "two_updates_a_generation": {"steps_per_generation": 2, "per_device_train_batch_size": 4},
-    "two_iterations": {"num_iterations": 2},
-    "a_generation_begins_inside_an_update": {"gradient_accumulation_steps": 2, "steps_per_generation": 3,
-                                             "per_device_train_batch_size": 4},
+    "two_updates_a_generation": (3, {"steps_per_generation": 2, "per_device_train_batch_size": 4}),
+    "two_iterations": (1, {"num_iterations": 2}),
+    # after four micro-steps, in the middle of the second batch
+    "a_generation_begins_inside_an_update": (2, {"gradient_accumulation_steps": 2, "steps_per_generation": 3,
+                                                 "per_device_train_batch_size": 4}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_a_run_that_stops_inside_a_generation_batch_goes_on_with_that_very_batch(train, tmp_path, windows):
-    settings = {"max_steps": 6, "kl_update_steps": 2, **WINDOWS[windows]}
-    whole = train(output_dir=tmp_path, **settings, **EVERY_STEP)
-    for step in (1, 3):  # two updates a batch, or the second one's in the middle of a step: inside it
-        second = train(resume_from=tmp_path / f"checkpoint-{step}", **settings)
-        assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > step}
-        assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items()), step
+    step, settings = WINDOWS[windows]
+    settings = {"max_steps": 6, "kl_update_steps": 2, **settings}
+    whole = train(SaveAt(step), output_dir=tmp_path, **settings)
+    assert_it_went_on(train(resume_from=tmp_path / f"checkpoint-{step}", **settings), whole, step)
 
 
-@pytest.mark.parametrize("step", [3, 5, 9])
-def test_a_run_resumes_in_any_epoch(train, short_epochs, step):
-    whole, out = short_epochs
-    second = train(resume_from=out / f"checkpoint-{step}", **SHORT_EPOCHS)
-    assert second["after"] == {at: state for at, state in whole["after"].items() if int(at) > step}
-    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+def test_a_run_resumes_in_any_epoch(train, tmp_path):
+    whole = train(SaveAt(5, 9), output_dir=tmp_path, **SHORT_EPOCHS)
+    for step in (5, 9):  # an epoch's end, and within the second one
+        assert_it_went_on(train(resume_from=tmp_path / f"checkpoint-{step}", **SHORT_EPOCHS), whole, step)
 
 
 class Strike(TrainerCallback):
@@ -164,7 +150,7 @@ def test_a_run_that_is_cut_off_goes_on_from_its_last_whole_step_as_if_nothing_ha
     trainer = build_keyed(tiny_policy, services_url, tmp_path, **SETTINGS, logging_steps=1)
     strike = fault if kind == "fault" else partial(trainer.request_stop, "SIGTERM")
     with pytest.raises(ZeroDivisionError if kind == "fault" else RunStopped) as ended:
-        course_of(trainer, Strike(event, strike))
+        course_of(trainer, Strike(event, strike), resume_from=whole["folder"] / f"checkpoint-{STOP - 1}")
     checkpoints = [each.name for each in tmp_path.glob("checkpoint-*")]
     assert checkpoints == ([] if saved is None else [f"checkpoint-{saved}"])
     if saved is None:
@@ -172,21 +158,18 @@ def test_a_run_that_is_cut_off_goes_on_from_its_last_whole_step_as_if_nothing_ha
     said = ended.value.__notes__[-1] if kind == "fault" else str(ended.value)
     by = "ZeroDivisionError" if kind == "fault" else "SIGTERM"
     assert f"stopped by {by} after {saved} steps." in said
-    second = train(resume_from="auto", output_dir=tmp_path, **SETTINGS)
-    assert list(second["after"]) == [str(each) for each in range(saved + 1, 13)]
-    assert {**whole["after"], **second["after"]} == whole["after"]
-    assert all(torch.equal(second["weights"][name], value) for name, value in whole["weights"].items())
+    assert_it_went_on(train(resume_from="auto", output_dir=tmp_path, **SETTINGS), whole, saved)
 
 
-def test_a_run_that_has_finished_does_nothing_more(train, whole, tmp_path):
-    train(output_dir=tmp_path, **SETTINGS, save_strategy="steps", save_steps=12)
+def test_a_run_that_has_finished_does_nothing_more(train, whole):
     again = []
     with pytest.raises(StopIteration):  # no step is in its course
-        train(resume_from=True, output_dir=tmp_path, text_of=lambda *_: again.append(1), **SETTINGS)
+        train(resume_from=True, output_dir=whole["folder"], text_of=lambda *_: again.append(1), **SETTINGS)
     assert again == []
 
 
-def test_a_checkpoint_of_other_rows_is_refused_and_of_other_settings_is_not(train, stopped, caplog):
+def test_a_checkpoint_of_other_rows_is_refused_and_of_other_settings_is_not(train, whole):
+    checkpoint = whole["folder"] / f"checkpoint-{STOP - 1}"
     with pytest.raises(ConfigError, match=r"training rows was 60 \(.*\), is 10 \("):
-        train(resume_from=stopped, **SHORT_EPOCHS)
-    train(resume_from=stopped, **{**SETTINGS, "max_steps": STOP + 1})
+        train(resume_from=checkpoint, **SHORT_EPOCHS)
+    train(resume_from=checkpoint, **{**SETTINGS, "max_steps": STOP})

@@ -1,5 +1,7 @@
 """A run's settings for services on loopback."""
 
+from functools import partial
+
 import pytest
 
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -19,13 +21,13 @@ def settings(services, tmp_path, monkeypatch):
     return make
 
 
-@pytest.fixture(params=["here", "in a process of its own"])
-def result_of(request, monkeypatch):
-    """Score completions of the first row, or of these rows, by the reward itself and in a process of its own."""
+@pytest.fixture
+def result_of(monkeypatch):
+    """Score completions of the first row, or of these rows, where the reward itself is or another place."""
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the child learns from its parent where modules are
 
-    def score(reward, completions, rows=None, group=1):
-        loop = RewardLoop(reward if request.param == "here" else RemoteReward(reward))
+    def score(reward, completions, rows=None, group=1, place=lambda reward: reward):
+        loop = RewardLoop(place(reward))
         try:
             batch = loop.begin([{"row": 0}] * len(completions) if rows is None else rows, group)
             loop.start_all(batch, completions)
@@ -34,3 +36,9 @@ def result_of(request, monkeypatch):
             loop.close()
 
     return score
+
+
+@pytest.fixture(params=["here", "in a process of its own"])
+def anywhere(request, result_of):
+    """The same, by the reward itself and in a process of its own."""
+    return result_of if request.param == "here" else partial(result_of, place=RemoteReward)

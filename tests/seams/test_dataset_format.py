@@ -72,20 +72,23 @@ GOOD_AND_BAD = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD_AND_BAD)
-def test_a_record_goes_from_its_file_to_a_reward_that_prefers_the_better_action(tmp_path, name):
-    record, good, bad = GOOD_AND_BAD[name]
-    file, rows, knowledge = write(tmp_path / "file.jsonl", record), tmp_path / "rows.jsonl", tmp_path / "known.jsonl"
-    given = ["--source", file, "--dataset_format", name, "--out", str(rows), "--knowledge_out", str(knowledge)]
-    assert create_tiny_dataset.main(given) == 0
-    (row,) = load_rows(file, "", BRANCHES, form=Form(format=FORMATS[name]()))
-    assert load_rows(str(rows), "", BRANCHES) == [row]
-    assert row.conversation[-1].content in build_prompt(row)[-1]["content"]
-    with knowledge.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"id": "other", "text": "Wedding flowers are delivered on Fridays."}) + "\n")
-    with EmbeddedServices(documents=knowledge) as addresses:
+def test_records_go_from_their_files_to_a_reward_that_prefers_the_better_actions(tmp_path):
+    known, rows, texts = tmp_path / "known.jsonl", [], []
+    known.write_text(json.dumps({"id": "other", "text": "Wedding flowers are delivered on Fridays."}) + "\n")
+    for name, (record, *actions) in GOOD_AND_BAD.items():
+        file = write(tmp_path / f"{name}.jsonl", record)
+        out, own = tmp_path / f"{name}-rows.jsonl", tmp_path / f"{name}-own.jsonl"
+        given = ["--source", file, "--dataset_format", name, "--out", str(out), "--knowledge_out", str(own)]
+        assert create_tiny_dataset.main(given) == 0
+        (row,) = load_rows(file, "", BRANCHES, form=Form(format=FORMATS[name]()))
+        assert load_rows(str(out), "", BRANCHES) == [row]
+        assert row.conversation[-1].content in build_prompt(row)[-1]["content"]
+        known.write_text(known.read_text() + own.read_text())
+        rows.append(row)
+        texts += actions
+    with EmbeddedServices(documents=known) as addresses:
         judges = [{"name": "judge", "base_url": addresses.judge_base_url}]
-        result = score_batch(build_reward(addresses.rag_base_url, [row], providers=judges), [good, bad])
-    assert [reward.outcome for reward in result.rewards] == [Outcome.OK, Outcome.OK]
-    better, worse = result.values
-    assert better > worse + 0.1
+        result = score_batch(build_reward(addresses.rag_base_url, rows, providers=judges), texts, [0, 0, 1, 1, 2, 2])
+    assert {reward.outcome for reward in result.rewards} == {Outcome.OK}
+    for better, worse in zip(result.values[::2], result.values[1::2], strict=True):
+        assert better > worse + 0.1

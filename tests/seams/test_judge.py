@@ -15,10 +15,10 @@ BRANCHES = ("fairness", "of_my_own")
 SCORE = len(ANSWER["answer"]) / LONG
 
 
-def test_a_judge_scores_in_place_of_the_services(services, result_of):
+def test_a_judge_scores_in_place_of_the_services(services, anywhere):
     reward = build_reward(services.url, [row()], judge=ByLength(), weights={"fairness": {"judge": 2.0, "margin": 1.0}})
     services.answers["32b"] = [(200, {**ANSWER, "answer": "It is dear."}, {}, 0)]
-    result = result_of(reward, [ACTION])
+    result = anywhere(reward, [ACTION])
     (scored,) = result.rewards
     other = len("It is dear.") / LONG
     assert scored.value == pytest.approx(2 * SCORE + SCORE - other)

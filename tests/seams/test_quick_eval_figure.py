@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 from support.answers import WrittenSubject, answered, quick_evaluations
@@ -25,7 +24,6 @@ class Questions:
     def __call__(self, answers):
         return sum("?" in each.text for each in answers) / len(answers)
 '''
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -95,20 +93,18 @@ class WithAQuery:
         return sum("rewritten_query" in each.text for each in scored) / len(scored) if scored else None
 
 
-def test_a_trainer_refuses_two_figures_of_one_name(tiny, httpserver, tmp_path):
-    rows = default_rows()
-    settings = QuickEvalSettings(steps=1, rows=4, figures=(WithAQuery(), WithAQuery()))
-    reward = loopback_reward(Services(httpserver), rows)
-    with pytest.raises(ConfigError, match="has the name 'with_a_query'"):
-        build_trainer(tiny, reward, ("a", "b"), rows, tmp_path / "run", quick_eval=settings, max_steps=1, beta=0.0)
-
-
 def test_a_trainer_takes_a_figure_as_an_object(tiny, httpserver, tmp_path):
     rows = default_rows()
     reward = loopback_reward(Services(httpserver), rows)
     texts = ('{"user_profile": "", "rewritten_query": "Price?", "history_summary": ""}', "hello")
-    settings = QuickEvalSettings(steps=1, rows=4, best="with_a_query", figures=(WithAQuery(),))
-    trainer = build_trainer(tiny, reward, texts, rows, tmp_path / "run", quick_eval=settings, max_steps=1, beta=0.0)
+
+    def build(*figures):
+        quick = QuickEvalSettings(steps=1, rows=4, best="with_a_query", figures=figures)
+        return build_trainer(tiny, reward, texts, rows, tmp_path / "run", quick_eval=quick, max_steps=1, beta=0.0)
+
+    with pytest.raises(ConfigError, match="has the name 'with_a_query'"):
+        build(WithAQuery(), WithAQuery())
+    trainer = build(WithAQuery())
     trainer.train()
     trainer.finish()
     (logged,) = [entry for entry in trainer.state.log_history if "quick_eval/with_a_query" in entry]

@@ -33,13 +33,13 @@ def foreign(httpserver, services, settings, monkeypatch):
     sys.modules.pop("examples.rag_adapter", None)
 
 
-def test_settings_name_it_by_its_dotted_path_and_need_no_address(foreign, services, result_of, tmp_path):
+def test_settings_name_it_by_its_dotted_path_and_need_no_address(foreign, services, anywhere, tmp_path):
     config, asked = foreign
     services.verdict(json.dumps(VERDICT))
     parts = prepare_reward(config, ["fairness"])
     with addresses(config) as (rag_base_url, judge_base_url):
         reward = build_reward(config, parts, [row()], rag_base_url, judge_base_url, output_dir=tmp_path)
-        result = result_of(reward, [action("Python price")])
+        result = anywhere(reward, [action("Python price")])
     assert rag_base_url == NOWHERE
     assert result.values == [pytest.approx(VERDICT["candidate"])]
     assert result.rewards[0].components["retrieval"] == pytest.approx(0.5)  # d2 lies below the threshold of 0.03

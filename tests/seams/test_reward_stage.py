@@ -23,13 +23,13 @@ def outcomes(result):
     return [(each.outcome, each.reason) for each in result.rewards]
 
 
-def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(services, result_of):
+def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(services, anywhere):
     reward = build_reward(
         services.url, [row()], weights=WEIGHTS, stage_components=("brevity", "doubt"), stages=[Doubt(), Brevity()]
     )
     assert reward.names.stages == ("doubt", "brevity")
     assert {"brevity", "doubt", "certainty"} <= set(reward.names.components)
-    result = result_of(reward, [ACTION])
+    result = anywhere(reward, [ACTION])
     (scored,) = result.rewards
     verdict = VERDICT["candidate"]
     assert scored.value == pytest.approx(verdict + 2 * BREVITY - 0.5 * verdict)
@@ -81,12 +81,9 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
     assert result_of(reward, [ACTION]).values == [pytest.approx(VERDICT["candidate"] + 2 * BREVITY)]
 
 
-def test_a_weight_needs_a_stage_that_adds_its_component(services, settings):
+def test_a_weight_needs_a_stage_that_adds_its_component_and_a_stage_is_one(services, settings):
     with pytest.raises(ConfigError, match="names 'brevity'"):
         build_reward(services.url, [row()], weights={"fairness": {"brevity": 1.0}}, stage_components=("brevity",))
-
-
-def test_an_object_that_is_no_stage_is_refused(services):
     with pytest.raises(ConfigError, match="Expected a `RewardStage`"):
         build_reward(services.url, [row()], stages=["brevity"])
 

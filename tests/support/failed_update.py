@@ -41,15 +41,15 @@ ARMS = {
     "4, scored groups first": {"gradient_accumulation_steps": 4, "scored_groups_first": True},
     "4, two generation batches": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
 }
-CELLS = [
-    (loss_type, arm) for arm in ARMS for loss_type in UNITS if arm == "4" or loss_type in ("grpo", "dapo", "bnpo")
-]
+ONE_OF_A_UNIT = ("grpo", "dapo", "bnpo")
+CELLS = [(loss_type, arm) for arm in ARMS for loss_type in UNITS if arm == "4" or loss_type in ONE_OF_A_UNIT]
+CELLS.remove(("bnpo", "4, scored groups first"))  # with bnpo nothing is
 """Loss types and arms. Where a factor comes from depends on the arm and on the loss's unit, of which each has one."""
 CELLS_OF_TWO_RANKS = [
-    ("grpo", "1"), ("bnpo", "1"), *((loss_type, "4") for loss_type in UNITS), ("bnpo", "4, one at a time"),
+    ("grpo", "1"), ("bnpo", "1"), *((loss_type, "4") for loss_type in ONE_OF_A_UNIT), ("bnpo", "4, one at a time"),
     ("grpo", "4, scored groups first"), ("dapo", "4, scored groups first"), ("dapo", "4, two generation batches"),
 ]  # fmt: skip
-"""Each loss type and each arm. Over ranks, sums are taken before the factors, which are those of one rank; with the
+"""Each unit and each arm. Over ranks, sums are taken before the factors, which are those of one rank; with the
 micro-batches as they come, every unit's sum is among them."""
 LATE_S = 5.0
 """Where nothing is trained on before, late rewards come all the same."""

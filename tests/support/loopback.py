@@ -15,7 +15,7 @@ from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagClient
 from salesrl_trl.judged.scoring import Scoring
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import Message, SalesRow
+from salesrl_trl.types import Action, Message, SalesRow
 
 ANSWER = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 VERDICT = {"candidate": 0.75, "reference": 0.5, "reason": "fine"}
@@ -28,6 +28,11 @@ def action(query="Python price", profile="nurse", summary=""):
 
 
 ACTION = action()
+
+
+def any_action(completion, _=None):
+    """In the place of `parse_action`: what a policy of random weights says is an action too."""
+    return Action(fields={"user_profile": "", "rewritten_query": completion, "history_summary": ""})
 
 
 def chat_completion(content):

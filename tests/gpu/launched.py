@@ -1,0 +1,20 @@
+"""The debug recipe as a user launches it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def debug_recipe(output_dir, **given):
+    """Launch it with these settings; environment variables are in capitals."""
+    settings = {name: value for name, value in given.items() if not name.isupper()}
+    environment = {name: str(value) for name, value in given.items() if name.isupper()}
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"{ROOT}/accelerate_configs/debug.yaml", f"{ROOT}/recipes/debug.py"]
+    command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command += ["--output_dir", str(output_dir)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
