@@ -41,12 +41,6 @@ def times(clock, marks):
     return [each.time for each in marks]
 
 
-def test_a_mark_that_an_idle_device_reached_at_once_ties_the_two_scales():
-    # The device's scale begins at 1000. It is 3 s behind at the second mark and idle at the third.
-    marks = [mark(10.0, 1000.0), mark(11.0, 1004.0), mark(15.0, 1005.0)]
-    assert times(EventClock(), marks) == pytest.approx([10.0, 14.0, 15.0])
-
-
 def test_a_device_behind_at_the_first_mark_is_known_by_a_later_one():
     marks = [mark(10.0, 1002.0), mark(15.0, 1005.0)]
     assert times(EventClock(), marks) == pytest.approx([12.0, 15.0])

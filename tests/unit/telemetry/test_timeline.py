@@ -3,8 +3,6 @@
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from salesrl_trl.names import Phase
 from salesrl_trl.telemetry.timeline import MAX_STEPS_PENDING, Mark, Timeline
@@ -227,30 +225,3 @@ def test_a_device_that_hangs_is_left_and_the_hosts_times_count(clock, timeline, 
         clock.behind = 1e9
     cut_off = timeline.close()
     assert cut_off.seconds == {UNACCOUNTED: 0, "forward": 2}
-
-
-@given(
-    st.recursive(
-        st.lists(st.integers(1, 9), max_size=3),
-        lambda inner: st.lists(st.tuples(st.sampled_from(["a", "b", "evaluation"]), inner), max_size=3),
-        max_leaves=12,
-    )
-)
-def test_any_nesting_of_phases_sums_to_the_wall_time(tree):
-    clock = Script()
-    timeline = Timeline(clock, opaque=("evaluation",))
-
-    def run(node):
-        for item in node:
-            if isinstance(item, tuple):
-                name, inner = item
-                with timeline.phase(name):
-                    spend(clock, 1)
-                    run(inner)
-            else:
-                spend(clock, item)
-
-    timeline.starts()
-    run(tree)
-    step = ended(timeline)
-    assert sum(step.seconds.values()) == step.wall == clock.now
