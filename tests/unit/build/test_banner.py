@@ -35,8 +35,11 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
         ),
         (
             "full",
-            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}"],
+            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}",
+             "--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
             [
+                "RAG service  http://127.0.0.1:1",
+                "salesrl-judge at http://127.0.0.1:2/v1",
                 "POLICY, ",
                 "trained: LoRA of rank 8",
                 "up to 512 new tokens in 4096 with the prompt",
@@ -44,11 +47,7 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "500 steps, learning rate 1e-06",
             ],
         ),
-        (
-            "debug",
-            ["--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
-            ["RAG service  http://127.0.0.1:1", "salesrl-judge at http://127.0.0.1:2/v1", "on-policy"],
-        ),
+        ("debug", ["--kl_law", "fixed"], ["on-policy", "KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
         (
             "full",
             ["--judge", "mine.Judge", "--reward_stages", "mine.Stage", "--kl_law", "salesrl_trl.kl.law.AdaptiveLaw",
@@ -70,9 +69,8 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "budget       max_calls 9\n",  # and nothing that is not counted
             ],
         ),
-        ("full", ["--kl_law", "fixed"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
     ],
-    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "groups", "fixed coefficients"],
+    ids=["as it stands", "own policy with LoRA and services", "fixed coefficients", "own parts", "groups"],
 )  # fmt: skip
 def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("salesrl_trl.launch.settings.RunConfig.policy_path", str(tiny))

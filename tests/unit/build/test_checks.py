@@ -27,8 +27,6 @@ from salesrl_trl.service.http import HttpClient
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/nowhere/at/all", "where there is nothing. Name a folder that `save_pretrained`"),
-        ("runs/debug/checkpoint-10", "where there is nothing"),
         ("salesrl_trl", r"a folder without config\.json"),
         ("nobody/no-such-model", "whose configuration could not be loaded"),
     ],

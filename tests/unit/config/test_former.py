@@ -40,11 +40,7 @@ def test_what_is_given_by_another_name_is_an_entry_of_its_setting(given, made):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"judge_providers": [A_JUDGE], "judge_model": "m"},
-            "`judge_model` is given beside `judge_providers`, a list",
-        ),
-        ({"judge": "mine.Judge", "judge_model": "m"}, "`judge_model` is given beside `judge_providers`, a str"),
+        ({"judge_providers": [A_JUDGE], "judge_model": "m"}, "`judge_model` is given beside .*providers`, a list"),
         ({"judge_model": "m", "judge": "mine.Judge"}, "`judge` is given beside `judge_providers`"),
     ],
 )
