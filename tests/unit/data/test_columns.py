@@ -69,9 +69,8 @@ def test_fields_come_from_other_columns_from_inside_of_them_and_from_constants(l
 def test_conversations_of_other_shapes_are_read(load, entry, value):
     (row,) = load({"conversation": entry}, {"branch": "tone", "turns": value})
     assert row.conversation[-1].content == "The price?"
-    assert [message.role for message in row.conversation] == ["customer", "seller", "customer"][
-        -len(row.conversation) :
-    ]
+    roles = ["customer", "seller", "customer"]
+    assert [message.role for message in row.conversation] == roles[-len(row.conversation) :]
 
 
 def test_columns_that_are_not_mapped_stay_and_what_a_reward_reads_is_mapped_too(load):
@@ -87,26 +86,19 @@ def test_columns_win_over_a_format(load):
     assert (row.row_id, row.branch, row.tenant_id) == ("bbq-Religion-0", "tone", "a")
 
 
-@pytest.mark.parametrize(
-    ("name", "guess"), [("massages", "'messages'"), ("meta.owner.tennant", "'meta.owner.tenant'")]
-)
-def test_a_column_that_is_not_there_is_told_beside_those_that_are(load, name, guess):
-    with pytest.raises(DataError) as caught:
-        load({**COLUMNS, "conversation": name}, RECORD)
-    assert f"has no column {name!r}, from which `columns` takes 'conversation'. Did you mean {guess}?" in str(
-        caught.value
+def test_a_column_that_is_not_there_is_told_beside_those_that_are(load):
+    told = (
+        r"has no column 'meta\.owner\.tennant', from which `columns` takes 'conversation'\. Did you mean "
+        r"'meta\.owner\.tenant'\? There are: uid, messages, facts, meta, meta\.owner, meta\.owner\.tenant\. Correct"
     )
-    assert "There are: uid, messages, facts, meta, meta.owner, meta.owner.tenant. Correct" in str(caught.value)
+    with pytest.raises(DataError, match=told):
+        load({**COLUMNS, "conversation": "meta.owner.tennant"}, RECORD)
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"branch": 1},
-            "`dataset.columns.branch` has another form. Expected the name of a column, or {value: CONSTANT}.",
-        ),
-        ({"branch": {"column": "a"}}, "`dataset.columns.branch` has another form."),
+        ({"branch": {"column": "a"}}, "has another form. Expected the name of a column, or {value: CONSTANT}."),
         ({"conversation": {"column": "a", "speaker": "b"}}, "or {column: NAME, role: KEY, content: KEY, roles: {"),
         ("{", "`dataset.columns` is not JSON"),
         ("[]", "`dataset.columns` is a list. Expected a mapping."),

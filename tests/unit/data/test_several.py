@@ -114,8 +114,6 @@ def test_a_row_is_named_by_its_own_file_and_an_empty_file_is_told(files, tmp_pat
         ({"dataset": [{"path": "a.json", "formt": "bbq"}]}, r"`dataset\[0\]` has an unknown .formt."),
         ({"dataset": [{"path": "a.json", "share": 0.5}, {"path": "b.json"}]}, r"2 entries and the shares \[0.5\]"),
         ({"dataset": [{"path": "a.json"}], "columns": {"id": "x"}}, "`columns` is given beside `dataset`, a list"),
-        ({"dataset": [{"path": "a.json", "eval": "b.json", "held_out_share": 0.1}]}, "rows are there already"),
-        ({"dataset": "[{"}, "`dataset` is not JSON"),
     ],
 )  # fmt: skip
 def test_a_list_that_does_not_work_is_refused_by_its_entry(settings, message):

@@ -24,10 +24,6 @@ def add(schedule, updates, size):
     return [schedule.add(prompts(size, epoch=update)) for update in range(updates)]
 
 
-def firsts(windows):
-    return [window.first for window in windows]
-
-
 def take(size):
     """As transformers takes one optimizer step's micro-batches, with what it counted."""
 
@@ -36,25 +32,6 @@ def take(size):
         return batches, len(batches)
 
     return pull
-
-
-def test_a_window_over_several_steps_is_one_batch():
-    """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
-    schedule = RolloutSchedule(1, window=8)
-    told = add(schedule, updates=9, size=2)
-    assert [len(each) for each in told] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert [window.update for each in told for window in each] == [0, 4, 8]
-    schedule.due(0, 0)[0].rollout = "first"
-    assert schedule.due(4, 2) == []
-    assert firsts(schedule.due(6, 3)) == [8]  # one step ahead of optimizer step 4
-
-
-@pytest.mark.parametrize("has_batch", [False, True])
-def test_after_a_resume_the_first_micro_step_generates_unless_a_batch_is_at_hand_and_then_windows_go_on(has_batch):
-    schedule = RolloutSchedule(0, window=4)
-    schedule.restart(micro_step=5, update=7, has_batch=has_batch)
-    told = [[(window.first, window.update) for window in each] for each in add(schedule, updates=3, size=3)]
-    assert told == [[] if has_batch else [(5, 7)], [(8, 8)], [(12, 9)]]
 
 
 def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
@@ -80,22 +57,9 @@ def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
     assert schedule.due(0, 0) == []
 
 
-@dataclass
-class Source:
-    """Epochs of micro-batches, and how many were pulled from each."""
-
-    lengths: list[int]
-    pulled: list[tuple[int, int]] = field(default_factory=list)
-    iterators: int = 0
-
-    def epoch(self, number):
-        self.iterators += 1
-        for index in range(self.lengths[number]):
-            self.pulled.append((number, index))
-            yield (number, index)
-
-    def all(self):
-        return [(number, index) for number, length in enumerate(self.lengths) for index in range(length)]
+def micro_batches(lengths):
+    """By epoch."""
+    return [[(number, index) for index in range(length)] for number, length in enumerate(lengths)]
 
 
 @dataclass
@@ -108,24 +72,23 @@ class Following:
         return self.begin()
 
 
-def play(lengths, size, depth, max_updates=10**6):
+def play(lengths, size, depth, max_updates):
     """Go through epochs as transformers does. Returns the optimizer steps' micro-batches, those seen, and per step how
     many optimizer steps had been pulled when it came."""
-    trained, seen, ahead, epochs = [], [], [], []
-    source, updates = Source(lengths), UpdatesAhead(depth, seen.append)
-    updates.dataloader = Following(lambda: source.epoch(updates.epoch))
+    trained, seen, ahead = [], [], []
+    epochs, updates = micro_batches(lengths), UpdatesAhead(depth, seen.append)
+    updates.dataloader = Following(lambda: iter(epochs[updates.epoch]))
     total = min(sum(-(-length // size) for length in lengths), max_updates)
     for epoch, length in enumerate(lengths):
-        iterator = source.epoch(epoch)
+        iterator = iter(epochs[epoch])
         for _ in range(-(-length // size)):
             if len(trained) == total:
-                return trained, seen, ahead, epochs
+                return trained, seen, ahead
             batches, counted = updates.next(epoch, iterator, take(size), total - len(trained))
             assert counted == len(batches)
             trained.append(batches)
             ahead.append(len(seen) - len(trained))
-            epochs.append(updates.epoch)
-    return trained, seen, ahead, epochs
+    return trained, seen, ahead
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
@@ -159,11 +122,11 @@ def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_give
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 20))
 def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, depth, max_updates):
-    trained, seen, ahead, _ = play(lengths, size, depth, max_updates)
+    trained, seen, ahead = play(lengths, size, depth, max_updates)
     plain = play(lengths, size, 0, max_updates)[0]
     assert trained == seen == plain
     pulled = [batch for batches in trained for batch in batches]
-    assert pulled == Source(lengths).all()[: len(pulled)]  # each micro-batch once
+    assert pulled == list(itertools.chain(*micro_batches(lengths)))[: len(pulled)]  # each micro-batch once
     assert ahead == [min(depth, len(trained) - number) for number in range(1, len(trained) + 1)]
 
 
@@ -185,17 +148,17 @@ class Game:
 def train(lengths, size, window, lookahead, references_ahead, max_updates, start=(0, 0), has_batch=False):
     """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
     batch begins."""
-    game, source = Game(), Source(lengths)
+    game, epochs = Game(), micro_batches(lengths)
     schedule = RolloutSchedule(lookahead, window)
     updates = UpdatesAhead(lookahead + references_ahead, schedule.add)
-    updates.dataloader = Following(lambda: ([batch] for batch in source.epoch(updates.epoch)))
+    updates.dataloader = Following(lambda: ([batch] for batch in epochs[updates.epoch]))
     micro_step, update = start
     schedule.restart(micro_step, update, has_batch)
     last = update + min(sum(-(-length // size) for length in lengths), max_updates)
     buffered = has_batch
 
     for epoch, length in enumerate(lengths):
-        iterator = ([batch] for batch in source.epoch(epoch))
+        iterator = ([batch] for batch in epochs[epoch])
         for _ in range(-(-length // size)):
             if update == last:
                 return game
