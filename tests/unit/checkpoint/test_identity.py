@@ -33,12 +33,10 @@ def made_of(tmp_path):
 @pytest.mark.parametrize(
     ("was", "now", "named"),
     [
-        ({}, {"rows": rows_of(PROMPTS[::-1], BRANCHES[::-1])}, "training rows was 3 "),
         ({}, {"rows": rows_of(PROMPTS[:2], BRANCHES[:2])}, "training rows was 3 .*, is 2 "),
         ({}, {"rows": rows_of(PROMPTS, BRANCHES[::-1][1:] + BRANCHES[:1])}, "training rows was 3 "),
         ({}, {"branches": ["fairness"]}, "branches was fairness, hallucination, is fairness[.;]"),
         ({}, {"seed": 7}, "seed was 42, is 7"),
-        ({}, {"shuffle_dataset": False}, "shuffle_dataset was True, is False"),
         ({}, {"per_device_train_batch_size": 8}, "prompts in a generation batch was 2, is 4"),
         ({}, {"num_iterations": 2}, "generation batches an optimizer step was 1, is 1/2"),
         ({}, {"shape": "8 M"}, "weights of the model was 7 M, is 8 M"),

@@ -74,8 +74,6 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
         (ADAPTER, FULL, ADAPTER),
         (SHARDED, FULL, ()),
         (FULL, SHARDED, ()),
-        (FULL, FULL, ()),
-        (ADAPTER, ADAPTER, ()),
     ],
 )
 def test_a_folder_holds_one_policy_after_each_save(tmp_path, before, after, moved):

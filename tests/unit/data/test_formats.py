@@ -109,15 +109,21 @@ def test_a_records_fields_stay_for_reward_functions_and_no_field_of_a_row_is_tak
         assert not format_.hidden & row.columns.keys()
 
 
-def test_a_repeated_record_is_left_out_and_counted(tmp_path):
-    loaded = load_records(write(tmp_path / "qa.jsonl", QA, DIALOGUE, QA), "", Form(format=HaluEval()))
-    assert (len(loaded.rows), loaded.left_out) == (2, {"repeat an earlier record": 1})
+ENDED = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
 
 
-def test_a_dialogue_that_waits_for_no_answer_is_left_out(tmp_path):
-    ended = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
-    loaded = load_records(write(tmp_path / "d.jsonl", DIALOGUE, ended), "", Form(format=HaluEval()))
-    assert (len(loaded.rows), loaded.left_out) == (1, {"end with the assistant's words": 1})
+@pytest.mark.parametrize(
+    ("format_", "record", "another", "why"),
+    [
+        (HaluEval(), QA, QA, "repeat an earlier record"),
+        (HaluEval(), DIALOGUE, ENDED, "end with the assistant's words"),
+        (QReCC(), qrecc(), qrecc(Turn_no=9, Answer=""), "have no known answer"),
+        (TopiOCQA(), TOPIOCQA, TOPIOCQA | {"Turn_no": 9, "Answer": "UNANSWERABLE"}, "have no known answer"),
+    ],
+)
+def test_a_record_that_makes_no_row_is_left_out_and_counted(tmp_path, format_, record, another, why):
+    loaded = load_records(write(tmp_path / "a.json", record, another), "", Form(format=format_))
+    assert (len(loaded.rows), loaded.left_out) == (1, {why: 1})
 
 
 @pytest.mark.parametrize("name", ["qrecc.json", "qrecc.jsonl"])
@@ -139,16 +145,6 @@ def test_topiocqa_gives_every_text_that_answers(load):
     assert row.documents == ("In 1984", "1984", TOPIOCQA["Rationale"], TOPIOCQA["Gold_passage"]["text"])
     few = {name: TOPIOCQA[name] for name in ("Conversation_no", "Turn_no", "Question", "Answer", "Context")}
     assert load(TopiOCQA(), few)[0].documents == ("In 1984",)
-
-
-@pytest.mark.parametrize(
-    ("format_", "record", "reply"),
-    [(QReCC(), qrecc(), ""), (TopiOCQA(), TOPIOCQA, "UNANSWERABLE")],
-    ids=["qrecc", "topiocqa"],
-)
-def test_a_question_without_a_known_answer_is_left_out(tmp_path, format_, record, reply):
-    file = write(tmp_path / "a.json", record, record | {"Turn_no": 9, "Answer": reply})
-    assert load_records(file, "", Form(format=format_)).left_out == {"have no known answer": 1}
 
 
 SECRET = "13800000000"

@@ -4,11 +4,10 @@ import json
 import math
 
 import pytest
-from datasets import Dataset
 
 from salesrl_trl.errors import DataError
 from salesrl_trl.launch.data.prompts import build_prompt
-from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
+from salesrl_trl.launch.data.sources import build_dataset, load_rows, prompt_dataset
 from salesrl_trl.types import SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -146,21 +145,6 @@ def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
     conversation = [{"role": role, "content": content} for role, content in turns]
     (row,) = load(dataset({**GOOD, "conversation": conversation}))
     assert row.context == "customer: Hi\nseller: Hello\nseller: How can I help?\ncustomer: The price?"
-
-
-def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
-    Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
-    assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
-
-
-def test_every_draft_of_the_demo_is_a_valid_action():
-    from salesrl_trl.judged.parsing import parse_action
-    from salesrl_trl.types import Action
-
-    every = [draft for _, drafts in load_drafts() for draft in drafts]
-    assert len(every) == 4 * 960
-    written = [json.dumps(draft, ensure_ascii=False) for draft in every]
-    assert [parse_action(text) for text in written] == [Action(fields=draft) for draft in every]
 
 
 def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trainer(dataset):

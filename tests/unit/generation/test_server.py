@@ -1,6 +1,5 @@
 """CompletionTasks and turns that a vLLM server is asked for one by one."""
 
-import queue
 import resource
 import threading
 import time
@@ -116,24 +115,6 @@ def test_all_batches_together_have_no_more_requests_in_flight_than_may_be(served
     assert len(client.asked) == 2 * len(PROMPTS)
 
 
-def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):
-    events, told = served.accelerator.events, queue.SimpleQueue()
-    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
-    batches = [begun(served, lambda *finished: told.put(finished)) for _ in range(2)]
-    assert told.empty()
-    push = threading.Thread(target=served.sync_weights)
-    push.start()
-    push.join(0.2)
-    assert push.is_alive()
-    assert events == []
-    served.vllm_client.gate.set()
-    push.join(10)
-    assert events == ["everyone", "push", "everyone"]
-    assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
-    for batch in batches:
-        assert ids_of(served, batch) == ANSWERS
-
-
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by cancelling"])
 def test_nobody_waits_for_the_others_where_a_batch_ends_early_and_the_push_raises_nothing(served, monkeypatch, ends):
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
@@ -198,6 +179,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     pushing, pushed, client = threading.Event(), threading.Event(), served.vllm_client
 
     def push(self):
+        served.accelerator.events.append("push")
         pushing.set()
         assert pushed.wait(10)
 
@@ -210,6 +192,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     thread = threading.Thread(target=served.sync_weights)
     thread.start()
     assert not pushing.wait(0.2)  # six first turns are out
+    assert served.accelerator.events == []
     client.gate.set()
     assert pushing.wait(10)
     asked = len(client.asked)
@@ -217,6 +200,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     assert len(client.asked) == asked
     pushed.set()
     thread.join(10)
+    assert served.accelerator.events == ["everyone", "push", "everyone"]
     served.loop.run(batch)
     assert len(client.asked) == 2 * len(PROMPTS)
 

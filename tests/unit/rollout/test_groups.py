@@ -106,17 +106,6 @@ def test_while_too_little_is_scored_some_rank_waits():
     assert waited_for(("1100",), 0.25) == [[1]]  # one of two could not be scored
 
 
-def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
-    waiting, output = ScoredGroups(4, micro_batch=2, group=2), batch_of(4)
-    waiting.record(settled("0011"), 0, 0.9, WANTED)
-    waiting.release(output)
-    micro_batch = waiting.next()
-    assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert micro_batch["advantages"].tolist() == [2, 3]
-    assert micro_batch["num_items_in_batch"] is output["num_items_in_batch"]
-    assert micro_batch["name"] == "first"
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_whatever_the_order_of_rewards_every_row_comes_once_with_its_whole_group(
     micro_batch, group, count, ranks, random

@@ -68,14 +68,6 @@ def test_a_branch_with_a_band_has_its_edges_drawn_and_one_without_has_a_line():
     assert kinds["KL of hallucination"] == ("Multiline", [r"^kl/hallucination$"])
 
 
-def test_figures_of_quick_evaluations_and_components_have_a_chart_each_with_a_line_for_each_branch():
-    lines = {title: tags for _, title, _, tags in charts() if re.match("quick evaluation|component", title)}
-    assert list(lines) == [
-        "component judge", "component brevity", "quick evaluation: score", "quick evaluation: questions"
-    ]  # fmt: skip
-    assert lines["component brevity"] == [f"^rewards/brevity/{branch}$" for branch in BRANCHES]
-
-
 def part_of(words, banded, callbacks):
     """A part as a trainer with these trackers connects it."""
     targets = {branch: SimpleNamespace(has_band=branch in banded) for branch in BRANCHES}

@@ -16,7 +16,6 @@ from salesrl_trl.parts.step_lines import (
     EpochLine,
     StepLine,
     judge_line,
-    shares,
     step_line,
 )
 from salesrl_trl.telemetry.logs import hide_lines
@@ -54,7 +53,6 @@ LINES = {
         "failures judge_timeout=1 not_json=8 | 1.2 s, waited 0.26 s for rewards",
     ),
     "loss and KL": ({**LOGS, "loss": -0.01234, "kl": 0.0301}, {}, "hallucination=n/a | loss -0.012, KL 0.03 | valid"),
-    "no loss": ({**LOGS, "loss": 0.0}, {}, "| loss 0 |"),
     "actions": (HALF, {}, "| valid actions 75% |"),
     "answers": (HALF, {"hollow_answer": 2}, "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |"),
     "nothing known": ({}, {}, "| scored n/a |"),
@@ -93,13 +91,6 @@ def test_the_judges_line_says_seconds_and_verdicts_by_provider():
     assert judge_line(5, logs, ("a", "b", "idle"), 6) == (
         "[Judge@step5] time=3.2s providers={'a': 48, 'b': 3, 'idle': 0}"
     )
-
-
-def test_the_shares_of_a_step_come_largest_first_and_crumbs_are_left_out():
-    logs = {"time/step_s": 10.0, "time/reward_wait_s": 7.8, "time/generation_s": 1.4, "time/unaccounted_s": 0.1,
-            "time/optimizer_s": 0.05, "time/backward_s": None}  # fmt: skip
-    assert shares(logs) == "reward_wait 78%, generation 14%, unaccounted 1%"
-    assert shares({}) == shares({"time/step_s": None}) == ""
 
 
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):

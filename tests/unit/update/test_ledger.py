@@ -5,18 +5,9 @@ from collections import Counter
 
 import pytest
 
-from salesrl_trl.judged.budget import (
-    CALLS,
-    USD,
-    Account,
-    Limit,
-    Spent,
-    reported,
-)
 from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
-from salesrl_trl.parts.step_lines import spent
 from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.types import JudgeRecord, Outcome, Reward
@@ -131,19 +122,3 @@ def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
     ledger.record_kl("train", [[0.0] * 5, sums[0]], [0.1, 0.1], [1.0, 0.5], control)  # no row of fairness
     figures = ledger.flush("train")
     assert all(math.isnan(figures[f"kl/fairness{edge}"]) for edge in ("", "_low", "_high"))
-
-
-LIMITS = (
-    Limit(name="max_calls", kind=CALLS, most=1000),
-    Limit(name="judge_providers[a].max_usd", kind=USD, most=100, service="judge_a"),
-)
-
-
-def test_what_was_spent_is_said_where_there_is_a_budget():
-    assert spent({"budget/calls": 1234.0, "budget/usd": 0.417}) == "spent 1,234 calls, 0.42 USD"
-    assert spent({"budget/calls": 9.0, "budget/usd": 0.0031}) == "spent 9 calls, 0.0031 USD"
-    assert spent({"reward": 1.0}) == ""
-    account = Account(services={"judge_a": Spent(calls=1000, usd=0.42)}, refused={"max_calls": 1000.0})
-    assert reported(account, account.reached(LIMITS)) == (
-        "1,000 calls, 0.42 USD were spent; reached: `max_calls` 1,000"
-    )
