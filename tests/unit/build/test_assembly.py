@@ -23,6 +23,8 @@ from salesrl_trl.types import Message, Outcome
 
 BRANCHES = ("fairness", "hallucination")
 PROVIDER = {"name": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+JUDGES = [PROVIDER, {**PROVIDER, "name": "other"}]
+METER = {"second": "other", "on_alarm": "second_judge"}
 DEAD = "http://127.0.0.1:9"
 
 
@@ -267,6 +269,11 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"branch_reward_weights": {"fairness": 1.0}}, r"`branch_reward_weights\.fairness` is a float. Expect"),
         ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, at least 0"),
         ({"rag_base_url": "http://"}, "with a host"),
+        ({"judge_providers": JUDGES, "judge_meter": {"on_alarm": "second_judge"}}, "second"),
+        ({"judge_providers": JUDGES[:1], "judge_meter": METER}, "Expected one of them"),
+        ({"judge_providers": JUDGES[1:], "judge_meter": METER}, "another one with a weight"),
+        ({"judge_providers": JUDGES, "judge_meter": METER, "replay": "runs/first"}, "nobody can ask a record"),
+        ({"judge_providers": JUDGES, "judge_meter": {**METER, "on_alarm": "second"}}, "second_judge"),
     ],
     ids=str,
 )

@@ -76,18 +76,8 @@ def test_a_recipe_with_names_of_other_systems_is_told_those_here(tmp_path):
 
 
 def test_a_command_line_with_names_of_other_systems_is_told_those_here():
-    words = [
-        "--val_before_train",
-        "true",
-        "--JUDGE_TIMEOUT_SEC=30",
-        "actor_rollout_ref.rollout.n=4",
-        "--output_dir",
-        "x",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        parse(words, None)
-    for told in ("held_out_eval: true)", "judge_timeout_s: 30)", "actor_rollout_ref.rollout.n (of verl; here num_gen"):
-        assert told in str(caught.value)
+    with pytest.raises(ConfigError, match=r"held_out_eval: true\).*judge_timeout_s: 30\).* \(of verl; here num_gen"):
+        parse(["--val_before_train", "true", "--JUDGE_TIMEOUT_SEC=30", "actor_rollout_ref.rollout.n=4"], None)
 
 
 def test_of_many_unknown_names_a_message_has_the_first_ones(tmp_path):

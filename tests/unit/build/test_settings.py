@@ -95,10 +95,6 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
     told = r"--kl-raise-factor \(gone: .* at most by max_step of branch_kl.settings.law_settings; "
     with pytest.raises(ConfigError, match=told):
         parse(["--kl-raise-factor", "1.2"], None)
-    with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
-        parse(["--vector_store_path", "store"], None)
-    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: branch_kl.settings.law: fixed takes its place\)"):
-        parse(["--no_kl_control"], None)
 
 
 def told(capsys, *words, code=0):

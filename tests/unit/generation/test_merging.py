@@ -1,7 +1,6 @@
 """An adapter is merged for a push beside its base: what is pushed, and that nothing is written."""
 
 import logging
-import math
 import weakref
 
 import pytest
@@ -40,11 +39,6 @@ def plain(model, name):
     return layer.base_layer.weight.float() + delta_of(layer)
 
 
-def rank_stabilised(model, name):  # alpha / sqrt(r)
-    layer = model.get_submodule(f"base_model.model.{name}")
-    return layer.base_layer.weight.float() + delta_of(layer, ALPHA / math.sqrt(RANK))
-
-
 def by_magnitude(model, name):  # m (W + delta) / |W + delta|, row by row
     layer = model.get_submodule(f"base_model.model.{name}")
     sum_ = layer.base_layer.weight.float() + delta_of(layer)
@@ -78,8 +72,6 @@ CASES = {
     "lora": ({}, QUERY, plain),
     "adapters in 16 bits": ({"autocast": False}, QUERY, plain),
     "a base in float32": ({"dtype": torch.float32}, QUERY, plain),
-    "a base in float16": ({"dtype": torch.float16}, VALUE, plain),
-    "rsLoRA": ({"use_rslora": True}, VALUE, rank_stabilised),
     "DoRA": ({"use_dora": True}, QUERY, by_magnitude),
     "embedding": ({"target_modules": ["embed_tokens", "q_proj"]}, EMBEDDING, of_an_embedding),
     "tied": ({"target_modules": ["embed_tokens", "lm_head"], "tied": True}, EMBEDDING, twice),

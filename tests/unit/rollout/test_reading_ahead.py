@@ -72,25 +72,6 @@ class Following:
         return self.begin()
 
 
-def play(lengths, size, depth, max_updates):
-    """Go through epochs as transformers does. Returns the optimizer steps' micro-batches, those seen, and per step how
-    many optimizer steps had been pulled when it came."""
-    trained, seen, ahead = [], [], []
-    epochs, updates = micro_batches(lengths), UpdatesAhead(depth, seen.append)
-    updates.dataloader = Following(lambda: iter(epochs[updates.epoch]))
-    total = min(sum(-(-length // size) for length in lengths), max_updates)
-    for epoch, length in enumerate(lengths):
-        iterator = iter(epochs[epoch])
-        for _ in range(-(-length // size)):
-            if len(trained) == total:
-                return trained, seen, ahead
-            batches, counted = updates.next(epoch, iterator, take(size), total - len(trained))
-            assert counted == len(batches)
-            trained.append(batches)
-            ahead.append(len(seen) - len(trained))
-    return trained, seen, ahead
-
-
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
     updates, pull = UpdatesAhead(1, lambda batches: None), take(1)
     updates.dataloader = [["c"], ["d"]]
@@ -118,16 +99,6 @@ def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_give
     updates = UpdatesAhead(1, lambda batches: None)
     assert updates.next(3, iter([["a"], ["b"]]), take(1), 2)[0] == [["a"]]
     assert updates.epoch == 3
-
-
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 20))
-def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, depth, max_updates):
-    trained, seen, ahead = play(lengths, size, depth, max_updates)
-    plain = play(lengths, size, 0, max_updates)[0]
-    assert trained == seen == plain
-    pulled = [batch for batches in trained for batch in batches]
-    assert pulled == list(itertools.chain(*micro_batches(lengths)))[: len(pulled)]  # each micro-batch once
-    assert ahead == [min(depth, len(trained) - number) for number in range(1, len(trained) + 1)]
 
 
 @dataclass
@@ -206,6 +177,8 @@ def test_every_batch_is_launched_once_as_early_as_may_be_and_is_there_when_it_is
 def test_lookahead_changes_neither_what_is_trained_on_nor_where_batches_begin(lookahead, **run):
     ahead, plain = train(lookahead=lookahead, **run), train(lookahead=0, **{**run, "references_ahead": False})
     assert (ahead.batches, ahead.windows, ahead.wanted) == (plain.batches, plain.windows, plain.wanted)
+    every = list(itertools.chain(*micro_batches(run["lengths"])))
+    assert plain.batches == [[batch] for batch in every[: len(plain.batches)]]  # each micro-batch once
 
 
 @pytest.mark.parametrize(

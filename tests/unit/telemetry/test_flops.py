@@ -66,12 +66,6 @@ def frozen_up_to(model, layer):
     return model
 
 
-def checkpointed(**fields):
-    model = llama(**fields)
-    model.gradient_checkpointing_enable()
-    return model.train()
-
-
 def deepseek():
     """Latent attention, one dense layer before the mixtures, a shared expert."""
     sizes = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
@@ -123,27 +117,18 @@ def test_flops_are_those_of_a_pass_through_the_whole_model(build):
     assert total == pytest.approx(counted(model, LENGTH, completion), rel=2e-4)
 
 
-# By hand: 2 FLOPs for a weight forward, and as many for each gradient, of the weight and of its input. Rotary
-# embeddings: one product of head_dim / 2 numbers more, which makes a head's width in FLOPs.
-MLP = 3 * HIDDEN * INNER
-ATTENTION_WEIGHTS = 2 * HIDDEN * 16 * (HEADS + KV_HEADS)
-BY_HAND = {
-    "dense, with gradient checkpointing": (checkpointed, 6 * DEEP * (ATTENTION_WEIGHTS + MLP), 6, 12),
-    "frozen": (lambda **deep: llama(**deep).requires_grad_(False), 2 * DEEP * (ATTENTION_WEIGHTS + MLP), 2, 4),
-    "lora on the mlp of the last layer": (
-        lambda **deep: lora(llama(**deep), ["down_proj"], layers_to_transform=[DEEP - 1]),
-        # every weight forward; the adapter 96 -> 8 -> 64: its own gradients, and the one between both
-        2 * DEEP * (ATTENTION_WEIGHTS + MLP) + 2 * RANK * (2 * INNER + 3 * HIDDEN), 4, 4,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("build", "per_token", "per_head_weight", "per_channel"), BY_HAND.values(), ids=BY_HAND)
-def test_coefficients_are_those_by_hand(build, per_token, per_head_weight, per_channel):
-    flops = model_flops(build(num_hidden_layers=DEEP))
-    assert flops.per_token == per_token + 16
-    assert flops.per_head_token == per_head_weight * HIDDEN * VOCABULARY
-    assert flops.per_pair == per_channel * DEEP * HEADS * 16
+def test_coefficients_are_those_by_hand_and_what_is_computed_twice_counts_once():
+    # 2 FLOPs for a weight forward, and as many for each gradient, of the weight and of its input. Rotary embeddings:
+    # one product of head_dim / 2 numbers more, which makes a head's width in FLOPs.
+    weights = DEEP * (2 * HIDDEN * 16 * (HEADS + KV_HEADS) + 3 * HIDDEN * INNER)
+    flops = model_flops(llama(num_hidden_layers=DEEP))
+    assert (flops.per_token, flops.per_head_token) == (6 * weights + 16, 6 * HIDDEN * VOCABULARY)
+    assert flops.per_pair == 12 * DEEP * HEADS * 16
+    checkpointed = llama(num_hidden_layers=DEEP).train()
+    checkpointed.gradient_checkpointing_enable()
+    assert model_flops(checkpointed) == flops
+    frozen = model_flops(llama(num_hidden_layers=DEEP).requires_grad_(False))
+    assert (frozen.per_token, frozen.per_pair) == (2 * weights + 16, 4 * DEEP * HEADS * 16)
 
 
 def test_a_model_is_as_it_was_after_the_count():

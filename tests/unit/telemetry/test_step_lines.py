@@ -53,12 +53,9 @@ LINES = {
         "failures judge_timeout=1 not_json=8 | 1.2 s, waited 0.26 s for rewards",
     ),
     "loss and KL": ({**LOGS, "loss": -0.01234, "kl": 0.0301}, {}, "hallucination=n/a | loss -0.012, KL 0.03 | valid"),
-    "actions": (HALF, {}, "| valid actions 75% |"),
     "answers": (HALF, {"hollow_answer": 2}, "| scored 75%, 25.0% of all as invalid | failures hollow_answer=2 |"),
-    "nothing known": ({}, {}, "| scored n/a |"),
     # one of many is not rounded to all is well
     "one failed": (outcomes(invalid_action=0, judge_invalid=0, infra=1 / 512), {"a": 1}, "| scored >99% | failures"),
-    "none failed": (outcomes(invalid_action=0, judge_invalid=0, infra=0), {}, "| scored 100% | failures none |"),
     "equal": ({**LOGS, "frac_reward_zero_std": 1.0}, {}, EQUAL),
 }  # fmt: skip
 """Figures, failures, and what the line says of them. Those of answers come without actions."""

@@ -70,17 +70,6 @@ def test_the_parts_of_a_step_sum_to_it_and_the_rest_is_told(clock, timeline):
     assert step.wall == 63 == sum(step.seconds.values())
 
 
-def test_what_lies_inside_an_evaluation_is_evaluation(clock, timeline):
-    timeline.starts()
-    with timeline.phase("evaluation"):
-        spend(clock, 1)
-        with timeline.phase("generation"):
-            spend(clock, 2)
-    step = ended(timeline)
-    assert step.seconds == {UNACCOUNTED: 0, "evaluation": 3}
-    assert {span.name: span.seconds for span in timeline.drain_spans()} == {"evaluation": 3, "generation": 2}
-
-
 def test_a_phase_over_the_end_of_a_step_belongs_to_both(clock, timeline):
     timeline.starts()
     with timeline.phase("evaluation"):
