@@ -136,6 +136,10 @@ def test_a_temperature_alone_reshapes_nothing():
     assert reshaped_sampling(config) == []
 
 
+PROVIDER = {"name": "a", "base_url": "http://judge/v1", "model": "m"}
+PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
+
+
 @pytest.mark.parametrize(
     ("config", "kwargs", "message"),
     [
@@ -147,6 +151,12 @@ def test_a_temperature_alone_reshapes_nothing():
         (RewardConfig, {"max_attempts": 1.5}, "`max_attempts` is 1.5. Expected a whole number"),
         (RewardConfig, {"max_attempts": {"judge": True}}, "`max_attempts.judge` is True. Expected a whole number"),
         (RewardConfig, {"max_attempts": '{"judges": 1}'}, "`max_attempts` has an unknown 'judges'. Did you"),
+        (RewardConfig, {"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
+        (RewardConfig, {"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
+        (RewardConfig, {"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, "max_usd` is '1e2'. Expected a number"),
+        (RewardConfig, {"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
+        (RewardConfig, {"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
+        (RewardConfig, {"max_calls": 9, "reward_funcs": ["my.function"]}, "`sales`, `judge` or the tool `search`"),
         (SalesGRPOConfig, {"vllm_server_base_url": "http://user:pw@vllm"}, "`vllm_server_base_url` holds credentials"),
         (TelemetryConfig, {"trace_steps": "5"}, "`trace_steps` is '5'. Expected FIRST:LAST"),
     ],
@@ -156,7 +166,6 @@ def test_a_setting_that_cannot_work_is_refused(config, kwargs, message):
         config(**kwargs)
 
 
-PROVIDER = {"name": "a", "base_url": "http://judge/v1", "model": "m"}
 CLASSES = (
     *((kind, {}) for kind in (RewardConfig, TelemetryConfig, DataConfig, SalesGRPOConfig, RagSettings, KLSettings)),
     *((kind, {}) for kind in (JudgeModeSettings, RecordSettings)),
@@ -297,25 +306,6 @@ def test_a_dotted_path_brings_what_it_names_or_what_that_returns_for_arguments()
 def test_a_path_that_leads_nowhere_says_where_it_ends(path, message):
     with pytest.raises(ConfigError, match=message):
         load_object(path, "kl_law")
-
-
-PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
-        ({"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
-        ({"judge_providers": [{**PRICED, "max_usd": "1e2"}]}, r"\[a\].max_usd` is '1e2'. Expected a number"),
-        ({"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
-        ({"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
-        ({"max_calls": 9, "reward_funcs": ["my.function"]}, "Expected `sales`, `judge` or the tool `search`"),
-    ],
-)
-def test_a_limit_that_limits_nothing_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RewardConfig(**settings)
 
 
 def test_limits_have_the_names_of_their_settings(tmp_path):
