@@ -2,11 +2,9 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 from support.recordings import batch, entry, write
-from transformers.utils import get_json_schema
 
 from salesrl_trl.agents.tools import ConversationNotes, Search, ToolCalls, tool
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
@@ -256,8 +254,3 @@ def test_equal_searches_are_one_request_and_every_conversation_has_its_call_in_t
     asked = [action["rewritten_query"] for action, *_ in packaged._rag.backend.asked]
     assert asked == ["yoga", "nothing"]  # of "nothing" one that all three share
     assert [len(each.record.calls) for each in notes] == [3] * 3
-
-
-def test_trl_reads_the_tool_s_name_and_argument(packaged):
-    function = SimpleNamespace(**get_json_schema(packaged.function)["function"])
-    assert (function.name, function.parameters["required"]) == ("search", ["query"])

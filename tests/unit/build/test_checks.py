@@ -171,14 +171,8 @@ def test_a_variable_that_is_not_set_is_refused_and_a_key_in_place_of_its_name_is
     assert (key in str(refused.value)) is key.isupper()
 
 
-@pytest.mark.parametrize(
-    ("key", "what"),
-    [
-        ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
-        ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
-    ],
-)
-def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, what):
+def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch):
+    key, what = "sk-h\u00fcnter2", "a character beyond ASCII at place 5 of 10"
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(ConfigError, match=f"variable SOME_KEY .*{what}") as caught:
         read_key("SOME_KEY", "judge_api_key_env")

@@ -1,10 +1,10 @@
 """Which generation batches come and when: a trainer's loop is played through without a model."""
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,26 +181,11 @@ def test_lookahead_changes_neither_what_is_trained_on_nor_where_batches_begin(lo
     assert plain.batches == [[batch] for batch in every[: len(plain.batches)]]  # each micro-batch once
 
 
-@pytest.mark.parametrize(
-    ("size", "micro_batch", "group", "expected"),
-    [
-        (8, 4, 2, [range(4), range(4, 8)]),  # two groups in a micro-batch
-        (8, 2, 4, [range(4), range(4, 8)]),  # a group over two micro-batches
-        (12, 2, 3, [range(6), range(6, 12)]),  # neither holds the other
-        (6, 4, 2, [range(6)]),  # can't be divided
-        (8, 2, 16, [range(8)]),  # a group over two ranks
-    ],
-)
-def test_parts_are_the_smallest_of_whole_groups_and_whole_micro_batches(size, micro_batch, group, expected):
-    assert parts(size, micro_batch, group) == expected
-
-
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
-def test_parts_hold_every_place_once_in_order(size, micro_batch, group):
-    divided = parts(size, micro_batch, group)
+def test_parts_are_the_smallest_of_whole_groups_and_micro_batches_and_hold_every_place_once(size, micro_batch, group):
+    divided, smallest = parts(size, micro_batch, group), math.lcm(micro_batch, group)
     assert [place for part in divided for place in part] == list(range(size))
-    if len(divided) > 1:
-        assert all(len(part) % micro_batch == 0 == len(part) % group for part in divided)
+    assert {len(part) for part in divided} == {smallest if size % smallest == 0 else size}
 
 
 def test_torch_draws_for_an_epoch_that_was_begun_ahead_when_its_first_step_is_handed_out_and_not_before():
