@@ -40,7 +40,6 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
         ("actor.kl_loss_type", "abs", "of verl; here branch_kl.settings.estimator"),  # there is no such estimator
         ("critic.optim.lr", 1e-5, "of verl; not here: GRPO has no critic"),
         ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
-        ("KL_TARGET_PRICE", 0.1, "here branch_kl: `low` and `high` of the branch"),
         ("max_kl", 3, "gone: it is a constant"),
     ],
 )

@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch import nn
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig
 from warmup_model import settings_of
 
@@ -30,24 +29,13 @@ from salesrl_trl.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 
-class Policy(nn.Module):
-    """As much of a policy as the engine's options ask for."""
-
-    dtype, name_or_path, config = torch.float32, "policy", Qwen2Config(hidden_size=64, num_attention_heads=4)
-
-    def __init__(self, tied=False, buffer=False):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-        if buffer:
-            self.register_buffer("router_bias", torch.zeros(2))
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def get_input_embeddings(self):
-        return self.embedding
+def policy(tied=False, buffer=False):
+    shape = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    if buffer:
+        model.register_buffer("router_bias", torch.zeros(2))
+    return model
 
 
 @pytest.fixture
@@ -62,17 +50,17 @@ def config(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "expected"),
+    ("model", "given", "expected"),
     [
-        (Policy(), {}, "dummy"),
-        (Policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
-        (Policy(tied=True), {}, "dummy"),
-        (Policy(buffer=True), {"load_format": "dummy"}, "dummy"),
-        (Policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
+        (policy(), {}, "dummy"),
+        (policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
+        (policy(tied=True), {}, "dummy"),
+        (policy(buffer=True), {"load_format": "dummy"}, "dummy"),
+        (policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
     ],
 )
-def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, policy, given, expected):
-    assert engine_options(config(vllm_engine_kwargs=given), policy)["load_format"] == expected
+def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, model, given, expected):
+    assert engine_options(config(vllm_engine_kwargs=given), model)["load_format"] == expected
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -82,7 +70,7 @@ def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, i
     given = {"enable_prefix_caching": is_on, "enable_chunked_prefill": is_on, "max_num_batched_tokens": 4096}
     if is_on:
         given |= yaml.safe_load((ROOT / "recipes/fast_load.yaml").read_text())["vllm_engine_kwargs"]
-    options = engine_options(config(vllm_engine_kwargs=given), Policy())
+    options = engine_options(config(vllm_engine_kwargs=given), policy())
     engine = EngineArgs(model=str(tiny), max_model_len=64, **options).create_engine_config()
     arrived = engine.cache_config.enable_prefix_caching, engine.scheduler_config.enable_chunked_prefill
     assert arrived == (is_on, is_on)
@@ -90,9 +78,9 @@ def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, i
 
 def test_options_of_the_colocated_engine_are_not_for_a_server(config):
     server = {"use_vllm": True, "vllm_mode": "server"}
-    engine_options(config(**server, vllm_engine_kwargs={"enforce_eager": False}), Policy())  # as in recipes/full.yaml
+    engine_options(config(**server, vllm_engine_kwargs={"enforce_eager": False}), policy())  # as in recipes/full.yaml
     with pytest.raises(ConfigError, match="sets load_format, seed of the colocated engine"):
-        engine_options(config(**server, vllm_engine_kwargs={"load_format": "auto", "seed": 1}), Policy())
+        engine_options(config(**server, vllm_engine_kwargs={"load_format": "auto", "seed": 1}), policy())
 
 
 @pytest.mark.parametrize(
@@ -105,8 +93,8 @@ def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_
     assert engine_start(args) is on_cpu
     with patch.object(type(args), "device", SimpleNamespace(type="cuda")):
         assert engine_start(args) is on_gpu
-        options = engine_options(args, Policy())
-        assert engine_options(asked, Policy())["compilation_config"] == {"mode": 3}
+        options = engine_options(args, policy())
+        assert engine_options(asked, policy())["compilation_config"] == {"mode": 3}
     assert options["enforce_eager"] == (on_gpu is Start.EAGER)
     assert options.get("compilation_config") == (GRAPHS_ALONE if on_gpu is Start.GRAPHS else None)
 
