@@ -1,21 +1,21 @@
 """Which folders are whole checkpoints, which of them a run goes on from, and which files move when another begins."""
 
+import itertools
 import json
 import logging
 import os
 import random
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from salesrl_trl.checkpoint import keeper as keepers
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.checkpoint.run_files import one_policy, put_run_aside
 from salesrl_trl.checkpoint.whole import fault_of, find, newest, seal
 from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.ground import process
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import MANIFEST_FILE, SAVING_FOLDER
 
@@ -126,10 +126,10 @@ class State(SimpleNamespace):
 
 
 def save(keeper, step, write=fill, best=None):
-    root = keepers.Path(keeper.args.output_dir)
+    root = Path(keeper.args.output_dir)
 
     def written():
-        write(keepers.Path(keeper.args.output_dir) / f"checkpoint-{step}")
+        write(Path(keeper.args.output_dir) / f"checkpoint-{step}")
 
     keeper.save(State(global_step=step, best_model_checkpoint=best, folder=root), written)
 
@@ -188,24 +188,28 @@ def test_the_oldest_are_deleted_but_not_the_best_nor_the_last_nor_damaged_ones(t
     assert left == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
 
 
-KILLED = """
-import os, sys, pathlib
-from salesrl_trl.ground import process
-calls = 0
-def counted(name, real):
-    def call(*args, **kwargs):
-        global calls
-        if calls == int(sys.argv[1]):
-            os._exit(9)
-        calls += 1
-        return real(*args, **kwargs)
-    return call
-for owner, name in ((os, "fsync"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (os, "unlink"), (os, "rmdir"),
-                    (process, "_exchanged")):
-    setattr(owner, name, counted(name, getattr(owner, name)))
-root = pathlib.Path(sys.argv[2])
-process.put_in_place(root / "new", root / "best")
-"""
+def killed_at(call, root):
+    """The exit code of a process that puts `new` in place of `best` and is killed before its system call `call`."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = itertools.count()
+
+    def counted(real):
+        return lambda *args, **kwargs: os._exit(9) if next(calls) == call else real(*args, **kwargs)
+
+    try:
+        for owner, names in (
+            (os, ("fsync", "unlink", "rmdir")),
+            (Path, ("rename", "replace")),
+            (process, ("_exchanged",)),
+        ):
+            for name in names:
+                setattr(owner, name, counted(getattr(owner, name)))
+        process.put_in_place(root / "new", root / "best")
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_a_process_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one_whole(tmp_path):
@@ -216,14 +220,13 @@ def test_a_process_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one_
             (tmp_path / name).mkdir()
             for part in ("a", "b"):
                 (tmp_path / name / part).write_text(name)
-        end = subprocess.run([sys.executable, "-c", KILLED, str(call), str(tmp_path)], check=False).returncode
+        end = killed_at(call, tmp_path)
         there = {(tmp_path / "best" / part).read_text() for part in ("a", "b")}
         assert len(there) == 1
         seen |= there
         if end == 0:
             break
-    assert end == 0
-    assert seen == {"best", "new"}
+    assert (end, seen) == (0, {"best", "new"})
 
 
 OF_THE_RUN = (

@@ -2,6 +2,7 @@
 
 import math
 from collections import namedtuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -13,25 +14,10 @@ from salesrl_trl.telemetry.device import LARGEST_DRIFT, EventClock, MachineUse
 from salesrl_trl.telemetry.timeline import Mark
 
 
-class Event:
-    """Reached at `at` seconds on the device's scale, which begins anywhere."""
-
-    def __init__(self, at):
-        self.at = at
-        self.waited = False
-
-    def synchronize(self):
-        self.waited = True
-
-    def elapsed_time(self, other):
-        return 1000 * (other.at - self.at)
-
-    def query(self):
-        return True
-
-
 def mark(host, device):
-    made = Mark(Event(device))
+    """Reached at `device` seconds on the device's scale, which begins anywhere."""
+    event = Mock(at=device, elapsed_time=lambda other: 1000 * (other.at - device))
+    made = Mark(event)
     made.host = host
     return made
 
@@ -70,7 +56,7 @@ def test_events_are_given_back_but_for_the_last_one_which_the_next_step_is_measu
     first, second = [mark(1.0, 1.0), mark(2.0, 2.0)], [mark(3.0, 3.0), mark(4.0, 4.0)]
     events = [each.event for each in first]
     times(clock, first)
-    assert [each.waited for each in events] == [False, True]  # for the last one alone
+    assert [each.synchronize.called for each in events] == [False, True]  # for the last one alone
     assert [each.event is None for each in first] == [True, False]
     times(clock, second)
     assert [each.event is None for each in (*first, *second)] == [True, True, True, False]
