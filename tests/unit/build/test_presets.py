@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from check_gpu_memory import main
 
-from salesrl_trl.errors import ConfigError, ModelNotFoundError
-from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.presets import PRESETS
 from salesrl_trl.launch.reward_config import Attempts
 from salesrl_trl.launch.settings import parse
@@ -47,12 +46,6 @@ def weighed(model, capsys, monkeypatch):
         return code, json.loads(capsys.readouterr().out)
 
     return weigh
-
-
-def test_the_preset_for_pictures_says_how_its_policy_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"Run `python scripts/make_vision_policy\.py`"):
-        prepare(parse(["--preset", "vision"], ROOT / "recipes/debug.yaml"))
 
 
 def test_a_preset_wins_over_the_recipe_and_the_command_line_over_both():

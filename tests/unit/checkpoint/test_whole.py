@@ -198,14 +198,10 @@ def killed_at(call, root):
     def counted(real):
         return lambda *args, **kwargs: os._exit(9) if next(calls) == call else real(*args, **kwargs)
 
+    acts = [(os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "rename"), (Path, "replace"), (process, "_exchanged")]
     try:
-        for owner, names in (
-            (os, ("fsync", "unlink", "rmdir")),
-            (Path, ("rename", "replace")),
-            (process, ("_exchanged",)),
-        ):
-            for name in names:
-                setattr(owner, name, counted(getattr(owner, name)))
+        for owner, name in acts:
+            setattr(owner, name, counted(getattr(owner, name)))
         process.put_in_place(root / "new", root / "best")
         os._exit(0)
     finally:

@@ -277,10 +277,7 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     [
         ({}, []),
         ({"save_strategy": "no", "load_best_model_at_end": True}, ["load_best_model_at_end, because `save_strategy`"]),
-        (
-            {"vllm_enable_sleep_mode": True, "vllm_mode": "server"},
-            ["vllm_mode, vllm_enable_sleep_mode, because `use_v"],
-        ),
+        ({"vllm_enable_sleep_mode": True, "vllm_mode": "server"}, ["vllm_mode, vllm_enable_sleep_mode, because"]),
         ({"use_vllm": True, "vllm_server_port": 1}, ["vllm_server_port, because `vllm_mode` is colocate"]),
     ],
 )

@@ -15,14 +15,7 @@ from trl import GRPOConfig
 from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.rollouts import (
-    GRAPHS_ALONE,
-    Start,
-    engine_options,
-    engine_start,
-    sequences,
-    why_not_partial,
-)
+from salesrl_trl.config.rollouts import GRAPHS_ALONE, Start, engine_options, engine_start, sequences, why_not_partial
 from salesrl_trl.config.trl_settings import COMPILERS, settle
 from salesrl_trl.errors import ConfigError
 
