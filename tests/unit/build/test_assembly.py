@@ -269,6 +269,10 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"branch_reward_weights": {"fairness": 1.0}}, r"`branch_reward_weights\.fairness` is a float. Expect"),
         ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, at least 0"),
         ({"rag_base_url": "http://"}, "with a host"),
+        ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
+        ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
+        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
+        ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
         ({"judge_providers": JUDGES, "judge_meter": {"on_alarm": "second_judge"}}, "second"),
         ({"judge_providers": JUDGES[:1], "judge_meter": METER}, "Expected one of them"),
         ({"judge_providers": JUDGES[1:], "judge_meter": METER}, "another one with a weight"),
@@ -278,21 +282,6 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RewardConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
-        ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
-        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
-        ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_go_with_branches_or_environment_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         prepare_reward(RewardConfig(**settings), BRANCHES)
 

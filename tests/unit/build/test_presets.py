@@ -103,7 +103,6 @@ def test_the_model_of_a_preset_fits_its_card(weighed, card, size, presets):
     [
         # 0.35 of the card are 13.0 GiB, and the weights that vLLM has 14.2
         ("40gb", ["--use_peft", "true"], "40gb", "It fits with `--preset 40gb`"),
-        ("80gb", [], "80gb", "It fits with `--preset 80gb`"),
         ("24gb", ["--preset", "24gb"], "40gb", "It fits a card of 40gb with `--preset 40gb`"),
         ("40gb", ["--use_peft", "false"], "141gb", "It fits a card of 141gb with `--preset 141gb`"),
     ],
