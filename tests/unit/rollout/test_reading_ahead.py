@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given
@@ -101,25 +102,12 @@ def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_give
     assert updates.epoch == 3
 
 
-@dataclass
-class Game:
-    """What came of a run that was played through."""
-
-    windows: list[tuple[int, int]] = field(default_factory=list)
-    """Micro-step and optimizer step at which each generation batch was wanted."""
-    launched: list[tuple[int, int]] = field(default_factory=list)
-    """Micro-step and optimizer step that were under way at each launch."""
-    launched_inputs: list = field(default_factory=list)
-    taken: list = field(default_factory=list)
-    wanted: list = field(default_factory=list)
-    batches: list = field(default_factory=list)
-    """Every micro-batch, in order."""
-
-
 def train(lengths, size, window, lookahead, references_ahead, max_updates, start=(0, 0), has_batch=False):
     """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
     batch begins."""
-    game, epochs = Game(), micro_batches(lengths)
+    # windows, launched: micro-step and optimizer step at which a generation batch was wanted, and launched
+    game = SimpleNamespace(windows=[], launched=[], launched_inputs=[], taken=[], wanted=[], batches=[])
+    epochs = micro_batches(lengths)
     schedule = RolloutSchedule(lookahead, window)
     updates = UpdatesAhead(lookahead + references_ahead, schedule.add)
     updates.dataloader = Following(lambda: ([batch] for batch in epochs[updates.epoch]))
