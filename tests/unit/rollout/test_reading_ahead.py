@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import torch
 from hypothesis import given
@@ -63,16 +62,6 @@ def micro_batches(lengths):
     return [[(number, index) for index in range(length)] for number, length in enumerate(lengths)]
 
 
-@dataclass
-class Following:
-    """A dataloader, whose epochs `begin` begins."""
-
-    begin: Callable
-
-    def __iter__(self):
-        return self.begin()
-
-
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
     updates, pull = UpdatesAhead(1, lambda batches: None), take(1)
     updates.dataloader = [["c"], ["d"]]
@@ -110,7 +99,7 @@ def train(lengths, size, window, lookahead, references_ahead, max_updates, start
     epochs = micro_batches(lengths)
     schedule = RolloutSchedule(lookahead, window)
     updates = UpdatesAhead(lookahead + references_ahead, schedule.add)
-    updates.dataloader = Following(lambda: ([batch] for batch in epochs[updates.epoch]))
+    updates.dataloader = MagicMock(__iter__=lambda _: ([batch] for batch in epochs[updates.epoch]))
     micro_step, update = start
     schedule.restart(micro_step, update, has_batch)
     last = update + min(sum(-(-length // size) for length in lengths), max_updates)

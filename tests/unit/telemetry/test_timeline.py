@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from salesrl_trl.names import Phase
-from salesrl_trl.telemetry.timeline import MAX_STEPS_PENDING, Mark, Timeline
+from salesrl_trl.telemetry.timeline import MAX_STEPS_PENDING, Clock, Mark, Timeline
 from salesrl_trl.timing import overlap
 
 UNACCOUNTED = Phase.UNACCOUNTED
 
 
-class Script:
+class Script(Clock):
     """A clock that is told the time; the device is `behind` by so much until `settle`."""
 
     def __init__(self):
@@ -28,9 +28,6 @@ class Script:
         self.settled += 1
         for mark in marks:
             mark.time = mark.event
-
-    def is_reached(self, mark):
-        return True
 
 
 @pytest.fixture
