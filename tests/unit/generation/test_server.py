@@ -4,6 +4,7 @@ import resource
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,16 +37,11 @@ class Client:
         return {"prompt_ids": prompts, "completion_ids": [[prompt[0], 7]], "logprobs": [[[-0.5], [-1.5]]]}
 
 
-class Process:
+def second_process():
     """An `Accelerator` of the second of two processes. What it waits for is in a list."""
-
-    process_index, num_processes, is_main_process = 1, 2, False
-
-    def __init__(self):
-        self.device, self.events = torch.device("cpu"), []
-
-    def wait_for_everyone(self):
-        self.events.append("everyone")
+    events = []
+    return SimpleNamespace(process_index=1, num_processes=2, is_main_process=False, device=torch.device("cpu"),
+                           events=events, wait_for_everyone=lambda: events.append("everyone"))  # fmt: skip
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def served(monkeypatch):
     monkeypatch.setattr(engine_loop, "MOST_REQUESTS", 8)
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     vars(generation).update(
-        mode="server", vllm_client=Client(), accelerator=Process(), loop=ServerLoop(),
+        mode="server", vllm_client=Client(), accelerator=second_process(), loop=ServerLoop(),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None,
     )  # fmt: skip

@@ -9,16 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import ProgressCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from salesrl_trl.names import (
-    BY_SECOND_JUDGE,
-    JUDGE_ALARMS,
-    JUDGE_DRIFT,
-    MACHINE,
-    MEMORY,
-    THROUGHPUT,
-    agreement_of,
-    quick_of,
-)
+from salesrl_trl import names
 from salesrl_trl.parts.trackers import TrackersPart, custom_scalars
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
@@ -33,9 +24,10 @@ WORDS = {**REWARDS.words, "figure": QUICK}
 TAGS = {
     f"train/{name}"
     for name in (
-        *Ledger(REWARDS, with_kl=True, further=["refill"]).flush("train"), *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE,
-        "failures/reason/rag_8b_timeout", BY_SECOND_JUDGE, JUDGE_ALARMS, JUDGE_DRIFT, *map(agreement_of, BRANCHES),
-        *(quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
+        *Ledger(REWARDS, with_kl=True, further=["refill"]).flush("train"), *perf.TIMES,
+        *names.THROUGHPUT, *names.MEMORY, *names.MACHINE, "failures/reason/rag_8b_timeout", names.BY_SECOND_JUDGE,
+        names.JUDGE_ALARMS, names.JUDGE_DRIFT, *map(names.agreement_of, BRANCHES),
+        *(names.quick_of(branch, what) for branch in BRANCHES for what in (*QUICK, "beta")),
     )
 }  # fmt: skip
 
