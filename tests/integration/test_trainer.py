@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from support.scripted import DIFFERENT, Scripted, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError
+from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
 from salesrl_trl.trainer import RolloutTrainer
+from salesrl_trl.update.weights import WeightCheck
 
 
 class ScriptedRollouts(Scripted, RolloutTrainer):

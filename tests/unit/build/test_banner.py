@@ -35,8 +35,11 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
         ),
         (
             "full",
-            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}"],
+            ["--model_name_or_path", "POLICY", "--use_peft", "true", "--lora_r", "8", "--branch_kl", "{}",
+             "--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
             [
+                "RAG service  http://127.0.0.1:1",
+                "salesrl-judge at http://127.0.0.1:2/v1",
                 "POLICY, ",
                 "trained: LoRA of rank 8",
                 "up to 512 new tokens in 4096 with the prompt",
@@ -44,35 +47,8 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "500 steps, learning rate 1e-06",
             ],
         ),
-        (
-            "debug",
-            ["--rag_base_url", "http://127.0.0.1:1", "--judge_base_url", "http://127.0.0.1:2/v1"],
-            ["RAG service  http://127.0.0.1:1", "salesrl-judge at http://127.0.0.1:2/v1", "on-policy"],
-        ),
-        (
-            "full",
-            ["--judge", "mine.Judge", "--reward_stages", "mine.Stage", "--kl_law", "salesrl_trl.kl.law.AdaptiveLaw",
-             "--use_vllm", "false", "--sampler", "salesrl_trl.generation.sampler.WholeBatch"],
-            [
-                "judge        mine.Judge",
-                "stage        mine.Stage",
-                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token, moved by salesrl_trl.kl.law.AdaptiveLaw",
-                "rollouts     salesrl_trl.generation.sampler.WholeBatch, up to 64 new tokens, temperature 1",
-            ],
-        ),
-        (
-            "full",
-            ["--judge_mode=group", "--max_staleness=6", "--refill_groups=1", "--tools=search", "--max_calls=9"],
-            [
-                "generated up to 2 steps ahead, the first groups that are scored first, up to 6 steps old",
-                "6 steps old, groups of equal rewards replaced by others\n",
-                "the completions of a prompt are scored in one call, in 2 orders",
-                "budget       max_calls 9\n",  # and nothing that is not counted
-            ],
-        ),
-        ("full", ["--kl_law", "fixed"], ["KL band 0.1 to 0.3 nats a token, coefficient fixed"]),
     ],
-    ids=["as it stands", "own policy with LoRA", "own services", "own parts", "groups", "fixed coefficients"],
+    ids=["as it stands", "own policy with LoRA and services"],
 )  # fmt: skip
 def test_it_says_what_the_run_consists_of(recipe, arguments, expected, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("salesrl_trl.launch.settings.RunConfig.policy_path", str(tiny))

@@ -26,8 +26,6 @@ from salesrl_trl.service.http import HttpClient
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/nowhere/at/all", "where there is nothing. Name a folder that `save_pretrained`"),
-        ("runs/debug/checkpoint-10", "where there is nothing"),
         ("salesrl_trl", r"a folder without config\.json"),
         ("nobody/no-such-model", "whose configuration could not be loaded"),
     ],
@@ -85,12 +83,10 @@ def test_lengths_of_a_packaged_recipe_follow_a_model_of_fewer_positions(tiny, gi
     """256 in place of 2048, and room for a prompt in place of a completion of 512."""
     plan = Plan(parse(["--model_name_or_path", str(tiny), *given], RECIPES["own"]))
     assert plan.limit.tokens == lengths[0] - lengths[1]
-    training = plan.config.training
-    assert (training.vllm_max_model_length, training.max_completion_length) == lengths
-    assert {name: plan.config.recipe[name] for name in ("vllm_max_model_length", "max_completion_length")} == dict(
-        zip(("vllm_max_model_length", "max_completion_length"), lengths, strict=True)
-    )
-    assert f"`max_completion_length` is {lengths[1]}, and not the recipe's 512" in str(plan.notes) or given[:1]
+    chosen = dict(zip(("vllm_max_model_length", "max_completion_length"), lengths, strict=True))
+    assert chosen == {name: getattr(plan.config.training, name) for name in chosen}
+    assert chosen == {name: plan.config.recipe[name] for name in chosen}
+    assert ("`max_completion_length` is 128, and not the recipe's 512" in str(plan.notes)) is (given == [])
 
 
 def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
@@ -161,14 +157,8 @@ def test_a_variable_that_is_not_set_is_refused_and_a_key_in_place_of_its_name_is
     assert (key in str(refused.value)) is key.isupper()
 
 
-@pytest.mark.parametrize(
-    ("key", "what"),
-    [
-        ("sk-hunter2\n", "white space or a control character at place 11 of 11"),
-        ("sk-hünter2", "a character beyond ASCII at place 5 of 10"),
-    ],
-)
-def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch, key, what):
+def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch):
+    key, what = "sk-h\u00fcnter2", "a character beyond ASCII at place 5 of 10"
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(ConfigError, match=f"variable SOME_KEY .*{what}") as caught:
         read_key("SOME_KEY", "judge_api_key_env")

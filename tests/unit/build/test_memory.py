@@ -19,7 +19,6 @@ from salesrl_trl.telemetry.device import GIB
 
 ROOT = Path(__file__).parents[3]
 PASSED, NOTED, FAILED, SKIPPED = StageVerdict
-SEVEN = 7_615_616_512  # parameters of Qwen2.5-7B
 
 
 @pytest.fixture
@@ -44,24 +43,6 @@ def test_a_model_s_size_is_one_process_s_to_find_out(tiny, monkeypatch):
     expected = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(tiny).parameters())
     monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", lambda: True)
     assert memory_estimate.parameter_count(str(tiny), None, False) == expected
-
-
-FULL, ROUNDED = Row("7b", lora=False, dtype="float32"), Row("7b", lora=False)
-
-
-@pytest.mark.parametrize(
-    ("row", "part", "each"),
-    [
-        (FULL, "weights", 4),
-        (FULL, "gradients", 4),
-        (FULL, "optimizer states", 8),
-        (FULL, "reference model", 4),
-        (ROUNDED, "optimizer states", 2 + 1 / 32),
-    ],
-)
-def test_states_are_so_many_bytes_a_parameter(weigh, row, part, each):
-    [moment] = [moment for moment in weigh(row).moments if moment.name == "optimizer step"]
-    assert moment.parts[part] * GIB == pytest.approx(SEVEN * each, rel=1e-3)
 
 
 def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
@@ -134,7 +115,7 @@ def test_a_model_of_another_kind_has_no_estimate_and_its_run_goes_on(stage, monk
 @pytest.mark.parametrize(
     ("optim", "each"),
     [
-        ("adamw_torch_4bit", 1 + 1 / 32), ("adafactor", 0), ("rmsprop", 4), ("rmsprop_bnb_8bit", 1 + 1 / 32),
+        ("adamw_torch_8bit", 2 + 1 / 32), ("adafactor", 0), ("rmsprop", 4), ("rmsprop_bnb_8bit", 1 + 1 / 32),
         ("paged_lion_32bit", 4), ("ademamix", 12), ("paged_ademamix_32bit", 12), ("paged_ademamix_8bit", 3 + 1 / 32),
     ],
 )  # fmt: skip

@@ -10,19 +10,14 @@ from pathlib import Path
 import pytest
 
 from salesrl_trl.config.keys import FORMER
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, ConfigErrors, Refusals
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.preflight.runner import prepare
+from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import StepSettings
 from salesrl_trl.launch.settings import all_kinds, names_of_settings, parse, parse_part
-from salesrl_trl.launch.settings_help import (
-    FIRST,
-    GROUPS,
-    OWN_TEXTS,
-    answer_help,
-    settings,
-    shown,
-)
+from salesrl_trl.launch.settings_help import FIRST, GROUPS, OWN_TEXTS, answer_help, settings, shown
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,10 +88,6 @@ def test_a_setting_that_was_replaced_is_refused_with_what_replaces_it():
     told = r"--kl-raise-factor \(gone: .* at most by max_step of branch_kl.settings.law_settings; "
     with pytest.raises(ConfigError, match=told):
         parse(["--kl-raise-factor", "1.2"], None)
-    with pytest.raises(ConfigError, match=r"vector_store_path \(gone: run examples/vector_store.py, and "):
-        parse(["--vector_store_path", "store"], None)
-    with pytest.raises(ConfigError, match=r"--no_kl_control \(gone: branch_kl.settings.law: fixed takes its place\)"):
-        parse(["--no_kl_control"], None)
 
 
 def told(capsys, *words, code=0):
@@ -109,7 +100,7 @@ def told(capsys, *words, code=0):
 
 def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
     fields = {field.name: field for kind in all_kinds() for field in dataclasses.fields(kind) if field.init}
-    assert names_of_settings() == fields.keys()
+    assert names_of_settings() == fields.keys() >= OWN_TEXTS.keys()
     for name, field in fields.items():
         if isinstance(field.default, int | float | str | None) and name != "optim":  # torch's version decides
             assert settings()[name].default == shown(getattr(field.default, "value", field.default)), name
@@ -142,12 +133,6 @@ def test_help_of_a_setting_has_its_text_its_default_and_its_entries(capsys):
     page = told(capsys, "--rag-top-k")
     assert page.startswith("rag.top_k") and "default:3" in page and "Mostpassagesofananswer." in page
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
-
-
-def test_help_of_a_setting_of_transformers_says_what_it_does_here(capsys):
-    assert "`auto`takesthenewestwholeoneof`output_dir`" in told(capsys, "resume_from_checkpoint")
-    assert OWN_TEXTS.keys() <= settings().keys()
-    assert [name for name, setting in settings().items() if "your training/evaluation scripts" in setting.text] == []
 
 
 def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(capsys):
@@ -202,3 +187,44 @@ def test_a_runs_own_recipe_finds_functions_beside_the_recipe_that_the_run_was_st
     monkeypatch.setattr(sys, "path", [*sys.path])
     parse(["--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "out")], None)
     assert find_spec("beside_the_script") is not None
+
+
+def refused(make):
+    """The messages of a start's refusals, of which there are several."""
+    with pytest.raises(ConfigErrors) as caught:
+        make()
+    return [str(error) for error in caught.value.errors]
+
+
+def begins(texts, *beginnings):
+    assert len(texts) == len(beginnings), texts
+    for text, beginning in zip(texts, beginnings, strict=True):
+        assert text.startswith(beginning), text
+
+
+@pytest.mark.parametrize("given", [{"dataset": ""}, {"eval_dataset": ""}, {"eval_dataset": {"path": ""}}])
+def test_a_source_that_can_be_none_is_refused(given):
+    with pytest.raises(ConfigError, match=rf"^`{next(iter(given))}(\.path)?` is "):
+        DataConfig(**given)
+
+
+def test_stages_go_on_behind_a_failure_and_tell_the_same_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["--rubric_dir", "absent", "--rag_base_url", "http://127.0.0.1:9"]
+    config = parse([*given, "--output_dir", str(tmp_path / "out")], FULL)
+    begins(
+        refused(lambda: prepare(config)),
+        "`rubric_dir` is 'absent', which is no folder.",
+        "the RAG service does not answer at `rag.base_url`",
+    )
+
+
+def test_the_message_numbers_the_refusals():
+    found = Refusals()
+    for number in (1, 1, 2):  # the same is kept once
+        found.check(False, f"`a` is {number}.\nExpected more.")
+    with pytest.raises(ConfigErrors) as caught:
+        found.tell()
+    assert str(caught.value).splitlines() == [
+        "2 things can't work. Correct all of them:", "  1. `a` is 1. Expected more.", "  2. `a` is 2. Expected more.",
+    ]  # fmt: skip

@@ -1,19 +1,22 @@
-"""Which folders are whole checkpoints, and which of them a run goes on from."""
+"""Which folders are whole checkpoints, which of them a run goes on from, and which files move when another begins."""
 
+import itertools
 import json
+import logging
 import os
 import random
 import shutil
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from salesrl_trl.checkpoint import keeper as keepers
 from salesrl_trl.checkpoint.keeper import Keeper
+from salesrl_trl.checkpoint.run_files import one_policy, put_run_aside
 from salesrl_trl.checkpoint.whole import fault_of, find, newest, seal
 from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.ground import process
+from salesrl_trl.ground.process import write_whole
 from salesrl_trl.names import MANIFEST_FILE, SAVING_FOLDER
 
 FILES = {"model.safetensors": 9000, "optimizer.pt": 5000, "trainer_state.json": 300, "global_step3/mp_rank_00.pt": 700}
@@ -45,18 +48,12 @@ def touch(name):
 DAMAGES = {
     "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was saved"),
     "a cut": (lambda folder: os.truncate(folder / "optimizer.pt", 17), "optimizer.pt is not as long as when it was"),
-    "an empty file": (lambda folder: os.truncate(folder / "global_step3/mp_rank_00.pt", 0), "mp_rank_00.pt is not as"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
     "other weights": (touch("pytorch_model.bin"), "pytorch_model.bin is not part of the checkpoint"),
     "another's adapter": (touch("global_step3/adapter_model.safetensors"), "adapter_model.safetensors is not part of"),
-    "another's rollouts": (touch("rollouts_1.pt"), "rollouts_1.pt is not part of the checkpoint, but would be loaded"),
     "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
     "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
-    "a manifest without a number": (
-        lambda folder: (folder / MANIFEST_FILE).write_text('{"files": {}}'),
-        "its manifest.json can't be read",
-    ),
     "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
 }
 
@@ -82,15 +79,6 @@ def test_a_checkpoint_with_a_foreign_file_that_is_not_read_is_taken(tmp_path):
     (last / "notes.md").touch()
     (last / ".nfs0001").symlink_to(last / "gone")
     assert find("auto", str(tmp_path)) == find(last, str(tmp_path)) == last
-
-
-def test_the_oldest_by_their_numbers_go(tmp_path, keeper):
-    for step in (4, 6, 8):
-        save(keeper, step)
-    assert find("auto", str(tmp_path)) == tmp_path / "checkpoint-8"
-    keeper.args.save_total_limit = 2
-    save(keeper, 10)  # of 4, 6, 8 and 10 the last two stay
-    assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-8"]
 
 
 def test_of_two_runs_in_a_folder_the_later_one_goes_on_and_the_earlier_ones_checkpoints_go(tmp_path, keeper):
@@ -138,10 +126,10 @@ class State(SimpleNamespace):
 
 
 def save(keeper, step, write=fill, best=None):
-    root = keepers.Path(keeper.args.output_dir)
+    root = Path(keeper.args.output_dir)
 
     def written():
-        write(keepers.Path(keeper.args.output_dir) / f"checkpoint-{step}")
+        write(Path(keeper.args.output_dir) / f"checkpoint-{step}")
 
     keeper.save(State(global_step=step, best_model_checkpoint=best, folder=root), written)
 
@@ -200,24 +188,24 @@ def test_the_oldest_are_deleted_but_not_the_best_nor_the_last_nor_damaged_ones(t
     assert left == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
 
 
-KILLED = """
-import os, sys, pathlib
-from salesrl_trl.ground import process
-calls = 0
-def counted(name, real):
-    def call(*args, **kwargs):
-        global calls
-        if calls == int(sys.argv[1]):
-            os._exit(9)
-        calls += 1
-        return real(*args, **kwargs)
-    return call
-for owner, name in ((os, "fsync"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (os, "unlink"), (os, "rmdir"),
-                    (process, "_exchanged")):
-    setattr(owner, name, counted(name, getattr(owner, name)))
-root = pathlib.Path(sys.argv[2])
-process.put_in_place(root / "new", root / "best")
-"""
+def killed_at(call, root):
+    """The exit code of a process that puts `new` in place of `best` and is killed before its system call `call`."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    calls = itertools.count()
+
+    def counted(real):
+        return lambda *args, **kwargs: os._exit(9) if next(calls) == call else real(*args, **kwargs)
+
+    acts = [(os, "fsync"), (os, "unlink"), (os, "rmdir"), (Path, "rename"), (Path, "replace"), (process, "_exchanged")]
+    try:
+        for owner, name in acts:
+            setattr(owner, name, counted(getattr(owner, name)))
+        process.put_in_place(root / "new", root / "best")
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_a_process_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one_whole(tmp_path):
@@ -228,11 +216,101 @@ def test_a_process_that_is_killed_anywhere_leaves_the_old_folder_or_the_new_one_
             (tmp_path / name).mkdir()
             for part in ("a", "b"):
                 (tmp_path / name / part).write_text(name)
-        end = subprocess.run([sys.executable, "-c", KILLED, str(call), str(tmp_path)], check=False).returncode
+        end = killed_at(call, tmp_path)
         there = {(tmp_path / "best" / part).read_text() for part in ("a", "b")}
         assert len(there) == 1
         seen |= there
         if end == 0:
             break
-    assert end == 0
-    assert seen == {"best", "new"}
+    assert (end, seen) == (0, {"best", "new"})
+
+
+OF_THE_RUN = (
+    "best/model.safetensors", "best/quick_eval.json", "best.earlier/config.json", "checkpoint-2/optimizer.pt",
+    "completions/completions_00001.parquet", "config-1.yaml", "config.yaml", "finished.json", "held_out-1.json",
+    "held_out.json", "model.safetensors", "quick_eval.jsonl", "record/rank-0-1.sqlite",
+    "record/rank-0.sqlite", "record/rank-0.sqlite-wal", "report.html", "run-1.json", "run.json",
+    "runs/Nov28_vm/all/x", "runs/Nov28_vm/events.out.tfevents.1", "start_up.json", "tokenizer.json", "trace.json",
+    "training_args.bin",
+)  # fmt: skip
+OF_OTHERS = (
+    ".lock", "answers.rank0.sqlite", "checkpoint-notes.txt", "data.jsonl", "held_out_rows.json", "record/notes.txt",
+    "runs/mine/runs/Nov28_vm/events.out.tfevents.1",
+)  # fmt: skip
+OF_ALL_RUNS = ("budget.json", "run.log")
+
+
+def write_named(folder, *names):
+    for name in names:
+        write_whole(folder / name, name)
+
+
+def names(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_earlier_runs_files_move_whole_and_those_of_others_stay(tmp_path, caplog):
+    write_named(tmp_path, *OF_THE_RUN, *OF_OTHERS, *OF_ALL_RUNS)
+    (tmp_path / "README.md").write_text("the user's own")
+    put_run_aside(tmp_path, tmp_path / "checkpoint-2")  # it resumes
+    assert not (tmp_path / "run-1").exists()
+    with caplog.at_level(logging.WARNING):
+        put_run_aside(tmp_path, None)
+    assert names(tmp_path / "run-1") == {*OF_THE_RUN, *OF_ALL_RUNS}
+    stay = {name for name in names(tmp_path) if not name.startswith("run-1/")}
+    assert stay == {*OF_OTHERS, *OF_ALL_RUNS, "README.md"}
+    assert caplog.messages == [f"[Run] the files of an earlier run in {tmp_path} are in {tmp_path}/run-1 now"]
+    put_run_aside(tmp_path, None)  # nothing is left to move
+    write_named(tmp_path, "config.yaml", "run.json")  # of a start that was refused
+    put_run_aside(tmp_path, None)
+    write_named(tmp_path, "start_up.json")
+    put_run_aside(tmp_path, tmp_path / "run-1/checkpoint-2")  # of the run before
+    assert names(tmp_path / "run-2") == {"config.yaml", "run.json", "start_up.json", *OF_ALL_RUNS}
+
+
+@pytest.mark.parametrize("needed", ["", "best", "checkpoint-2"])
+def test_a_run_that_needs_a_file_of_the_earlier_one_is_refused(tmp_path, needed):
+    write_named(tmp_path, *OF_THE_RUN)
+    with pytest.raises(ConfigError, match="Name one, or resume the earlier run with `--resume_from_checkpoint auto`"):
+        put_run_aside(tmp_path, None, [str(tmp_path / needed), None])
+    assert names(tmp_path) == {*OF_THE_RUN}
+    put_run_aside(tmp_path, None, [str(tmp_path.parent), "me/policy"])
+
+
+FULL = ("config.json", "generation_config.json", "model.safetensors")
+SHARDED = ("config.json", "generation_config.json", "model-00001-of-00002.safetensors",
+           "model-00002-of-00002.safetensors", "model.safetensors.index.json")  # fmt: skip
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [
+        (FULL, ADAPTER, FULL),
+        (SHARDED, ADAPTER, SHARDED),
+        (ADAPTER, FULL, ADAPTER),
+        (SHARDED, FULL, ()),
+        (FULL, SHARDED, ()),
+    ],
+)
+def test_a_folder_holds_one_policy_after_each_save(tmp_path, before, after, moved):
+    own = {"tokenizer.json", "notes.txt", "mine.safetensors"}
+    write_named(tmp_path, *own)
+    for files in (before, after):
+        with one_policy(tmp_path, "me/base", is_adapter=files is ADAPTER):
+            for shard in tmp_path.glob("model-*-of-*") if files is not ADAPTER else ():
+                shard.unlink()  # as transformers does
+            write_named(tmp_path, *files)
+    assert {name for name in names(tmp_path) if not name.startswith("run-1/")} == {*after, *own}
+    assert (names(tmp_path / "run-1") if moved else set()) == {*moved}
+
+
+def test_an_adapter_beside_its_own_base_leaves_the_base(tmp_path):
+    write_named(tmp_path, *FULL)
+    with one_policy(tmp_path, str(tmp_path), is_adapter=True):
+        write_named(tmp_path, *ADAPTER)
+    assert names(tmp_path) == {*FULL, *ADAPTER}
+    write_named(tmp_path / "project", "config.json")  # a user's
+    with one_policy(tmp_path / "project", "me/base", is_adapter=True):
+        write_named(tmp_path / "project", *ADAPTER)
+    assert names(tmp_path / "project") == {"config.json", *ADAPTER}

@@ -1,5 +1,6 @@
-"""The engine's start: from dummy weights where the push sets them all, and with graphs on a GPU."""
+"""The engine's start, and device and precision: what a recipe asks for becomes what the machine can do."""
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,40 +9,26 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from torch import nn
-from transformers import Qwen2Config
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig
 from warmup_model import settings_of
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.rollouts import (
-    GRAPHS_ALONE,
-    engine_options,
-    why_not_partial,
-)
-from salesrl_trl.config.trl_settings import COMPILERS
+from salesrl_trl.config.rollouts import GRAPHS_ALONE, engine_options, why_not_partial
+from salesrl_trl.config.trl_settings import COMPILERS, settle
 from salesrl_trl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
 
-class Policy(nn.Module):
-    """As much of a policy as the engine's options ask for."""
-
-    dtype, name_or_path, config = torch.float32, "policy", Qwen2Config(hidden_size=64, num_attention_heads=4)
-
-    def __init__(self, tied=False, buffer=False):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-        if buffer:
-            self.register_buffer("router_bias", torch.zeros(2))
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def get_input_embeddings(self):
-        return self.embedding
+def policy(tied=False, buffer=False):
+    shape = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    if buffer:
+        model.register_buffer("router_bias", torch.zeros(2))
+    return model
 
 
 @pytest.fixture
@@ -56,17 +43,17 @@ def config(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("policy", "given", "expected"),
+    ("model", "given", "expected"),
     [
-        (Policy(), {}, "dummy"),
-        (Policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
-        (Policy(tied=True), {}, "dummy"),
-        (Policy(buffer=True), {"load_format": "dummy"}, "dummy"),
-        (Policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
+        (policy(), {}, "dummy"),
+        (policy(buffer=True), {}, "auto"),  # TRL pushes parameters alone
+        (policy(tied=True), {}, "dummy"),
+        (policy(buffer=True), {"load_format": "dummy"}, "dummy"),
+        (policy(), {"load_format": "runai_streamer"}, "runai_streamer"),
     ],
 )
-def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, policy, given, expected):
-    assert engine_options(config(vllm_engine_kwargs=given), policy)["load_format"] == expected
+def test_the_engine_reads_no_weights_that_the_trainer_pushes_all_the_same(config, model, given, expected):
+    assert engine_options(config(vllm_engine_kwargs=given), model)["load_format"] == expected
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -76,7 +63,7 @@ def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, i
     given = {"enable_prefix_caching": is_on, "enable_chunked_prefill": is_on, "max_num_batched_tokens": 4096}
     if is_on:
         given |= yaml.safe_load((ROOT / "recipes/fast_load.yaml").read_text())["vllm_engine_kwargs"]
-    options = engine_options(config(vllm_engine_kwargs=given), Policy())
+    options = engine_options(config(vllm_engine_kwargs=given), policy())
     engine = EngineArgs(model=str(tiny), max_model_len=64, **options).create_engine_config()
     arrived = engine.cache_config.enable_prefix_caching, engine.scheduler_config.enable_chunked_prefill
     assert arrived == (is_on, is_on)
@@ -84,9 +71,9 @@ def test_prefix_caching_and_chunked_prefill_arrive_in_the_engine(config, tiny, i
 
 def test_options_of_the_colocated_engine_are_not_for_a_server(config):
     server = {"use_vllm": True, "vllm_mode": "server"}
-    engine_options(config(**server, vllm_engine_kwargs={"enforce_eager": False}), Policy())  # as in recipes/full.yaml
+    engine_options(config(**server, vllm_engine_kwargs={"enforce_eager": False}), policy())  # as in recipes/full.yaml
     with pytest.raises(ConfigError, match="sets load_format, seed of the colocated engine"):
-        engine_options(config(**server, vllm_engine_kwargs={"load_format": "auto", "seed": 1}), Policy())
+        engine_options(config(**server, vllm_engine_kwargs={"load_format": "auto", "seed": 1}), policy())
 
 
 @pytest.mark.parametrize(
@@ -98,10 +85,10 @@ def test_the_engine_captures_graphs_on_a_gpu_and_compiles_only_when_it_is_asked_
 ):
     args = config(vllm_engine_kwargs={"enforce_eager": given})
     asked = config(vllm_engine_kwargs={"enforce_eager": given, "compilation_config": {"mode": 3}})
-    assert engine_options(args, Policy())["enforce_eager"] is eager_on_cpu
+    assert engine_options(args, policy())["enforce_eager"] is eager_on_cpu
     with patch.object(type(args), "device", SimpleNamespace(type="cuda")):
-        options = engine_options(args, Policy())
-        assert engine_options(asked, Policy())["compilation_config"] == {"mode": 3}
+        options = engine_options(args, policy())
+        assert engine_options(asked, policy())["compilation_config"] == {"mode": 3}
     assert options["enforce_eager"] is eager
     assert options.get("compilation_config") == graphs
 
@@ -142,6 +129,96 @@ def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_fro
     partial = {"rollout_lookahead": 1, "partial_rollouts": 0.5, "use_vllm": True, **given}
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
     assert args.most_unfinished == left
-    assert engine_options(args, Policy()).get("max_num_seqs") == (8 + left if left else None)
+    assert engine_options(args, policy()).get("max_num_seqs") == (8 + left if left else None)
     told = why_not_partial(args, None, talks=False, reads_pictures=False)
     assert told is None if reason is None else told.startswith(reason)
+
+
+@pytest.fixture(autouse=True)
+def _launched_alone(monkeypatch):
+    accelerates = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_DS_FIELDS")
+    for name in (*accelerates, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def have(count, capability=(9, 0)):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("count", "capability", "wish", "expected", "note"),
+    [
+        (0, None, (False, True, False), (True, True, False), ""),
+        (0, None, (False, None, False), (True, False, False), "float32. TRL's default is bf16, slow"),
+        (0, None, (False, False, False), (True, False, False), ""),
+        (1, (9, 0), (False, True, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, False), (False, True, False), ""),
+        (1, (9, 0), (False, None, True), (False, False, True), ""),
+        (1, (9, 0), (True, True, False), (True, True, False), ""),
+        (1, (7, 5), (False, None, False), (False, False, False), "float32. TRL's default is bf16, slow"),
+        (1, (7, 5), (False, True, False), (False, True, False), ""),
+    ],
+)
+def test_a_precision_that_is_set_stays_and_the_default_is_float32_where_bf16_is_slow(
+    gpus, count, capability, wish, expected, note
+):
+    """Both are `use_cpu`, `bf16` and `fp16`."""
+    gpus(count, capability)
+    settled = settle(*wish)
+    assert settled[:3] == expected
+    assert note in " ".join(settled[3])
+    assert bool(settled[3]) == bool(note)
+
+
+def test_fp16_is_refused_on_a_cpu(gpus):
+    gpus(0)
+    with pytest.raises(ConfigError, match="`fp16` is true, and this run is on a CPU"):
+        settle(False, None, True)
+
+
+def test_on_a_cpu_deepspeed_compiles_nothing_at_the_start(gpus, monkeypatch):
+    """Else the operator is built when processes find each other: 70 s of CPU for one that gloo stands in for."""
+    import deepspeed.ops
+
+    gpus(0)
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    builder = deepspeed.ops.op_builder.cpu.ShareMemCommBuilder
+    monkeypatch.setattr(builder, "load", lambda self: pytest.fail("it was compiled"))
+    settle(True, False, False)
+    backend = importlib.import_module("deepspeed.comm.torch")
+    monkeypatch.setattr(backend, "get_accelerator", CPU_Accelerator)
+    assert backend.build_shm_op() is None
+
+
+@pytest.mark.parametrize(
+    ("told", "wish", "then"),
+    [("bf16", False, "no"), ("no", True, "bf16"), ("fp16", True, "bf16"), ("no", False, "no")],
+)
+def test_accelerates_precision_becomes_the_recipes(gpus, monkeypatch, told, wish, then):
+    gpus(1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", told)
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision,gradient_clipping")
+    settle(False, wish, False)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == then
+    assert os.environ["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
+
+
+def test_one_process_trains_on_one_gpu_however_many_are_in_sight(monkeypatch, tmp_path):
+    stock = GRPOConfig.__post_init__
+
+    def sees_four(config):
+        stock(config)
+        config._n_gpu = 4  # as transformers does
+
+    monkeypatch.setattr(GRPOConfig, "__post_init__", sees_four)
+    assert SalesGRPOConfig(output_dir=str(tmp_path), bf16=False).n_gpu == 1

@@ -1,4 +1,4 @@
-"""Owns the invariants of the packaged demo data, read as plain JSON, and that its generator reproduces it."""
+"""Invariants of the packaged demo data and of the rows of `recipes/search.py`, and that generators reproduce them."""
 
 import functools
 import json
@@ -7,7 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from salesrl_trl.data.files import demo_path, demo_records, load_documents
 from salesrl_trl.demo.services.rubric import mentions, protected_terms
+from salesrl_trl.demo.services.services_app import KnowledgeIndex
+from scripts.make_search_rows import course_and_topic
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "salesrl_trl" / "demo" / "rows"
@@ -71,3 +76,25 @@ def test_protected_attributes_are_said_and_detected():
 def test_splits_share_no_customer_message():
     spoken = [{normalise(text) for row in split for text in customer(row)} for split in (TRAIN, HELD_OUT)]
     assert not spoken[0] & spoken[1]
+
+
+SPLITS = ("train.jsonl", "heldout.jsonl")
+
+
+@pytest.fixture(scope="module")
+def index():
+    return KnowledgeIndex(load_documents(demo_path("knowledge.jsonl")))
+
+
+@pytest.mark.parametrize("file", SPLITS)
+def test_a_query_of_course_and_topic_finds_the_document_and_one_of_less_mostly_does_not(file, index):
+    asked = [record for record in demo_records(f"demo_search/{file}") if record["documents"]]
+    rows = {row["id"]: row for row in demo_records(file)}
+
+    def share(query):
+        found = [index.search(query(*course_and_topic(rows[record["id"]])), 1, 0.0)[0].text for record in asked]
+        return sum([text] == record["documents"] for text, record in zip(found, asked, strict=True)) / len(asked)
+
+    assert share("{} {}".format) == 1
+    assert share(lambda course, _: course) < 0.3
+    assert share(lambda _, topic: topic) < 0.3

@@ -1,16 +1,21 @@
-"""Published datasets in their own files become rows, and what becomes none is counted or named."""
+"""Files in the columns of published datasets, or of one's own, become rows; what becomes none is counted or named."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 from support.published import DIALOGUE, QA, SUMMARIZATION, TOPIOCQA, bbq, qrecc, write
 
-from salesrl_trl.errors import DataError
+from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.launch.data.form import Form
 from salesrl_trl.launch.data.formats import BBQ, HaluEval, QReCC, TopiOCQA
 from salesrl_trl.launch.data.sources import load_records, load_rows
+from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.settings import SettingsParser
 
-BRANCHES = ("fairness", "hallucination")
+BRANCHES = ("fairness", "hallucination", "tone")
 
 
 @pytest.fixture
@@ -109,10 +114,20 @@ def test_a_records_fields_stay_for_reward_functions_and_no_field_of_a_row_is_tak
         assert not format_.hidden & row.columns.keys()
 
 
-def test_a_dialogue_that_waits_for_no_answer_is_left_out(tmp_path):
-    ended = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
-    loaded = load_records(write(tmp_path / "d.jsonl", DIALOGUE, ended), "", Form(format=HaluEval()))
-    assert (len(loaded.rows), loaded.left_out) == (1, {"end with the assistant's words": 1})
+ENDED = DIALOGUE | {"dialogue_history": "[Human]: Who wrote it? [Assistant]: I will look it up."}
+
+
+@pytest.mark.parametrize(
+    ("format_", "record", "another", "why"),
+    [
+        (HaluEval(), DIALOGUE, ENDED, "end with the assistant's words"),
+        (QReCC(), qrecc(), qrecc(Turn_no=9, Answer=""), "have no known answer"),
+        (TopiOCQA(), TOPIOCQA, TOPIOCQA | {"Turn_no": 9, "Answer": "UNANSWERABLE"}, "have no known answer"),
+    ],
+)
+def test_a_record_that_makes_no_row_is_left_out_and_counted(tmp_path, format_, record, another, why):
+    loaded = load_records(write(tmp_path / "a.json", record, another), "", Form(format=format_))
+    assert (len(loaded.rows), loaded.left_out) == (1, {why: 1})
 
 
 @pytest.mark.parametrize("name", ["qrecc.json", "qrecc.jsonl"])
@@ -136,41 +151,21 @@ def test_topiocqa_gives_every_text_that_answers(load):
     assert load(TopiOCQA(), few)[0].documents == ("In 1984",)
 
 
-@pytest.mark.parametrize(
-    ("format_", "record", "reply"),
-    [(QReCC(), qrecc(), ""), (TopiOCQA(), TOPIOCQA, "UNANSWERABLE")],
-    ids=["qrecc", "topiocqa"],
-)
-def test_a_question_without_a_known_answer_is_left_out(tmp_path, format_, record, reply):
-    file = write(tmp_path / "a.json", record, record | {"Turn_no": 9, "Answer": reply})
-    assert load_records(file, "", Form(format=format_)).left_out == {"have no known answer": 1}
-
-
 SECRET = "13800000000"
 
 
 @pytest.mark.parametrize(
     ("format_", "record", "message"),
     [
-        (BBQ(), bbq(label=3), "`label` or `context_condition` is another one."),
-        (
-            BBQ(),
-            bbq(context_condition=SECRET),
-            "`label` or `context_condition` is another one.",
-        ),
+        (BBQ(), bbq(context_condition=SECRET), "`label` or `context_condition` is another one."),
         (BBQ(), bbq(ans2=" "), "the field `ans2` is str of length 1. Expected a text, not blank"),
         (directly(BBQ()), bbq(additional_metadata=[SECRET]), "the field `additional_metadata` is list of length 1."),
         (HaluEval(), {"user_query": SECRET}, "there is none of the fields `question` (qa), `dialogue_history`"),
         (HaluEval(), QA | {"knowledge": [SECRET]}, "the field `knowledge` is list of length 1. Expected a text"),
-        (
-            HaluEval(),
-            DIALOGUE | {"dialogue_history": "[Human]: [Human]: Hi"},
-            "the field `dialogue_history` is no dialogue.",
-        ),
+        (HaluEval(), DIALOGUE | {"dialogue_history": "[Human]: [Human]: Hi"}, "`dialogue_history` is no dialogue."),
         (QReCC(), qrecc(context=[SECRET]), "the field `Context` is list of length 1. Expected a list of texts"),
         (TopiOCQA(), TOPIOCQA | {"Turn_no": "two"}, "the field `Turn_no` is str of length 3. Expected a whole number"),
         (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the field `Gold_passage` is str of length 11"),
-        (TopiOCQA(), TOPIOCQA | {"Gold_passage": {"text": ""}}, "the field `text` is str of length 0"),
     ],
 )
 def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, format_, record, message):
@@ -178,12 +173,135 @@ def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, 
     file.write_text("\n\n" + json.dumps(record))
     with pytest.raises(DataError) as caught:
         load_records(str(file), "", Form(format=format_))
-    assert f"records.jsonl, line 3, row 0 (counted from 0) is no record of {type(format_).__name__}: {message}" in str(
-        caught.value
-    )
+    told = f"records.jsonl, line 3, row 0 (counted from 0) is no record of {type(format_).__name__}: "
+    assert told in str(caught.value) and message in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
 def test_a_file_whose_records_all_make_no_row_says_why(load):
     with pytest.raises(DataError, match=r"is empty .1 of 1 records of .* make no row: 1 have no known answer"):
         load(QReCC(), qrecc(Answer=""))
+
+
+@pytest.fixture
+def load_columns(tmp_path):
+    def rows(columns, *records, **settings):
+        file = write(tmp_path / "own.jsonl", *records)
+        return load_rows(
+            file, "train", BRANCHES, form=DataConfig(dataset={"columns": columns, **settings}).sources[0].form()
+        )
+
+    return rows
+
+
+RECORD = {
+    "uid": 7,
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "The price?"},
+    ],
+    "facts": "It costs 5 yuan.",
+    "meta": {"owner": {"tenant": "t1"}},
+}
+COLUMNS = {
+    "id": "uid",
+    "branch": {"value": "tone"},
+    "conversation": "messages",
+    "documents": "facts",
+    "tenant_id": "meta.owner.tenant",
+}
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, json.dumps(COLUMNS)], ids=["YAML", "JSON"])
+def test_fields_come_from_other_columns_from_inside_of_them_and_from_constants(load_columns, columns):
+    (row,) = load_columns(columns, RECORD)
+    assert (row.row_id, row.branch, row.tenant_id, row.documents) == ("7", "tone", "t1", ("It costs 5 yuan.",))
+    assert row.context == "customer: Hi\nseller: Hello\ncustomer: The price?"
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("turns", "The price?"),
+        ("turns", ["Hi", "Hello", "The price?"]),
+        ("turns", [{"role": "customer", "content": "The price?"}]),
+        (
+            {"column": "turns", "role": "from", "content": "value", "roles": {"human": "customer", "gpt": "seller"}},
+            [{"from": "gpt", "value": "Hello"}, {"from": "human", "value": "The price?"}],
+        ),
+    ],
+    ids=["text", "texts in turn", "turns", "keys and roles of their own"],
+)
+def test_conversations_of_other_shapes_are_read(load_columns, entry, value):
+    (row,) = load_columns({"conversation": entry}, {"branch": "tone", "turns": value})
+    assert row.conversation[-1].content == "The price?"
+    roles = ["customer", "seller", "customer"]
+    assert [message.role for message in row.conversation] == roles[-len(row.conversation) :]
+
+
+def test_columns_that_are_not_mapped_stay_and_what_a_reward_reads_is_mapped_too(load_columns):
+    columns = {"branch": {"value": "tone"}, "reference": "meta.owner.tenant", "criteria": {"value": ["It is short."]}}
+    (row,) = load_columns(columns, {**RECORD, "id": "a", "branch": "x", "conversation": RECORD["messages"]})
+    assert (row.row_id, row.branch) == ("a", "tone")
+    assert (row.columns["reference"], row.columns["criteria"]) == ("t1", ["It is short."])
+
+
+def test_columns_win_over_a_format(load_columns):
+    columns = {"branch": {"value": "tone"}, "tenant_id": "additional_metadata.version"}
+    (row,) = load_columns(columns, bbq(), format="bbq")
+    assert (row.row_id, row.branch, row.tenant_id) == ("bbq-Religion-0", "tone", "a")
+
+
+def test_a_column_that_is_not_there_is_told_beside_those_that_are(load_columns):
+    told = (
+        r"has no column 'meta\.owner\.tennant', from which `columns` takes 'conversation'\. Did you mean "
+        r"'meta\.owner\.tenant'\? There are: uid, messages, facts, meta, meta\.owner, meta\.owner\.tenant\. Correct"
+    )
+    with pytest.raises(DataError, match=told):
+        load_columns({**COLUMNS, "conversation": "meta.owner.tennant"}, RECORD)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"branch": {"column": "a"}}, "has another form. Expected the name of a column, or {value: CONSTANT}."),
+        ({"conversation": {"column": "a", "speaker": "b"}}, "or {column: NAME, role: KEY, content: KEY, roles: {"),
+        ("{", "`dataset.columns` is not JSON"),
+        ("[]", "`dataset.columns` is a list. Expected a mapping."),
+    ],
+)
+def test_a_mapping_of_another_form_is_refused_before_a_file_is_read(columns, message):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(dataset={"columns": columns})
+    assert message in str(caught.value)
+
+
+def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/DATA.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if block.startswith(("#", "dataset:"))]
+    read = []
+    for block in blocks:
+        (tmp_path / "recipe.yaml").write_text(block)
+        (data,) = SettingsParser((DataConfig,)).read(["--config", str(tmp_path / "recipe.yaml")])
+        read.append([source.entry.format for source in data.sources])
+        if isinstance(given := yaml.safe_load(block)["dataset"], dict):
+            assert data.sources[0].form().columns.keys() == given.get("columns", {}).keys()
+    assert read == [["rows"], ["bbq", "halueval", "rows"], ["bbq"], ["halueval"], ["qrecc"], ["topiocqa"]]
+
+
+def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():
+    of_bbq = {"path": "a.jsonl", "format": "bbq", "columns": {"id": "uid"}}
+    (data,) = DataConfig(dataset=of_bbq, eval_dataset="b.jsonl").sources
+    assert (type(data.eval_form().format), data.eval_form().columns) == (type(data.form().format), data.form().columns)
+    (data,) = DataConfig(dataset={**of_bbq, "path": "demo"}, eval_dataset={"format": "rows", "columns": {}}).sources
+    assert (data.eval_form().format, data.eval_form().columns) == (None, {})
+    assert (data.train_source, data.eval_source) == (("demo", "train"), ("demo", "heldout"))
+
+
+def test_a_split_stands_behind_the_name_of_a_dataset():
+    (data,) = DataConfig(dataset="me/talks:main", eval_dataset="me/talks:late").sources
+    assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "late"))
+    (data,) = DataConfig(dataset="me/talks:main", eval_dataset='{"columns": {}}').sources
+    assert (data.train_source, data.eval_source) == (("me/talks", "main"), ("me/talks", "heldout"))
+    assert DataConfig(dataset="at:12.jsonl").sources[0].train_source == ("at:12.jsonl", "train")

@@ -4,11 +4,10 @@ import json
 import math
 
 import pytest
-from datasets import Dataset
 
 from salesrl_trl.errors import DataError
 from salesrl_trl.launch.data.prompts import build_prompt
-from salesrl_trl.launch.data.sources import build_dataset, load_drafts, load_rows, prompt_dataset
+from salesrl_trl.launch.data.sources import build_dataset, load_rows, prompt_dataset
 from salesrl_trl.types import SalesRow
 
 BRANCHES = ("fairness", "hallucination")
@@ -33,12 +32,8 @@ def test_a_row_may_give_its_prompt_which_is_used_as_it_is(dataset):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
     for prompt, context in ((turns, "system: Be brief.\nuser: What is 3 + 4?"), ("3 + 4 =", "3 + 4 =")):
         (row,) = load_rows(dataset({"prompt": prompt, "answer": "7"}), "train")
-        assert (row.branch, row.context, row.columns, build_prompt(row, None)) == (
-            "all",
-            context,
-            {"answer": "7"},
-            prompt,
-        )
+        assert (row.branch, row.context, row.columns) == ("all", context, {"answer": "7"})
+        assert build_prompt(row, None) == prompt
     (row,) = load(dataset(GOOD))
     assert build_prompt(row, None) == [{"role": "user", "content": "How much is it?"}]
 
@@ -56,7 +51,6 @@ def with_turns(*turns):
     [
         ({"branch": "fairness", "prompt": ""}, "`prompt` is str of length 0"),
         ({"branch": "fairness", "prompt": [{"content": PHONE}]}, "turn 0 of `prompt` is dict of length 1"),
-        ({"branch": "fairness", "prompt": [{"role": "user", "content": None}]}, "turn 0 of `prompt` has content miss"),
         ({"conversation": TURNS}, "branch None"),
         ({"branch": "fairness"}, "`conversation` is missing"),
         ({**GOOD, "branch": "price"}, "branch 'price' is not configured. Expected one of: fairness, hallucination"),
@@ -153,22 +147,6 @@ def test_roles_of_chat_data_are_read_like_the_conversations_own(dataset):
     assert row.context == "customer: Hi\nseller: Hello\nseller: How can I help?\ncustomer: The price?"
 
 
-def test_a_parquet_file_reads_like_its_jsonl(dataset, tmp_path):
-
-    Dataset.from_list([GOOD]).to_parquet(str(tmp_path / "rows.parquet"))
-    assert load(str(tmp_path / "rows.parquet")) == load(dataset(GOOD))
-
-
-def test_every_draft_of_the_demo_is_a_valid_action():
-    from salesrl_trl.judged.parsing import parse_action
-    from salesrl_trl.types import Action
-
-    every = [draft for _, drafts in load_drafts() for draft in drafts]
-    assert len(every) == 4 * 960
-    written = [json.dumps(draft, ensure_ascii=False) for draft in every]
-    assert [parse_action(text) for text in written] == [Action(fields=draft) for draft in every]
-
-
 def test_nothing_but_the_prompt_an_index_and_the_branch_travels_through_the_trainer(dataset):
     built = build_dataset(load(dataset(GOOD, GOOD)), "compact", first_index=10)
     assert built.column_names == ["prompt", "row", "branch", "id"]
@@ -189,15 +167,7 @@ def test_half_a_surrogate_pair_in_a_file_is_replaced_in_every_field(dataset):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0, "0"),
-        (False, "false"),
-        (7.0, "7.0"),
-        (2**53 + 1, "9007199254740993"),
-        ("0", "0"),
-        (None, ""),
-        (math.nan, ""),
-    ],
+    [(0, "0"), (False, "false"), (7.0, "7.0"), (2**53 + 1, "9007199254740993"), (None, ""), (math.nan, "")],
     ids=str,
 )
 def test_an_id_is_what_the_file_writes(dataset, value, text):

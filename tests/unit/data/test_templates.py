@@ -74,12 +74,10 @@ def test_a_template_that_can_not_work_is_refused_by_its_line(source, message):
     ("source", "message"),
     [
         ("{% if branch == 'price' %}{{ context }}{% endif %}", "leaves the user message of row 'r7' empty"),
-        ("{{ context }}\n{{ conversation[0].contents }}", "mine.jinja does not work for row 'r7'"),
-        ("{% block system %}\n{{ branch / 2 }}{% endblock %}{{ context }}", r"\(TypeError\)"),
-        ("{{ context.__class__ }}", r"\(SecurityError\)"),
+        ("{{ context.__class__ }}", r"mine.jinja does not work for row 'r7' .*\(SecurityError\)"),
         ("{{ context }}{{ branhc }}", r"\(UndefinedError: 'branhc' is undefined\)"),
     ],
-    ids=["empty", "attribute", "type in the block", "sandbox", "variable"],
+    ids=["empty", "sandbox", "variable"],
 )
 def test_a_template_that_fails_on_a_row_names_the_row_and_quotes_no_customer(source, message):
     with pytest.raises(ConfigError, match=message) as caught:

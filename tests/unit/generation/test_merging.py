@@ -1,7 +1,7 @@
 """An adapter is merged for a push beside its base: what is pushed, and that nothing is written."""
 
+import copy
 import logging
-import math
 import weakref
 
 import pytest
@@ -30,97 +30,41 @@ def adapted(dtype=torch.bfloat16, tied=False, autocast=True, **lora):
     return model
 
 
-def delta_of(layer, scaling=ALPHA / RANK):
-    """B A alpha / r in float32."""
-    return layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * scaling
-
-
-def plain(model, name):
-    layer = model.get_submodule(f"base_model.model.{name}")
-    return layer.base_layer.weight.float() + delta_of(layer)
-
-
-def rank_stabilised(model, name):  # alpha / sqrt(r)
-    layer = model.get_submodule(f"base_model.model.{name}")
-    return layer.base_layer.weight.float() + delta_of(layer, ALPHA / math.sqrt(RANK))
-
-
-def by_magnitude(model, name):  # m (W + delta) / |W + delta|, row by row
-    layer = model.get_submodule(f"base_model.model.{name}")
-    sum_ = layer.base_layer.weight.float() + delta_of(layer)
-    magnitude = layer.lora_magnitude_vector["default"].weight
-    return (magnitude / torch.linalg.norm(sum_, dim=1))[:, None] * sum_
-
-
-def of_an_embedding(model, name):  # its A and B are the other way round
-    layer = model.get_submodule(f"base_model.model.{name}")
-    a, b = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
-    return layer.base_layer.weight.float() + (b @ a).T * (ALPHA / RANK)
-
-
-def twice(model, name):  # one weight is the embedding's and the head's: vLLM has one too, and gets both deltas
-    head = model.get_submodule(f"base_model.model.{HEAD}")
-    return of_an_embedding(model, name) + delta_of(head)
-
-
-def with_trained_rows(model, name):
-    layer = model.get_submodule(f"base_model.model.{name}").token_adapter
-    rows = layer.base_layer.weight.detach().float()
-    rows[[1, 5]] = layer.trainable_tokens_delta["default"]
-    return rows
-
-
-def trained(model, name):
-    return model.get_submodule(f"base_model.model.{name}").modules_to_save["default"].weight
-
-
 CASES = {
-    "lora": ({}, QUERY, plain),
-    "adapters in 16 bits": ({"autocast": False}, QUERY, plain),
-    "a base in float32": ({"dtype": torch.float32}, QUERY, plain),
-    "a base in float16": ({"dtype": torch.float16}, VALUE, plain),
-    "rsLoRA": ({"use_rslora": True}, VALUE, rank_stabilised),
-    "DoRA": ({"use_dora": True}, QUERY, by_magnitude),
-    "embedding": ({"target_modules": ["embed_tokens", "q_proj"]}, EMBEDDING, of_an_embedding),
-    "tied": ({"target_modules": ["embed_tokens", "lm_head"], "tied": True}, EMBEDDING, twice),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, HEAD, trained),
-    "trainable tokens": ({"trainable_token_indices": [1, 5]}, EMBEDDING, with_trained_rows),
-    "parameters": ({"target_parameters": ["mlp.up_proj.weight"]}, "model.layers.1.mlp.up_proj", plain),
+    "lora": {},
+    "adapters in 16 bits": {"autocast": False},
+    "a base in float32": {"dtype": torch.float32},
+    "rsLoRA": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "bias": {"lora_bias": True},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "tied": {"target_modules": ["embed_tokens", "lm_head"], "tied": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable tokens": {"trainable_token_indices": [1, 5]},
+    "parameters": {"target_parameters": ["mlp.up_proj.weight"]},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 def test_what_is_pushed_is_the_sum_rounded_once_and_the_base_stays_to_the_bit(case):
-    given, name, merged = CASES[case]
-    model = adapted(**given)
+    model = adapted(**CASES[case])
     before, base = digest_of(model.named_parameters()), model.get_base_model()
     got = pushed(model)
-    expected = merged(model, name).to(base.dtype)
-    if case == "DoRA":  # a division and products in another order: bits of float32, rounded to 8 bits
-        assert ((got[f"{name}.weight"] - expected).abs() <= expected.abs() / 2**7).all()
-    else:
-        assert torch.equal(got[f"{name}.weight"], expected)
-    assert torch.equal(got[NORM], base.model.norm.weight)
+    merged = copy.deepcopy(model).float().merge_and_unload()  # by peft, in float32
+    assert set(got) == {name for name, _ in Qwen2ForCausalLM(base.config).named_parameters()}  # as vLLM knows them
+    for name, weight in merged.named_parameters():
+        assert torch.equal(got[name], weight.to(base.dtype)), name
     assert digest_of(model.named_parameters()) == before
     assert digest_of(pushed(model).items()) == digest_of(got.items())  # nothing is left behind
-    # the names are those of the model without an adapter, as vLLM knows them
-    assert set(got) == {name for name, _ in Qwen2ForCausalLM(base.config).named_parameters()}
-
-
-def test_a_trained_bias_is_pushed_too():
-    model = adapted(lora_bias=True)
-    layer = model.get_submodule(f"base_model.model.{QUERY}")
-    bias = layer.base_layer.bias.float() + layer.lora_B["default"].bias * (ALPHA / RANK)
-    assert torch.equal(pushed(model)[f"{QUERY}.bias"], bias.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("way", [GPU, CPU, SERVER])
-def test_the_base_is_the_same_after_a_hundred_pushes_of_an_adapter_that_moves(way):
+def test_the_base_is_the_same_after_many_pushes_of_an_adapter_that_moves(way):
     model = adapted(target_modules="all-linear")
     frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
     before, generation = digest_of(frozen), generation_of(model, way)
-    for _ in range(100):
+    for _ in range(20):
         generation.sync_weights()
         for parameter in model.parameters():
             if parameter.requires_grad:

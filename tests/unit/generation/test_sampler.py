@@ -1,26 +1,15 @@
 """How generation is started, when completions are reported, and what is off says why."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from salesrl_trl.generation.sampler import Handle, Sampled, Sampler, WholeBatch
+from salesrl_trl.generation.sampler import Sampled, WholeBatch
 
 
 def sampled(prompts, completions=((7, 8), (9,)), tool_mask=None):
     ids = [list(each) for each in completions]
     return Sampled(generated=([[1], [1, 2]], ids, tool_mask, list(prompts), None, {}, None, []))
-
-
-def test_a_whole_batch_is_ready_when_it_was_started():
-    sampler = WholeBatch(lambda prompts, tokens=None: sampled(prompts), SimpleNamespace(do_sample=True))
-    handle = sampler.start(["a", "b"], finished=pytest.fail, ahead=True)
-    assert isinstance(sampler, Sampler)
-    assert isinstance(handle, Handle)
-    assert handle.is_ready
-    assert handle.result().completions == ["a", "b"]
 
 
 def test_greedy_sampling_ends_with_its_block_also_by_an_error():

@@ -1,10 +1,10 @@
 """CompletionTasks and turns that a vLLM server is asked for one by one."""
 
-import queue
 import resource
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,16 +37,11 @@ class Client:
         return {"prompt_ids": prompts, "completion_ids": [[prompt[0], 7]], "logprobs": [[[-0.5], [-1.5]]]}
 
 
-class Process:
+def second_process():
     """An `Accelerator` of the second of two processes. What it waits for is in a list."""
-
-    process_index, num_processes, is_main_process = 1, 2, False
-
-    def __init__(self):
-        self.device, self.events = torch.device("cpu"), []
-
-    def wait_for_everyone(self):
-        self.events.append("everyone")
+    events = []
+    return SimpleNamespace(process_index=1, num_processes=2, is_main_process=False, device=torch.device("cpu"),
+                           events=events, wait_for_everyone=lambda: events.append("everyone"))  # fmt: skip
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def served(monkeypatch):
     monkeypatch.setattr(engine_loop, "MOST_REQUESTS", 8)
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     vars(generation).update(
-        mode="server", vllm_client=Client(), accelerator=Process(), loop=ServerLoop(),
+        mode="server", vllm_client=Client(), accelerator=second_process(), loop=ServerLoop(),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, max_completion_length=5, logprobs=0,
         generation_kwargs={"seed": 30}, structured_outputs_regex=None,
     )  # fmt: skip
@@ -114,24 +109,6 @@ def test_all_batches_together_have_no_more_requests_in_flight_than_may_be(served
     client.gate.set()
     served.settle()
     assert len(client.asked) == 2 * len(PROMPTS)
-
-
-def test_what_a_server_is_asked_for_comes_later_and_weights_wait_for_it(served, monkeypatch):
-    events, told = served.accelerator.events, queue.SimpleQueue()
-    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: events.append("push"))
-    batches = [begun(served, lambda *finished: told.put(finished)) for _ in range(2)]
-    assert told.empty()
-    push = threading.Thread(target=served.sync_weights)
-    push.start()
-    push.join(0.2)
-    assert push.is_alive()
-    assert events == []
-    served.vllm_client.gate.set()
-    push.join(10)
-    assert events == ["everyone", "push", "everyone"]
-    assert told.qsize() == 2 * len(PROMPTS)  # without anybody asking for what came
-    for batch in batches:
-        assert ids_of(served, batch) == ANSWERS
 
 
 @pytest.mark.parametrize("ends", ["by an error", "by an error of who is told", "by cancelling"])
@@ -198,6 +175,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     pushing, pushed, client = threading.Event(), threading.Event(), served.vllm_client
 
     def push(self):
+        served.accelerator.events.append("push")
         pushing.set()
         assert pushed.wait(10)
 
@@ -210,6 +188,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     thread = threading.Thread(target=served.sync_weights)
     thread.start()
     assert not pushing.wait(0.2)  # six first turns are out
+    assert served.accelerator.events == []
     client.gate.set()
     assert pushing.wait(10)
     asked = len(client.asked)
@@ -217,6 +196,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     assert len(client.asked) == asked
     pushed.set()
     thread.join(10)
+    assert served.accelerator.events == ["everyone", "push", "everyone"]
     served.loop.run(batch)
     assert len(client.asked) == 2 * len(PROMPTS)
 

@@ -82,15 +82,19 @@ def test_a_result_without_an_end_is_an_error_for_the_policy():
     )
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_nothink", "llama3_1", "gptoss", "gemma4", "glm4moe"])
-def tokenizer(request, tmp_path_factory):
-    folder = make_tiny_policy(tmp_path_factory.mktemp("parsed") / "policy")
-    templates = Path(trl.__file__).parent / "chat_templates"
-    shutil.copy(templates / f"{request.param}.jinja", folder / "chat_template.jinja")
+def parsing(folder, template):
+    """A tokenizer whose turns are read as those of this template."""
+    make_tiny_policy(folder)
+    shutil.copy(Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja", folder / "chat_template.jinja")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     add_response_schema(tokenizer)
     guard_parser(tokenizer)
     return tokenizer
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_nothink", "llama3_1", "gptoss", "gemma4", "glm4moe"])
+def tokenizer(request, tmp_path_factory):
+    return parsing(tmp_path_factory.mktemp("parsed") / "policy", request.param)
 
 
 DEEP = "[" * 400 + "]" * 400  # JSON reads it; copies and templates do not
@@ -119,12 +123,7 @@ def test_any_turn_is_a_message_that_can_be_copied_and_written(tokenizer, value):
 
 
 def test_a_turn_that_spells_its_end_hundreds_of_times_is_read_at_once(tmp_path):
-    folder = make_tiny_policy(tmp_path / "policy")
-    template = Path(trl.__file__).parent / "chat_templates" / "lfm2_2_5.jinja"
-    shutil.copy(template, folder / "chat_template.jinja")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    add_response_schema(tokenizer)
-    guard_parser(tokenizer)
+    tokenizer = parsing(tmp_path / "policy", "lfm2_2_5")
     began = time.perf_counter()
     assert parse_response(tokenizer, [tokenizer.eos_token_id] * 1200, prefix=[])["content"] == ""
     assert time.perf_counter() - began < 1.0  # 3 s by transformers' parser

@@ -81,40 +81,25 @@ def test_with_several_ranks_what_is_settled_on_a_rank_is_ready_there():
     assert other.is_empty
 
 
-def waited_for(rows, scored_fraction):
-    """Of each rank: the parts of which it waits for one."""
+@pytest.mark.parametrize(
+    ("rows", "scored", "waited"),
+    [
+        (("0011", "1100"), 0.5, [[0], [1]]),  # for groups of its own
+        (("00111111", "11000000"), 0.6, [[0], [1, 2, 3]]),
+        # too little is scored: nobody waits for the last group of the rank that is ahead, and some rank waits
+        (("00111111", "00000000"), 0.375, [[], [0, 1, 2, 3]]),
+        (("11111111", "00000000", "00000011"), 0.4, [[], [0, 1, 2, 3], []]),
+        (("0011", "0011"), 0.4, [[0], [0]]),
+        (("1100",), 0.25, [[1]]),  # one of two could not be scored
+    ],
+)
+def test_a_rank_waits_for_groups_of_its_own_and_some_rank_waits_while_too_little_is_scored(rows, scored, waited):
     found = []
     for rank in range(len(rows)):
         waiting = ScoredGroups(len(rows[0]), micro_batch=2, group=2)
-        waiting.record(settled(*rows), rank, scored_fraction, WANTED)
+        waiting.record(settled(*rows), rank, scored, WANTED)
         found.append([part.start // 2 for part in waiting.pending])
-    return found
-
-
-def test_a_rank_waits_for_groups_of_its_own():
-    assert waited_for(("0011", "1100"), 0.5) == [[0], [1]]
-    assert waited_for(("00111111", "11000000"), 0.6) == [[0], [1, 2, 3]]
-
-
-def test_while_too_little_is_scored_nobody_waits_for_the_last_group_of_the_rank_that_is_ahead():
-    assert waited_for(("00111111", "00000000"), 0.375) == [[], [0, 1, 2, 3]]
-    assert waited_for(("11111111", "00000000", "00000011"), 0.4) == [[], [0, 1, 2, 3], []]
-
-
-def test_while_too_little_is_scored_some_rank_waits():
-    assert waited_for(("0011", "0011"), 0.4) == [[0], [0]]
-    assert waited_for(("1100",), 0.25) == [[1]]  # one of two could not be scored
-
-
-def test_a_micro_batch_has_the_rows_of_every_tensor_and_scalars_as_they_are():
-    waiting, output = ScoredGroups(4, micro_batch=2, group=2), batch_of(4)
-    waiting.record(settled("0011"), 0, 0.9, WANTED)
-    waiting.release(output)
-    micro_batch = waiting.next()
-    assert micro_batch["completion_ids"].tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert micro_batch["advantages"].tolist() == [2, 3]
-    assert micro_batch["num_items_in_batch"] is output["num_items_in_batch"]
-    assert micro_batch["name"] == "first"
+    assert found == waited
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))

@@ -89,8 +89,7 @@ def test_without_figures_nothing_moves():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"max_staleness": 6, "refill_groups": 1}])
-def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, caplog, more):
+def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, caplog):
     @per_completion
     async def late(completion):
         await asyncio.sleep(0.8)
@@ -98,7 +97,8 @@ def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, 
 
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {place}?"}]} for place in range(8)])
     args = SalesGRPOConfig(**settings(
-        tmp_path / "run", beta=0.0, max_steps=24, max_rollout_lookahead=4, max_completion_length=8, **more,
+        tmp_path / "run", beta=0.0, max_steps=24, max_rollout_lookahead=4, max_completion_length=8,
+        max_staleness=6, refill_groups=1,
     ))  # fmt: skip
     trainer = SalesGRPOTrainer(str(tiny), [late], args, rows)
     with caplog.at_level("INFO"):
@@ -106,7 +106,7 @@ def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, 
     ahead = trainer.components.pipeline.lookahead
     trainer.finish()
     assert 1 <= ahead <= 4
-    assert max(entry[STALENESS_MAX] for entry in steps_of(trainer)) <= more.get("max_staleness", 4)
+    assert max(entry[STALENESS_MAX] for entry in steps_of(trainer)) <= 6
     assert f"rollouts are up to {ahead} steps ahead" in caplog.text
     first, last = (
         sum(entry[REWARD_EXPOSED] for entry in part) for part in (steps_of(trainer)[1:4], steps_of(trainer)[-3:])

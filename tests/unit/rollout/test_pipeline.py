@@ -154,16 +154,12 @@ class Run:
         return self.buffer.in_flight(step - self._first, step)
 
 
-def test_without_lookahead_only_the_batch_in_training_is_generated():
-    run = Run(sampler := Now())
+@pytest.mark.parametrize(("lookahead", "asked"), [(0, ["p0"]), (2, ["p0", "p1", "p2"])])
+def test_the_batch_in_training_and_those_of_the_lookahead_are_generated(lookahead, asked):
+    run = Run(sampler := Now(), lookahead)
     run.begin()
-    assert sampler.asked == [(["p0"], False)]
-    assert run.loop.references == [[0], [1]]  # those of the next step are asked for already
-
-
-def test_with_lookahead_later_batches_are_generated_too():
-    Run(sampler := Now(), lookahead=2).begin()
-    assert sampler.asked == [(["p0"], True), (["p1"], True), (["p2"], True)]
+    assert sampler.asked == [([prompt], lookahead > 0) for prompt in asked]
+    assert run.loop.references == [[row] for row in range(lookahead + 2)]  # those of the next step are asked for too
 
 
 def test_a_completion_is_scored_from_the_moment_it_is_finished():

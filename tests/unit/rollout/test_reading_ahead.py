@@ -1,10 +1,10 @@
 """Which generation batches come and when: a trainer's loop is played through without a model."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,10 +24,6 @@ def add(schedule, updates, size):
     return [schedule.add(prompts(size, epoch=update)) for update in range(updates)]
 
 
-def firsts(windows):
-    return [window.first for window in windows]
-
-
 def take(size):
     """As transformers takes one optimizer step's micro-batches, with what it counted."""
 
@@ -36,25 +32,6 @@ def take(size):
         return batches, len(batches)
 
     return pull
-
-
-def test_a_window_over_several_steps_is_one_batch():
-    """num_iterations 2, steps_per_generation 4, gradient accumulation 2: 8 micro-steps, 4 optimizer steps."""
-    schedule = RolloutSchedule(1, window=8)
-    told = add(schedule, updates=9, size=2)
-    assert [len(each) for each in told] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert [window.update for each in told for window in each] == [0, 4, 8]
-    schedule.due(0, 0)[0].rollout = "first"
-    assert schedule.due(4, 2) == []
-    assert firsts(schedule.due(6, 3)) == [8]  # one step ahead of optimizer step 4
-
-
-@pytest.mark.parametrize("has_batch", [False, True])
-def test_after_a_resume_the_first_micro_step_generates_unless_a_batch_is_at_hand_and_then_windows_go_on(has_batch):
-    schedule = RolloutSchedule(0, window=4)
-    schedule.restart(micro_step=5, update=7, has_batch=has_batch)
-    told = [[(window.first, window.update) for window in each] for each in add(schedule, updates=3, size=3)]
-    assert told == [[] if has_batch else [(5, 7)], [(8, 8)], [(12, 9)]]
 
 
 def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
@@ -80,52 +57,9 @@ def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
     assert schedule.due(0, 0) == []
 
 
-@dataclass
-class Source:
-    """Epochs of micro-batches, and how many were pulled from each."""
-
-    lengths: list[int]
-    pulled: list[tuple[int, int]] = field(default_factory=list)
-    iterators: int = 0
-
-    def epoch(self, number):
-        self.iterators += 1
-        for index in range(self.lengths[number]):
-            self.pulled.append((number, index))
-            yield (number, index)
-
-    def all(self):
-        return [(number, index) for number, length in enumerate(self.lengths) for index in range(length)]
-
-
-@dataclass
-class Following:
-    """A dataloader, whose epochs `begin` begins."""
-
-    begin: Callable
-
-    def __iter__(self):
-        return self.begin()
-
-
-def play(lengths, size, depth, max_updates=10**6):
-    """Go through epochs as transformers does. Returns the optimizer steps' micro-batches, those seen, and per step how
-    many optimizer steps had been pulled when it came."""
-    trained, seen, ahead, epochs = [], [], [], []
-    source, updates = Source(lengths), UpdatesAhead(depth, seen.append)
-    updates.dataloader = Following(lambda: source.epoch(updates.epoch))
-    total = min(sum(-(-length // size) for length in lengths), max_updates)
-    for epoch, length in enumerate(lengths):
-        iterator = source.epoch(epoch)
-        for _ in range(-(-length // size)):
-            if len(trained) == total:
-                return trained, seen, ahead, epochs
-            batches, counted = updates.next(epoch, iterator, take(size), total - len(trained))
-            assert counted == len(batches)
-            trained.append(batches)
-            ahead.append(len(seen) - len(trained))
-            epochs.append(updates.epoch)
-    return trained, seen, ahead, epochs
+def micro_batches(lengths):
+    """By epoch."""
+    return [[(number, index) for index in range(length)] for number, length in enumerate(lengths)]
 
 
 def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
@@ -157,45 +91,22 @@ def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_give
     assert updates.epoch == 3
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 20))
-def test_however_far_ahead_the_same_steps_come_in_the_same_order(lengths, size, depth, max_updates):
-    trained, seen, ahead, _ = play(lengths, size, depth, max_updates)
-    plain = play(lengths, size, 0, max_updates)[0]
-    assert trained == seen == plain
-    pulled = [batch for batches in trained for batch in batches]
-    assert pulled == Source(lengths).all()[: len(pulled)]  # each micro-batch once
-    assert ahead == [min(depth, len(trained) - number) for number in range(1, len(trained) + 1)]
-
-
-@dataclass
-class Game:
-    """What came of a run that was played through."""
-
-    windows: list[tuple[int, int]] = field(default_factory=list)
-    """Micro-step and optimizer step at which each generation batch was wanted."""
-    launched: list[tuple[int, int]] = field(default_factory=list)
-    """Micro-step and optimizer step that were under way at each launch."""
-    launched_inputs: list = field(default_factory=list)
-    taken: list = field(default_factory=list)
-    wanted: list = field(default_factory=list)
-    batches: list = field(default_factory=list)
-    """Every micro-batch, in order."""
-
-
 def train(lengths, size, window, lookahead, references_ahead, max_updates, start=(0, 0), has_batch=False):
     """The trainer's loop: pull an optimizer step, launch what is due before each micro-step, take where a generation
     batch begins."""
-    game, source = Game(), Source(lengths)
+    # windows, launched: micro-step and optimizer step at which a generation batch was wanted, and launched
+    game = SimpleNamespace(windows=[], launched=[], launched_inputs=[], taken=[], wanted=[], batches=[])
+    epochs = micro_batches(lengths)
     schedule = RolloutSchedule(lookahead, window)
     updates = UpdatesAhead(lookahead + references_ahead, schedule.add)
-    updates.dataloader = Following(lambda: ([batch] for batch in source.epoch(updates.epoch)))
+    updates.dataloader = MagicMock(__iter__=lambda _: ([batch] for batch in epochs[updates.epoch]))
     micro_step, update = start
     schedule.restart(micro_step, update, has_batch)
     last = update + min(sum(-(-length // size) for length in lengths), max_updates)
     buffered = has_batch
 
     for epoch, length in enumerate(lengths):
-        iterator = ([batch] for batch in source.epoch(epoch))
+        iterator = ([batch] for batch in epochs[epoch])
         for _ in range(-(-length // size)):
             if update == last:
                 return game
@@ -243,28 +154,15 @@ def test_every_batch_is_launched_once_as_early_as_may_be_and_is_there_when_it_is
 def test_lookahead_changes_neither_what_is_trained_on_nor_where_batches_begin(lookahead, **run):
     ahead, plain = train(lookahead=lookahead, **run), train(lookahead=0, **{**run, "references_ahead": False})
     assert (ahead.batches, ahead.windows, ahead.wanted) == (plain.batches, plain.windows, plain.wanted)
-
-
-@pytest.mark.parametrize(
-    ("size", "micro_batch", "group", "expected"),
-    [
-        (8, 4, 2, [range(4), range(4, 8)]),  # two groups in a micro-batch
-        (8, 2, 4, [range(4), range(4, 8)]),  # a group over two micro-batches
-        (12, 2, 3, [range(6), range(6, 12)]),  # neither holds the other
-        (6, 4, 2, [range(6)]),  # can't be divided
-        (8, 2, 16, [range(8)]),  # a group over two ranks
-    ],
-)
-def test_parts_are_the_smallest_of_whole_groups_and_whole_micro_batches(size, micro_batch, group, expected):
-    assert parts(size, micro_batch, group) == expected
+    every = list(itertools.chain(*micro_batches(run["lengths"])))
+    assert plain.batches == [[batch] for batch in every[: len(plain.batches)]]  # each micro-batch once
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
-def test_parts_hold_every_place_once_in_order(size, micro_batch, group):
-    divided = parts(size, micro_batch, group)
+def test_parts_are_the_smallest_of_whole_groups_and_micro_batches_and_hold_every_place_once(size, micro_batch, group):
+    divided, smallest = parts(size, micro_batch, group), math.lcm(micro_batch, group)
     assert [place for part in divided for place in part] == list(range(size))
-    if len(divided) > 1:
-        assert all(len(part) % micro_batch == 0 == len(part) % group for part in divided)
+    assert {len(part) for part in divided} == {smallest if size % smallest == 0 else size}
 
 
 def test_torch_draws_for_an_epoch_that_was_begun_ahead_when_its_first_step_is_handed_out_and_not_before():

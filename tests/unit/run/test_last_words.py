@@ -20,10 +20,10 @@ from make_troubleshooting import page
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from salesrl_trl.errors import ConfigError, JudgeInvalid, ModelNotFoundError, ServiceUnavailable
+from salesrl_trl.errors import JudgeInvalid, ModelNotFoundError, ServiceUnavailable
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
-from salesrl_trl.launch.process import FAULTS, PAGE, recognised, words_of, words_of_end
+from salesrl_trl.launch.process import FAULTS, PAGE, recognised, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
 
@@ -221,15 +221,6 @@ def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
         words = words_of_end(log)
         assert words.text.splitlines()[1].startswith(title)
         assert words.code == 128 + number
-
-
-def test_last_words_are_the_error_and_the_steps():
-    lines = words_of(_out_of_memory("torch", "f"), 1, Path("runs/a/run.log")).text.splitlines()
-    assert lines[0] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    assert lines[2:4] == ["What to do, in this order:", f"  1. {recognised(_out_of_memory('torch', 'f')).remedies[0]}"]
-    assert lines[-1] == f"More: {PAGE}#no-room-on-the-gpu-in-training. runs/a/run.log is the run's log."
-    assert words_of(ConfigError("`beta` is 3"), 2, None).text == "ConfigError: `beta` is 3"
-    assert "No known fault" in words_of(KeyError("a"), 1, None).text.splitlines()[1]
 
 
 def test_every_setting_of_a_remedy_exists():

@@ -6,14 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from salesrl_trl.judged.budget import (
-    CALLS,
-    USD,
-    Account,
-    Limit,
-    Spent,
-    reported,
-)
 from salesrl_trl.kl.branched import KLControl, WindowSettings
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import SINGLE_SCORED, SKIPPED_UPDATE
@@ -134,16 +126,3 @@ def test_a_band_is_drawn_where_there_is_a_kl_and_nowhere_else():
     ledger.record_kl("train", [[0.0] * 5, sums[0]], [0.1, 0.1], [1.0, 0.5], control)  # no row of fairness
     figures = ledger.flush("train")
     assert all(math.isnan(figures[f"kl/fairness{edge}"]) for edge in ("", "_low", "_high"))
-
-
-LIMITS = (
-    Limit(name="max_calls", kind=CALLS, most=1000),
-    Limit(name="judge_providers[a].max_usd", kind=USD, most=100, service="judge_a"),
-)
-
-
-def test_what_was_spent_is_said_where_there_is_a_budget():
-    account = Account(services={"judge_a": Spent(calls=1000, usd=0.42)}, refused={"max_calls": 1000.0})
-    assert reported(account, account.reached(LIMITS)) == (
-        "1,000 calls, 0.42 USD were spent; reached: `max_calls` 1,000"
-    )
