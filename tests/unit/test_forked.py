@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -23,21 +24,16 @@ def session(tmp_path):
     paths = os.pathsep.join((str(forked.ROOT), str(forked.ROOT / "tests")))
     variables = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
     variables.pop(forked._FOLDER, None)
-    started = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as started:
 
-    def start(code):
-        command = [forked.COLD_PYTHON, "-c", SESSION, code]
-        started.append(
-            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        return started[-1]
+        def start(code):
+            process = subprocess.Popen([forked.COLD_PYTHON, "-c", SESSION, code], env=variables, **pipes)
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        yield start
     until(lambda: not [*tmp_path.glob("forks-*")])
 
 
