@@ -115,10 +115,7 @@ def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(direct
 def test_a_lower_bound_is_a_version_that_tests_run_with(direct, extras, scripted):
     lowest = locked("lowest.txt")
     allowed = direct | {name: each for extra in extras.values() for name, each in extra.items()}
-    trackers = locked("trackers.txt")
-    run_with = (
-        locked("cpu.txt") | scripted | lowest | {name: trackers[name] for name in extras["trackers"]} | SEEN_ON_GPUS
-    )
+    run_with = locked("trackers.txt") | locked("cpu.txt") | scripted | lowest | SEEN_ON_GPUS
     installed = [name for name in allowed if name not in NOT_INSTALLED]
     assert [name for name in installed if f">={run_with[name]}" not in str(allowed[name]).split(",")] == []
     # And the other way round: what is in the list for its own sake is a direct dependency; the rest stands below it.
@@ -188,9 +185,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_command(wheel):
     assert (word, callable(getattr(import_module(module), function))) == ("salesrl", True)
 
 
-def brought_by(requirements, extra=""):
+def brought_by(requirements):
     """All that an installation of these brings, as (who asks, what for), by the metadata of what is installed here."""
-    waiting, seen = [("", text, extra) for text in requirements], set()
+    waiting, seen = [("", text, "") for text in requirements], set()
     while waiting:
         who, text, of_extra = waiting.pop()
         wanted = Requirement(text)
@@ -230,9 +227,7 @@ def test_the_tests_that_run_with_the_lowest_versions_are_there():
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(
-    setup_cfg,
-):
+def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(setup_cfg):
     [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert local["repo"] == "local"  # any other one is fetched from the network
     tested = (ROOT / "scripts/test.sh").read_text("utf-8").replace('"', "")
