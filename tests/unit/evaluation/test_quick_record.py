@@ -6,12 +6,7 @@ import pytest
 from support.answers import answered
 
 from salesrl_trl.launch.evaluation.quick import spread
-from salesrl_trl.launch.evaluation.quick_record import (
-    QuickEvalHistory,
-    QuickEvaluation,
-    evaluation_of,
-    measure,
-)
+from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory, QuickEvaluation, evaluation_of, measure
 
 BRANCHES = ("fairness", "hallucination")
 OTHERS = {"truncated": 0.25, "length": 30.0, "kl": 0.1, "beta": 0.05}
