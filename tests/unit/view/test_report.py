@@ -122,7 +122,7 @@ def test_what_is_no_finite_number_is_no_figure_and_takes_the_place_of_an_earlier
 
 
 @pytest.mark.parametrize("name", ["held_out.json", "budget.json"])
-@pytest.mark.parametrize("text", ["[{", "3", "[3]", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[{", "[3]", "[" * 100_000])
 def test_a_file_that_can_not_be_read_is_named(run_folder, name, text):
     run_folder.events({1: {"reward": 0.1}})
     (run_folder.path / name).write_text(text)
@@ -150,9 +150,7 @@ def test_the_command_reads_and_writes_where_it_is_told(run_folder, tmp_path, cap
 
 
 def test_the_report_starts_without_what_is_heavy():
-    heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
-    code = (
-        f"import sys, json, salesrl_trl.record.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
-    )
-    told = subprocess.run([COLD_PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert json.loads(told) == []
+    heavy = {"torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy"}
+    code = f"import sys, salesrl_trl.record.report; sys.exit(str({heavy!r} & sys.modules.keys() or 0))"
+    done = subprocess.run([COLD_PYTHON, "-c", code], check=False, capture_output=True, text=True)
+    assert done.stderr == "0\n"
