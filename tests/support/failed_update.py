@@ -1,10 +1,5 @@
-"""One update for each `loss_type` in which completions fail. Launched with two processes:
-
-    python tests/support/failed_update.py POLICY OUT
-
-`update` does the same in one process. Kept of an update: its gradient before clipping, its loss as logged, and TRL's
-micro-batches as they reach the loss, of this rank.
-"""
+"""One update for each `loss_type` in which completions fail, here or as one of two ranks. Kept of an update: its
+gradient before clipping, its loss as logged, and TRL's micro-batches as they reach the loss, of this rank."""
 
 import asyncio
 import json
@@ -32,8 +27,7 @@ TEXTS = (
     f"{FAIL} price", f"{FAIL} a b", f"{FAIL} refund trial data price", f"{FAIL} evening",
     "course", "refund schedule teacher data price", "evening a", "python data",
 )  # fmt: skip
-"""Groups of four: two fail in part, of which one is late, one fails as a whole, in one none does. The ranks begin at
-different places of them."""
+"""Groups of four: two fail in part, of which one is late, one fails as a whole, in one none does."""
 ARMS = {
     "1": {},
     "4": {"gradient_accumulation_steps": 4},
@@ -49,8 +43,7 @@ CELLS_OF_TWO_RANKS = [
     ("grpo", "1"), ("bnpo", "1"), *((loss_type, "4") for loss_type in UNITS), ("bnpo", "4, one at a time"),
     ("grpo", "4, scored groups first"), ("dapo", "4, scored groups first"), ("dapo", "4, two generation batches"),
 ]  # fmt: skip
-"""Each loss type and each arm. Over ranks, sums are taken before the factors, which are those of one rank; with the
-micro-batches as they come, every unit's sum is among them."""
+"""Each loss type and each arm. Over ranks, sums are taken before the factors, which are those of one rank."""
 LATE_S = 5.0
 """Where nothing is trained on before, late rewards come all the same."""
 

@@ -5,6 +5,7 @@ import logging
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import TrainerControl, TrainerState
@@ -65,38 +66,27 @@ def test_datasets_by_name_have_a_line_each(evaluate, caplog, tmp_path):
 
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
     """The one at the end of a run would ask the services for the same figures."""
-    made, training = [], SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
+    training = SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
     training.load_best_model_at_end = training.push_to_hub = False
-    stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
-    trainer = SimpleNamespace(
-        components=SimpleNamespace(stopping=stopping, parts=[evaluate.callback]),
-        state=SimpleNamespace(global_step=20),
-        request_stop=None,
-        train=lambda **_: None,
-        save_model=lambda _, _internal_call: None,
-        create_model_card=lambda: None,
-        evaluate=lambda: made.append(20),
-    )
+    trainer = MagicMock()
+    trainer.components.parts, trainer.state.global_step = [evaluate.callback], 20
     monkeypatch.setattr(train, "collect_seldom", lambda: None)
     monkeypatch.setattr(train.signals, "handed_to", lambda _: nullcontext())
-    instruments = SimpleNamespace(timeline=SimpleNamespace(phase=lambda _: nullcontext()))
 
-    def end():
-        train._train(SimpleNamespace(training=training), trainer, instruments, asks_first=False)
+    def made():
+        """How often it was evaluated, with a further end."""
+        train._train(SimpleNamespace(training=training), trainer, MagicMock(), asks_first=False)
+        return trainer.evaluate.call_count
 
     evaluate(10, 0.5)
-    end()
-    assert made == [20]
+    assert made() == 1
     evaluate(20, 0.5)
-    end()
-    assert made == [20]
+    assert made() == 1
     training.load_best_model_at_end = True  # then it is of other weights
-    end()
-    assert made == [20, 20]
+    assert made() == 2
     training.load_best_model_at_end = False
     evaluate.begin(20)  # a resume: other ranks have not read the file
-    end()
-    assert made == [20, 20, 20]
+    assert made() == 3
 
 
 def steps(folder):

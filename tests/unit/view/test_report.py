@@ -49,11 +49,11 @@ def test_a_page_has_the_figures_of_a_run(two_branches):
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_and_text_of_files_is_escaped(run_folder):
-    evil = '<script>alert("1")</script>'
+    evil = '</script><script>alert("1")</script>'
     run_folder.events({1: {f"reward/{evil}": 0.1, f"kl/{evil}": 0.1, f"failures/reason/{evil}": 1.0}})
     assert figures(run_folder)["failures"]["rows"] == [[evil, 1.0, 1.0]]
     html = (run_folder.path / "report.html").read_text(encoding="utf-8")
-    assert "connect-src 'none'" in html and "<script>alert" not in html
+    assert "connect-src 'none'" in html and "<script>alert" not in html and "\\u003cscript>alert" in html
     assert not re.search(r"<(link|script|img|iframe)[^>]* (href|src)=\"(?!data:)", html)
 
 

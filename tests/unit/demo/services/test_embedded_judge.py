@@ -56,8 +56,6 @@ def test_figures_are_read_in_digits(text, expected):
     [
         # Content of the document: python 3 (a name), course 1, cost 1, 3800 3, yuan 1: 9 in all.
         pytest.param(PRICE, 1.0, id="the-document"),
-        # The same but for the figure: 2 * (3 + 1 + 1 + 1) / (9 + 9).
-        pytest.param("The Python course costs 2600 yuan.", 12 / 18, id="wrong-price"),
         # Another name and figure: 2 * (1 + 1 + 1) / (9 + 9).
         pytest.param("The Excel course costs 2600 yuan.", 6 / 18, id="wrong-course"),
         # All of it, and as much again (discount 1, Monday 3, Friday 3, apply 1, also a stop word): 2 * 9 / (9 + 17).
@@ -79,8 +77,6 @@ def test_support_counts_a_figure_three_times():
     ("profile", "conversation", "expected"),
     [
         pytest.param("客户想了解课程", "customer: 课程多少钱", 1.0, id="generic-words"),
-        # Claims 工程师 (1), 北京 (1); only the first was said.
-        pytest.param("北京工程师", "customer: 我是工程师", 0.5, id="half-said"),
         # Claims 预算 (1), 5000 (3), and 元 is too short to be one; only 预算 was said.
         pytest.param("预算5000元", "customer: 预算3000元", 0.25, id="wrong-figure"),
     ],
@@ -145,7 +141,7 @@ def test_an_answer_without_an_action_is_judged_by_what_is_known(terms, branch, h
         # Claims office (said) and Berlin (not said): 0.6 + 0.4 / 2.
         pytest.param({"action": action("office, Berlin")}, 0.8, None, id="half-supported"),
         pytest.param({"candidate_answer": "Parking is free."}, 0.4, None, id="useless-answer"),
-        # 0.6 * 12 / 18 + 0.4, as in the coverage test.
+        # 2 * (3 + 1 + 1 + 1) / (9 + 9) covered, for the figure counts three times: 0.6 * 12 / 18 + 0.4.
         pytest.param({"reference_answer": PRICE.replace("3800", "2600")}, 1.0, 0.8, id="reference-wrong-price"),
         pytest.param({"action": "[" * 100_000}, 1.0, None, id="action-nested-too-deep"),
         pytest.param({"documents": "Parking is free.\n\n" + PRICE}, 1.0, None, id="second-document"),
