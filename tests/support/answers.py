@@ -15,19 +15,11 @@ def answered(branch, value, text="Hello", reason="rag_8b_timeout", **given):
 
 
 class WrittenSubject:
-    """A `Subject` that answers at step n with the n-th of `scripts`, and writes weights that say so.
-
-    Args:
-        scripts (`Mapping[int, list[Answered]]`):
-            Answers by step.
-    """
+    """A `Subject` that answers at step n with the n-th of `scripts`, and writes weights that say so."""
 
     def __init__(self, scripts, weights="model.safetensors"):
-        self.scripts = scripts
-        self.step = 0
-        self.asked = []
-        self.logged = {}
-        self._weights = weights
+        self.scripts, self._weights = scripts, weights
+        self.step, self.asked, self.logged, self.saved = 0, [], {}, []
 
     def answer(self, rows):
         self.asked.append((self.step, len(rows)))
@@ -37,6 +29,7 @@ class WrittenSubject:
         return {"fairness": 0.1}
 
     def save(self, folder):
+        self.saved.append(self.step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self._weights).write_text(f"step {self.step}")
 
@@ -46,11 +39,5 @@ class WrittenSubject:
 
 def one_rank(**given):
     """`Ranks` of a run with one process, or what a test makes of it."""
-    alone = {
-        "count": 1,
-        "index": 0,
-        "gather": list,
-        "from_main": lambda value: value,
-        "wait": lambda: None,
-    }
+    alone = {"count": 1, "index": 0, "gather": list, "from_main": lambda value: value, "wait": lambda: None}
     return SimpleNamespace(**{**alone, **given})

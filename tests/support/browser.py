@@ -1,7 +1,5 @@
-"""A real browser without a window, which a test opens pages in, types and clicks.
-
-Chromium, by its DevTools protocol over a pipe: it opens no port and needs no further package. `CHROMIUM` names the
-program; it is that of the path otherwise. Where there is none, `program()` is `None`, and `why_skipped` says so.
+"""A real browser without a window, which a test opens pages in, types and clicks: Chromium, by its DevTools protocol
+over a pipe. `CHROMIUM` names the program; else it is that of the path. Where there is none, `program()` is `None`.
 """
 
 import fcntl

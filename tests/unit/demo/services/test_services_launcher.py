@@ -23,15 +23,15 @@ WAIT_S = 15
 """Patience with a child, in seconds; its start takes about one."""
 
 
-@pytest.fixture(name="options")
-def fixture_options(tmp_path):
+@pytest.fixture
+def options(tmp_path):
     documents = tmp_path / "knowledge.jsonl"
     documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
     return [f"--documents={documents}"]
 
 
-@pytest.fixture(name="child")
-def fixture_child(options):
+@pytest.fixture
+def child(options):
     command = [*COMMAND, *options, "--exit-with-parent"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         yield child
