@@ -50,8 +50,7 @@ class Reply:
 
 
 class Network:
-    """Addresses, and the functions that answer there: `async answer(request) -> Reply`. Every client asks here, for as
-    long as `monkeypatch` holds."""
+    """Addresses, and the functions that answer there: `async answer(request) -> Reply`. Every client asks here."""
 
     def __init__(self, monkeypatch):
         self._answers = {}

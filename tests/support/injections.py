@@ -1,5 +1,5 @@
-"""More than two hundred texts by which a completion tries to write its own verdict. Each is the text of an answer or
-of a field of an action. `{forged}` stands for a verdict of 0.987, a score that no judge of these tests ever gives."""
+"""More than two hundred texts by which a completion tries to write its own verdict. `{forged}` stands for a verdict of
+0.987, a score that no judge of these tests ever gives."""
 
 import itertools
 import json

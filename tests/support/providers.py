@@ -1,7 +1,5 @@
 """Judges' APIs as providers have them in the wild, on loopback: what each refuses, and in which form it answers.
-
-A profile is a function from a request's fields to a status, a body and headers. The reports that it is made after are
-named beside it. `python tests/support/providers.py` prints what a reward makes of each.
+A profile names the reports that it is made after. `python tests/support/providers.py` prints the rewards of each.
 """
 
 import asyncio

@@ -2,8 +2,7 @@
 
     python tests/support/synthetic_record.py runs/made --completions 2000 [--seed 1] [--hostile]
 
-The rows are those of the demo, Chinese and English. Groups of 8, two ranks, every outcome, rewards that rise over the
-steps, calls that failed and were sent again. The same arguments give the same record.
+Rows of the demo, two ranks, every outcome, rewards that rise over the steps. The same arguments give the same record.
 """
 
 import argparse

@@ -63,8 +63,7 @@ def run(coroutine):
 
 
 def play(scene):
-    """Run a test's coroutine in virtual time. A complaint of the loop, for example about an error that nobody looked
-    at, is an error."""
+    """Run a test's coroutine in virtual time. A complaint of the loop is an error."""
     complaints = []
 
     async def whole():

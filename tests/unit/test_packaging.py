@@ -1,8 +1,7 @@
 """Ranges, locks and the lowest versions agree with each other, and the scripts do what they say, run for real.
 
-`install.sh` is run with a stand-in interpreter (its `PYTHON`). The virtual environments that this interpreter makes
-hold a stand-in pip and a stand-in uv: they write down each call, and they succeed, fail or hang as the test wants. All
-else is the script as users run it.
+`install.sh` is run with a stand-in interpreter (its `PYTHON`), whose virtual environments hold a stand-in pip and a
+stand-in uv. All else is the script as users run it.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""The tool that users run against their own RAG service: its way to a service, and one question.
-
-`test_preflight_services` has the load and the contract, which are the preflight's stage `rag`.
-"""
+"""The tool that users run against their own RAG service. `test_preflight_services` has the load and the contract."""
 
 import json
 import re

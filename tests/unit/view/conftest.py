@@ -1,5 +1,4 @@
-"""Records of runs that never were, with the viewer's index of them. Runs' folders with real TensorBoard files, whose
-wall times the tests choose."""
+"""Records of runs that never were, with the viewer's index of them, and runs' folders with real TensorBoard files."""
 
 import itertools
 import json
@@ -18,8 +17,7 @@ STARTED_S = 1_700_000_000.0
 
 @pytest.fixture(scope="session")
 def two_runs(tmp_path_factory):
-    """Two runs of 12 steps with 1,536 completions each and an evaluation of 128: the same rows, other completions. The
-    first has hostile texts."""
+    """Two runs of 12 steps, 1,536 completions and an evaluation of 128, on the same rows. One has hostile texts."""
     folder = tmp_path_factory.mktemp("runs")
     one = make_record(folder / "one", 1600, hostile=True)
     return one, make_record(folder / "other", 1600, seed=1, better=0.1)

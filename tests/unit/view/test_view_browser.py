@@ -37,8 +37,7 @@ def viewer(two_runs):
 
 @pytest.fixture
 def opened(tab, viewer):
-    """The page on an address, in a window of a usual size: loaded if it is not there yet, else as by a link in it. At
-    the end, nothing was refused and nothing went wrong."""
+    """The page on an address: loaded if it is not there, else as by a link in it. At the end nothing went wrong."""
 
     def go(address="", lang="en", *, anew=False):
         tab.size(1200, 700)
