@@ -1,15 +1,12 @@
 """An agent's policy: texts by turns, as tokens, and the requests of one episode that ask for them."""
 
 import asyncio
-import shutil
-from pathlib import Path
 
 import openai
-import trl
 from transformers import AutoTokenizer
 
 from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm
-from support.keyed import make_tiny_policy
+from support.keyed import make_calling_policy
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "找"}}\n</tool_call>'
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {
@@ -19,9 +16,7 @@ ASKED = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Wh
 
 def chat_tokenizer(folder):
     """One whose chat template is one that TRL reads tool calls of."""
-    policy = make_tiny_policy(folder, max_position_embeddings=1024)
-    shutil.copy(Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja", policy / "chat_template.jinja")
-    return AutoTokenizer.from_pretrained(policy)
+    return AutoTokenizer.from_pretrained(make_calling_policy(folder))
 
 
 class Policy:

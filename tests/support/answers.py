@@ -17,25 +17,18 @@ def answered(branch, value, text="Hello", reason="rag_8b_timeout", **given):
 
 
 class WrittenSubject:
-    """A `Subject` that answers at step n with the n-th of `scripts`, and writes weights that say so.
-
-    Args:
-        scripts (`Mapping[int, list[Answered]]`):
-            Answers by step.
-    """
+    """A `Subject` that answers at step n with the n-th of `scripts`, and writes weights that say so."""
 
     def __init__(self, scripts, weights="model.safetensors"):
-        self.scripts = scripts
-        self.step = 0
-        self.asked = []
-        self.logged = {}
-        self._weights = weights
+        self.scripts, self._weights = scripts, weights
+        self.step, self.asked, self.logged, self.saved = 0, [], {}, []
 
     def answer(self, rows):
         self.asked.append((self.step, len(rows)))
         return self.scripts[self.step]
 
     def save(self, folder):
+        self.saved.append(self.step)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self._weights).write_text(f"step {self.step}")
 

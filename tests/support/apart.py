@@ -1,10 +1,8 @@
 """Tests depend on nothing that outlives them, and leave nothing behind: no runs of the checkout, no caches of a user.
 
-- `begin` gives the process, and so its children, an empty home folder. They find the checkout's modules.
-- `refuse` is an audit hook. It refuses files in the checkout's `runs/` and `outputs/`, in a user's own caches, and
-  a child whose working folder is in the checkout. `conftest.py` runs the tests themselves in another one.
-
-What has no audit event (`os.stat`) is let through: in another working folder it finds nothing by a relative path.
+- `begin` gives the process, and so its children, an empty home folder.
+- `refuse`, an audit hook, refuses files in the checkout's `runs/` and `outputs/`, in a user's own caches, and a child
+  whose working folder is in the checkout. `conftest.py` runs the tests themselves in another one.
 """
 
 import os

@@ -1,10 +1,7 @@
-"""A real browser without a window, which a test opens pages in, types and clicks.
-
-Chromium, by its DevTools protocol over a pipe: it opens no port and needs no further package. `CHROMIUM` names the
-program; it is that of the path otherwise. Where there is none, `program()` is `None`, and `why_skipped` says so.
+"""A real browser without a window, which a test opens pages in, types and clicks: Chromium, by its DevTools protocol
+over a pipe. `CHROMIUM` names the program; else it is that of the path. Where there is none, `program()` is `None`.
 """
 
-import base64
 import fcntl
 import json
 import os
@@ -20,8 +17,7 @@ from pathlib import Path
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 NEEDED = "needs Chromium: `apt install chromium`, or its file in CHROMIUM"
 WAIT_S = 30.0
-KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "ArrowDown": ("ArrowDown", 40, ""),
-        "ArrowUp": ("ArrowUp", 38, ""), "Tab": ("Tab", 9, "")}  # fmt: skip
+KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "ArrowDown": ("ArrowDown", 40, "")}
 FLAGS = ("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-extensions",
          "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--mute-audio",
          "--hide-scrollbars", "--no-startup-window",
@@ -135,30 +131,18 @@ class Tab:
         )
 
     def accessible(self):
-        """What a screen reader gets: role, name and whether it has the focus, of everything that it is told of."""
-        nodes = self.send("Accessibility.getFullAXTree")["nodes"]
-        return [
-            (node["role"]["value"], node.get("name", {}).get("value", ""), any(
-                each["name"] == "focused" and each["value"].get("value") for each in node.get("properties", ())
-            )) for node in nodes if not node.get("ignored")
-        ]  # fmt: skip
+        """What a screen reader gets: role and name of everything that it is told of."""
+        nodes = [node for node in self.send("Accessibility.getFullAXTree")["nodes"] if not node.get("ignored")]
+        return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes]
 
-    def size(self, width, height, *, dark=False, scale=1):
+    def size(self, width, height):
         """Of the window, in its pixels."""
-        self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
-        )
-        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.send("Emulation.setEmulatedMedia", features=[feature])
-
-    def picture(self, path, *, whole=False):
-        """A PNG of what the window shows, or of the whole page."""
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        Path(path).write_bytes(base64.b64decode(shot["data"]))
+        size = {"width": width, "height": height}
+        self.send("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
 
 
 @contextmanager
-def browser(*, lang="en-US"):
+def browser():
     """A [`Tab`] of a browser of its own."""
     assert program(), NEEDED
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
@@ -169,13 +153,13 @@ def browser(*, lang="en-US"):
         os.dup2(high[1], 4)
 
     with tempfile.TemporaryDirectory() as home:
-        flags = [*FLAGS, f"--user-data-dir={home}", f"--lang={lang}", f"--accept-lang={lang}"]
+        flags = [*FLAGS, f"--user-data-dir={home}", "--lang=en-US", "--accept-lang=en-US"]
         if os.geteuid() == 0:  # its sandbox refuses root
             flags.append("--no-sandbox")
         with open(Path(home) / "stderr", "wb") as said:
             process = subprocess.Popen(
                 [program(), *flags], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                preexec_fn=third_and_fourth, pass_fds=(3, 4), env={**os.environ, "HOME": home, "LANG": lang},
+                preexec_fn=third_and_fourth, pass_fds=(3, 4), env={**os.environ, "HOME": home, "LANG": "en-US"},
             )  # fmt: skip
         for each in (theirs_in, theirs_out, *high):
             os.close(each)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 
 class Engine:
-    """A request takes as many steps as its prompt's first token says, and samples that token and its own number."""
+    """A request takes as many steps as its prompt's first token says, and samples its own number."""
 
     def __init__(self):
         self.left, self.salts, self.asked, self.fails = {}, {}, [], None
@@ -22,13 +22,9 @@ class Engine:
         outputs = []
         for request_id in [*self.left]:
             self.left[request_id] -= 1
-            ids = [len(self.asked), int(request_id)]
-            outputs.append(
-                SimpleNamespace(
-                    request_id=request_id, finished=not self.left[request_id], prompt_token_ids=[7],
-                    outputs=[SimpleNamespace(token_ids=ids[1:], logprobs=None)],
-                )
-            )  # fmt: skip
+            sampled = [SimpleNamespace(token_ids=[int(request_id)], logprobs=None)]
+            given = {"request_id": request_id, "finished": not self.left[request_id], "prompt_token_ids": [7]}
+            outputs.append(SimpleNamespace(**given, outputs=sampled))
             if not self.left[request_id]:
                 del self.left[request_id]
         return outputs

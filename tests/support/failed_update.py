@@ -1,10 +1,5 @@
-"""One update for each `loss_type` in which completions fail. Launched with two processes:
-
-    python tests/support/failed_update.py POLICY OUT
-
-`update` does the same in one process. Kept of an update: its gradient before clipping, its loss as logged, and TRL's
-micro-batches as they reach the loss, of this rank.
-"""
+"""One update for each `loss_type` in which completions fail, here or as one of two ranks. Kept of an update: its
+gradient before clipping, its loss as logged, and TRL's micro-batches as they reach the loss, of this rank."""
 
 import asyncio
 import json
@@ -32,8 +27,7 @@ TEXTS = (
     f"{FAIL} price", f"{FAIL} a b", f"{FAIL} refund trial data price", f"{FAIL} evening",
     "course", "refund schedule teacher data price", "evening a", "python data",
 )  # fmt: skip
-"""Groups of four: two fail in part, of which one is late, one fails as a whole, in one none does. The ranks begin at
-different places of them."""
+"""Groups of four: two fail in part, of which one is late, one fails as a whole, in one none does."""
 ARMS = {
     "1": {},
     "4": {"gradient_accumulation_steps": 4},

@@ -3,13 +3,10 @@ the package. An import takes 16 s of CPU, a fork 0.1 s.
 
 One server of forks serves a session of pytest. The workers of pytest-xdist are forks of it themselves.
 - `Program` is `subprocess.Popen` for a Python program. Its process id is that of the fork.
-- `python()` is a command that stands for `python`. It starts a fork, hands signals on to it, and ends as it does. In a
-  fork `sys.executable` is this command: in a worker too what a test or the package starts is a fork.
+- `python()` is a command that stands for `python`, in a fork `sys.executable`. It starts a fork and ends as it does.
 
-A fork has a process group of its own. It is killed with its group when nobody waits for it any more, and when the
-session ends or is killed. A child that is to see its parent killed is no fork, but a `COLD_PYTHON`.
-
-What is about a start itself, such as what a module imports, starts `COLD_PYTHON`.
+A fork has a process group of its own, and is killed with it when nobody waits for it any more. What is about a start
+itself, or is to see its parent killed, starts `COLD_PYTHON`.
 """
 
 import atexit
@@ -94,14 +91,9 @@ def python():
 def done_on_vllm(program, *words, timeout=300):
     """A program with vLLM in its process, once it has ended without an error."""
     paths = os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [python(), program, *map(str, words)],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    own = {"PYTHONPATH": paths, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    given = {"capture_output": True, "text": True, "timeout": timeout}
+    done = subprocess.run([python(), program, *map(str, words)], env={**os.environ, **own}, check=False, **given)
     assert done.returncode == 0, done.stderr[-6000:]
     return done
 
@@ -118,15 +110,11 @@ def server_folder():
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/socket")
             listener.listen(64)
+            number, paths = listener.fileno(), os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", "")))
             server = subprocess.Popen(
-                [COLD_PYTHON, __file__, "serve", folder, str(listener.fileno()), *EVERYTHING],
-                pass_fds=[listener.fileno()],
-                env={
-                    **os.environ,
-                    _FOLDER: folder,
-                    "PYTHONPATH": os.pathsep.join((*_PATHS, os.environ.get("PYTHONPATH", ""))),
-                    "OMP_NUM_THREADS": "1",
-                },
+                [COLD_PYTHON, __file__, "serve", folder, str(number), *EVERYTHING],
+                env={**os.environ, _FOLDER: folder, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                pass_fds=[number],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
@@ -146,13 +134,8 @@ def _ask(folder, words, descriptors, cwd=None, env=None):
     """Have the server fork, with these file descriptors under these numbers. Returns a connection, over which its exit
     status comes, and the process id. The fork is killed when the connection is closed."""
     environment = {name: str(value) for name, value in (os.environ if env is None else env).items()}
-    request = {
-        "words": [os.fspath(word) for word in words],
-        "cwd": str(cwd or os.getcwd()),
-        "environment": environment,
-    }
-    request["numbers"] = [*descriptors]
-    content = json.dumps(request).encode()
+    request = {"words": [*map(os.fspath, words)], "cwd": str(cwd or os.getcwd()), "numbers": [*descriptors]}
+    content = json.dumps({**request, "environment": environment}).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"{folder}/socket")
     socket.send_fds(connection, [len(content).to_bytes(_NUMBER, sys.byteorder)], [*descriptors.values()])
@@ -327,9 +310,7 @@ def _import(modules):
     for module in modules:
         try:
             importlib.import_module(module)
-        except (
-            Exception
-        ) as error:  # the lowest versions of packages need not suit vLLM's server; a fork may not either
+        except Exception as error:  # the lowest versions of packages need not suit vLLM's server
             print(f"forks begin without {module}: {error!r}", file=sys.stderr)
     gc.collect()
     gc.freeze()

@@ -1,7 +1,6 @@
 """Services that are asked without a socket, on the caller's event loop: for tests in virtual time.
 
-Everything of the package is as it is but aiohttp's session. What aiohttp and a socket add is shown by
-`tests/faults/test_http_faults.py`, `tests/unit/reward/test_wire.py` and `tests/unit/reward/test_remote.py`.
+Everything of the package is as it is but aiohttp's session, which `tests/faults/test_http_faults.py` has.
 """
 
 import asyncio
@@ -51,8 +50,7 @@ class Reply:
 
 
 class Network:
-    """Addresses, and the functions that answer there: `async answer(request) -> Reply`. Every client asks here, for as
-    long as `monkeypatch` holds."""
+    """Addresses, and the functions that answer there: `async answer(request) -> Reply`. Every client asks here."""
 
     def __init__(self, monkeypatch):
         self._answers = {}

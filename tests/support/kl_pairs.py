@@ -1,7 +1,4 @@
-"""Our trainer and TRL's around equal models, and micro-batches for both, which test_kl_exactness.py compares.
-
-The policies are a Qwen2 of two layers with random weights in float32, moved away from the reference.
-"""
+"""Our trainer and TRL's around equal models, and micro-batches for both, which test_kl_exactness.py compares."""
 
 import ast
 import contextlib

@@ -55,12 +55,9 @@ def sign(completion, request):
 
 
 class Answers:
-    """The next answers of each endpoint, and the requests that it got. The judge signs its verdicts, unless `signs` is
-    false.
-
-    `answers[endpoint]` is a list of (status, body, headers, delay in seconds). The last one is repeated. A function in
-    `functions[endpoint]` answers in their place: it takes the request and returns the first two, three or all four.
-    """
+    """`answers[endpoint]` is a list of (status, body, headers, delay in seconds), of which the last one is repeated. A
+    function in `functions[endpoint]` answers in their place: it takes the request and returns the first two, three or
+    all four. The judge signs its verdicts, unless `signs` is false."""
 
     PATHS = {"8b": "/v1/rag/8b", "32b": "/v1/rag/32b", "judge": "/v1/chat/completions"}  # noqa: RUF012
 
@@ -151,30 +148,19 @@ def build_reward(
     stage_components=(),
     **chain,
 ):
-    """A reward chain that asks the services at `url`.
-
-    `limits` go to every transport, `providers` are settings of judge providers, `judging` of the judge client, which
-    `judge` stands in for. Unless `limits` say so no call is hedged: a machine that stands still for a moment would
-    make calls late.
-    """
+    """A reward chain that asks the services at `url`. `limits` go to every transport, which hedges no call unless they
+    say so; `providers` are settings of judge providers, `judging` of the judge client, which `judge` stands in for."""
 
     def transport(name):
         own = {"max_concurrency": 8, "attempt_timeout_s": timeout_s, "max_attempts": attempts, "hedge_fraction": 0.0}
         return Transport(name, **{**own, **(limits or {})})
 
     rag = RagClient(url, transport_8b=transport("rag_8b"), transport_32b=transport("rag_32b"), api_key="rag-secret")
-    judges = [
-        JudgeProvider(
-            **{
-                "base_url": f"{url}/v1",
-                "model": "judge-1",
-                "api_key": "judge-secret",
-                "transport": transport("judge" if provider["name"] == "judge" else f"judge_{provider['name']}"),
-                **provider,
-            }
-        )
-        for provider in providers or [{"name": "judge"}]
-    ]
+    usual = {"base_url": f"{url}/v1", "model": "judge-1", "api_key": "judge-secret"}
+    judges = []
+    for provider in providers or [{"name": "judge"}]:
+        own = transport("judge" if provider["name"] == "judge" else f"judge_{provider['name']}")
+        judges.append(JudgeProvider(**{**usual, "transport": own, **provider}))
     return SalesReward(
         rows,
         rag,

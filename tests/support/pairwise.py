@@ -6,10 +6,7 @@ import pytest
 
 
 def pairwise(**values):
-    """A `parametrize` over rows in which any two values of two parameters stand together at least once.
-
-    For a property that holds of each parameter and of pairs of them, and not of the whole product.
-    """
+    """A `parametrize` over rows in which any two values of two parameters stand together at least once."""
     rows = list(product(*values.values()))
     left = set().union(*map(_pairs, rows))
     chosen = []

@@ -1,7 +1,5 @@
 """Judges' APIs as providers have them in the wild, on loopback: what each refuses, and in which form it answers.
-
-A profile is a function from a request's fields to a status, a body and headers. The reports that it is made after are
-named beside it. `python tests/support/providers.py` prints what a reward makes of each.
+A profile names the reports that it is made after. `python tests/support/providers.py` prints the rewards of each.
 """
 
 import asyncio
@@ -10,10 +8,11 @@ import itertools
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from pytest_httpserver import HTTPServer
+from werkzeug import Response
 
 
 def verdict_for(body, **more):
@@ -52,11 +51,8 @@ def gpt5(body, _):
 def mistral(body, _):
     """Mistral's API, older TGI, llama-cpp-python (eca#231, hindsight#852, void#128)."""
     if "max_completion_tokens" in body:
-        fault = {
-            "type": "extra_forbidden",
-            "loc": ["body", "max_completion_tokens"],
-            "msg": "Extra inputs are not permitted",
-        }
+        place = ["body", "max_completion_tokens"]
+        fault = {"type": "extra_forbidden", "loc": place, "msg": "Extra inputs are not permitted"}
         return 422, {"object": "error", "message": {"detail": [fault]}, "type": "invalid_request_error"}
     return 200, completion(verdict_for(body))
 
@@ -184,43 +180,23 @@ def served(profile: Profile) -> Iterator[tuple[str, list]]:
     """The address of a server with this profile, and the fields of each request that it got."""
     asked, numbers = [], itertools.count()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def reply(status, body):
+        content = body if isinstance(body, bytes) else json.dumps(body)
+        return Response(content, status, content_type="application/json")
 
-        def log_message(self, *_):
-            pass
-
-        def reply(self, status, body):
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_GET(self):
+    def answer(request):
+        if request.method == "GET":
             models = {"object": "list", "data": [{"id": name} for name in profile.listed]}
-            self.reply(*((200, models) if profile.listed else (404, {"error": {"code": "404"}})))
+            return reply(200, models) if profile.listed else reply(404, {"error": {"code": "404"}})
+        asked.append((request.full_path.rstrip("?"), request.json))
+        if request.json["model"] == profile.model:
+            return reply(*profile.answer(request.json, next(numbers)))
+        text = f"The model `{request.json['model']}` does not exist or you do not have access to it."
+        return reply(404, {"error": {"message": text, "code": "model_not_found", "param": None}})
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, body))
-            if body["model"] != profile.model:
-                text = f"The model `{body['model']}` does not exist or you do not have access to it."
-                self.reply(404, {"error": {"message": text, "code": "model_not_found", "param": None}})
-            else:
-                self.reply(*profile.answer(body, next(numbers)))
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}{profile.path}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
+        server.expect_request(re.compile(".*")).respond_with_handler(answer)
+        yield server.url_for(profile.path), asked
 
 
 def scored_by(url: str | None, profile: Profile, texts, **settings):

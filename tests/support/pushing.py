@@ -14,18 +14,8 @@ GPU, CPU, SERVER = "an engine on a GPU", "an engine on a CPU", "a server"
 
 
 def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=None):
-    """Our generation without vLLM.
-
-    Args:
-        model (`torch.nn.Module`):
-            The policy.
-        way (`str`, *optional*):
-            One of the ways above.
-        take (`Callable`, *optional*):
-            Called with the name and the tensor of each weight that the engine gets.
-        fsdp_version (`int`, *optional*):
-            The version of FSDP.
-    """
+    """Our generation of a policy, without vLLM. `take` is called with the name and the tensor of each weight that the
+    engine gets."""
 
     class Generation(SalesVLLMGeneration):
         def _init_vllm(self):

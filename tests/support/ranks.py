@@ -29,14 +29,9 @@ def run_ranks(launchers, arguments, out, limit_s, **env):
     for launcher, log in zip(launchers, logs, strict=True):
         own, words = (launcher, ()) if isinstance(launcher, dict) else ({}, ("-m", *launcher))
         with log.open("w") as stderr:
-            started.append(
-                Program(
-                    [*words, *map(str, arguments)],
-                    env={**os.environ, "PYTHONPATH": paths, **env, **{name: str(each) for name, each in own.items()}},
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                )
-            )
+            given = {**os.environ, "PYTHONPATH": paths, **env, **own}
+            command = [*words, *map(str, arguments)]
+            started.append(Program(command, env=given, stdout=subprocess.DEVNULL, stderr=stderr))
     try:
         for each, log in zip(started, logs, strict=True):
             assert each.wait(timeout=limit_s) == 0, log.read_text()[-6000:]

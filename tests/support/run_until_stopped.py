@@ -1,7 +1,6 @@
-"""A run of the debug recipe that a test stops: python tests/support/run_until_stopped.py SETTINGS...
+"""A run of the debug recipe that a test stops, without vLLM: python tests/support/run_until_stopped.py SETTINGS...
 
-It differs from the recipe in two points: a test writes the completions, and there is no vLLM. Every micro-batch of the
-training is a line of `trained.jsonl` in the run's folder: the number of steps before it, and its prompts.
+Every micro-batch of the training is a line of `trained.jsonl` in its folder: the number of steps before, and prompts.
 """
 
 import json

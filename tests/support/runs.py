@@ -4,14 +4,7 @@ import json
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from salesrl_trl.names import (
-    REWARD_EXPOSED,
-    REWARD_HIDDEN,
-    REWARD_SECONDS,
-    STEP_SECONDS,
-    Phase,
-    time_of,
-)
+from salesrl_trl.names import REWARD_EXPOSED, REWARD_HIDDEN, REWARD_SECONDS, STEP_SECONDS, Phase, time_of
 from support.seconds import check_seconds
 
 
@@ -50,8 +43,7 @@ def check_times(output_dir, steps):
         *(logged[f"train/{name}"] for name in (REWARD_SECONDS, REWARD_EXPOSED, REWARD_HIDDEN)), strict=True
     ):
         assert abs(exposed.value + hidden.value - makespan.value) <= 1e-5 * makespan.value
-        assert exposed.value >= 0
-        assert hidden.value >= -1e-6
+        assert exposed.value >= 0 and hidden.value >= -1e-6
     return [{phase: values[step] for phase, values in by_phase.items()} for step in sorted(lines)]
 
 

@@ -1,5 +1,7 @@
 """Trainers with completions that a test writes."""
 
+import inspect
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -64,24 +66,11 @@ def sales_settings(output_dir, **given):
     return settings(output_dir, **{"branches": [*DEFAULT_BRANCHES], "held_out_eval": False, **given})
 
 
-OF_THE_TRAINER = (
-    "instruments",
-    "quick_eval",
-    "peft_config",
-    "callbacks",
-    "rollout_func",
-    "kl_law",
-    "sampler",
-    "buffer_policy",
-    "tools",
-    "parts",
-)
-"""Names of arguments of the trainer itself. All others that a test gives are settings, as are names of these."""
-
-
 def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTrainer, **given):
     """Our trainer with scripted completions, or one of another `kind`."""
-    own = {name: given.pop(name) for name in OF_THE_TRAINER if not isinstance(given.get(name, ""), str)}
+    # All others that a test gives are settings, as are names of these.
+    of_it = {name for each in (SalesGRPOTrainer, GRPOTrainer) for name in inspect.signature(each.__init__).parameters}
+    own = {name: given.pop(name) for name in [*given] if name in of_it and not isinstance(given[name], str)}
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward,

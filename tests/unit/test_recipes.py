@@ -5,10 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support import house
 from support.forked import COLD_PYTHON
+from support.recordings import batch
 from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
@@ -26,9 +28,7 @@ from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
 from salesrl_trl.record.reader import record_file, recorded, run_of
 from salesrl_trl.record.recorder import recorder_of
-from salesrl_trl.record.writer import Batch, Entry
 from salesrl_trl.telemetry.instruments import InstrumentSettings
-from salesrl_trl.types import Reward
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -46,15 +46,11 @@ def _in_this_process(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_parses(recipe, tmp_path):
+def test_a_recipe_parses_and_has_its_script_its_launch_command_and_its_accelerate_configuration(recipe, tmp_path):
     config = parse(["--output_dir", str(tmp_path)], recipe)
     assert config.training.use_vllm
     datasets = config.data.dataset if isinstance(config.data.dataset, list) else [{"path": config.data.dataset}]
     assert {each["path"] for each in datasets} <= {*PACKAGED}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_has_its_script_its_launch_command_and_its_accelerate_configuration(recipe):
     head = recipe.read_text().split("\n\n")[0]
     assert recipe.with_suffix(".py").is_file()
     configuration = ROOT / "accelerate_configs" / recipe.name
@@ -106,13 +102,10 @@ def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loa
 def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
-    asked = ["--dataset", str(rows), "--allow_stand_ins", "true"]
-    asked += ["--per_device_train_batch_size", "8"]
+    asked = ["--dataset", str(rows), "--allow_stand_ins", "true", "--per_device_train_batch_size", "8"]
     given = prepared(*asked, "--eval_dataset", str(rows))
     assert len(given.held_out.rows) == 1
-    none = ["--held_out_eval", "false", "--quick_eval_steps", "0"]
-    without = prepared(*asked, *none)
-    assert without.held_out.rows == []
+    assert prepared(*asked, "--held_out_eval", "false", "--quick_eval_steps", "0").held_out.rows == []
     rows.write_text("".join(rows.read_text().replace("Hi", f"Hi {number}") for number in range(4)))
     shared = prepared(*asked)
     assert (len(shared.train.rows), len(shared.held_out.rows)) == (3, 1)
@@ -130,16 +123,15 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     record = {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
     rows.write_text("".join(json.dumps({**record, "id": str(n), "group": n}) + "\n" for n in range(9)))
     asked = ["--dataset", str(rows), "--reward_funcs", "my_own_rewards.right", "--output_dir", str(tmp_path)]
-    lengths = ["--vllm_max_model_length", "512", "--max_completion_length", "9"]
-    named = ["--model_name_or_path", str(SMALL_POLICY), *lengths]
-    plan = prepare(parse([*asked, *named], FULL))
+    asked += ["--model_name_or_path", str(SMALL_POLICY), "--vllm_max_model_length", "512"]
+    asked += ["--max_completion_length", "9"]
+    plan = prepare(parse(asked, FULL))
     assert plan.train.prompts[0] == record["prompt"]
     training = plan.config.training
     assert (training.branches, training.kl_targets(), plan.config.reward.branch_reward_weights) == (["all"], {}, None)
     (note,) = [note for note in plan.config.notes if "`sales_chain` are left out" in note]
     assert "prompt_template, branches, branch_kl" in note
-    kept = parse([*asked, *named, "--prompt_template", "compact"], FULL)
-    assert kept.data.prompt_template == "compact"
+    assert parse([*asked, "--prompt_template", "compact"], FULL).data.prompt_template == "compact"
 
 
 def test_a_packaged_recipe_is_taken_by_its_name(tmp_path, monkeypatch):
@@ -159,9 +151,8 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
     asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
     asked += ["--per_device_train_batch_size", "8"]
-    with pytest.raises(
-        ConfigError, match=r"can't follow yours \(tone\.txt\).*`judge_providers`.*rows\.jsonl from the"
-    ):
+    said = r"can't follow yours \(tone\.txt\).*`judge_providers`.*rows\.jsonl from the"
+    with pytest.raises(ConfigError, match=said):
         prepared(*asked)
     with pytest.raises(ConfigError, match="can't follow yours") as caught:
         prepared(*asked, "--knowledge_file", str(knowledge))
@@ -169,16 +160,6 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     plan = prepared(*asked, "--allow_stand_ins", "true")
     assert plan.reward.rubrics == {"tone": "mine"}
     assert [note.split("(")[0] for note in plan.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
-
-
-@pytest.mark.usefixtures("_in_this_process")
-def test_a_run_with_bad_input_ends_with_one_message_and_exit_code_2(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(DEBUG, ["--beta", "0.1"])
-    told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert "ConfigError: `beta` is 0.1 and `branch_kl` names every branch" in told
-    assert "Traceback" not in told
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):
@@ -196,9 +177,8 @@ def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps
 
 
 def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
-    given = {"trace_steps": "4:6", "peak_tflops": 400, "output_dir": tmp_path}
-    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    instruments = build_instruments(parse([*arguments], DEBUG))
+    given = ["--trace_steps", "4:6", "--peak_tflops", "400", "--output_dir", str(tmp_path)]
+    instruments = build_instruments(parse(given, DEBUG))
     assert instruments._settings == InstrumentSettings(trace_steps=range(4, 7), peak_flops=4e14)
 
 
@@ -209,8 +189,7 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
         """The steps of the record after a run from this checkpoint, and its id."""
         recorder = recorder_of(args, {}, checkpoint, run)
         for step in steps:
-            recorder.record(Batch(step=step, mode="train", number=0, entries=[ENTRY],
-                                  advantages=lambda: [0.0]))  # fmt: skip
+            recorder.record(batch(step))
         recorder.close()
         return [each.step for each in recorded(tmp_path)], run_of(record_file(tmp_path, 0))
 
@@ -221,16 +200,8 @@ def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_ow
     assert wrote(None, "first", 1, 2, 3) == ([1, 2, 3], "first")
     record_file(tmp_path, 1).write_bytes(record_file(tmp_path, 0).read_bytes())  # of a rank that is no more
     assert wrote(str(here), "first", 3) == ([1, 2, 3, 1, 2], "first")
-    for checkpoint, run in (
-        (str(here), "second"),
-        (str(elsewhere), "third"),
-        (None, "fourth"),
-    ):  # of another run, or none
-        assert wrote(checkpoint, run, 3) == ([3], run)
-
-
-ENTRY = Entry(row="r", branch="b", prompt="p", text="t", tokens=1, place=0, prompt_group=0,
-              reward=Reward.scored(1.0), record=None)  # fmt: skip
+    for run, checkpoint in {"second": str(here), "third": str(elsewhere), "fourth": None}.items():
+        assert wrote(checkpoint, run, 3) == ([3], run)  # of another run, or none
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
@@ -266,16 +237,12 @@ def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, 
 @pytest.mark.usefixtures("_in_this_process")
 @pytest.mark.parametrize("interrupted", ["parse", "prepare"])
 def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
-        raise StopRequested("Ctrl-C")
-
-    monkeypatch.setattr(f"salesrl_trl.launch.train.{interrupted}", interrupt)
+    monkeypatch.setattr(f"salesrl_trl.launch.train.{interrupted}", Mock(side_effect=StopRequested("Ctrl-C")))
     with pytest.raises(SystemExit) as ended:
         main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 75
-    told = capsys.readouterr().err
-    assert told == "\nRunStopped: stopped by Ctrl-C before the first step. Give the same command again.\n"
-    assert "Traceback" not in told
+    told = "\nRunStopped: stopped by Ctrl-C before the first step. Give the same command again.\n"
+    assert capsys.readouterr().err == told
 
 
 def test_the_map_of_installed_packages_is_made_once_while_a_recipe_imports(monkeypatch):

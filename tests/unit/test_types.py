@@ -5,16 +5,11 @@ import pytest
 from salesrl_trl.types import Message, Outcome, Reward, SalesRow, Verdict
 
 
-@pytest.mark.parametrize("outcome", [Outcome.INFRA, Outcome.JUDGE_INVALID])
-def test_a_failed_call_can_not_be_given_a_number(outcome):
-    with pytest.raises(ValueError, match="does not go with"):
-        Reward(outcome=outcome, value=0.0)
-
-
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.INVALID_ACTION])
-def test_a_scored_completion_can_not_be_without_a_number(outcome):
-    with pytest.raises(ValueError, match="does not go with"):
-        Reward(outcome=outcome, value=None)
+def test_a_failed_call_can_not_be_given_a_number_and_a_scored_completion_not_be_without_one():
+    unscored = {Outcome.INFRA: 0.0, Outcome.JUDGE_INVALID: 0.0, Outcome.OK: None, Outcome.INVALID_ACTION: None}
+    for outcome, value in unscored.items():
+        with pytest.raises(ValueError, match="does not go with"):
+            Reward(outcome=outcome, value=value)
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), -1e39, 2e18])

@@ -64,16 +64,12 @@ def test_its_script_teaches_one_of_the_same_form_and_measures_it(tmp_path, monke
     assert packaged["right_document"] > 0.5  # one of 13 topics by chance
 
 
-def test_the_search_policy_s_template_is_one_that_trl_calls_tools_by_and_its_script_teaches_its_form(
-    tmp_path, monkeypatch, one_thread
-):
+def test_trl_calls_tools_by_the_search_policy_s_template_and_its_script_teaches_it(tmp_path, monkeypatch, one_thread):
     tokenizer = AutoTokenizer.from_pretrained(SEARCH_POLICY)
     assert supports_tool_calling(tokenizer)
     assert is_chat_template_prefix_preserving(tokenizer)
-    tools, greets = (
-        [{"function": {"name": "search", "parameters": {"properties": {"query": {}}}}}],
-        {"role": "user", "content": "Hi"},
-    )
+    tools = [{"function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
+    greets = {"role": "user", "content": "Hi"}
     calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": 'a "b" 价格'}}}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
     prefix, whole = (

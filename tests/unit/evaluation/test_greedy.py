@@ -3,6 +3,7 @@
 import contextlib
 import math
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -52,19 +53,14 @@ class Batches:
 
     def subject(self, kl=None):
         """Of a run whose trainer's batches are these."""
-        decoder = SimpleNamespace(
-            pad_token_id=END, batch_decode=lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]
-        )
-        return GreedySubject(SimpleNamespace(
-            args=SimpleNamespace(per_device_eval_batch_size=3, kl_penalty=lambda: kl or PenaltySettings()),
-            trl=SimpleNamespace(
-                eos_token_ids=[END], tokenizer=decoder, logps_of=self.logps_of, set_aside=self.set_aside, step=int
-            ),
-            branches=SimpleNamespace(of=lambda row: ("fairness", "hallucination")[row["row"] % 2]), kl=None,
-            sampler=SimpleNamespace(greedily=contextlib.nullcontext), scoring=self,
-            ledger=SimpleNamespace(aside=contextlib.nullcontext),
-            pipeline=SimpleNamespace(evaluations=lambda batches, _: batches),
-        ))  # fmt: skip
+        run = MagicMock(scoring=self, kl=None)
+        run.args.per_device_eval_batch_size, run.args.kl_penalty.return_value = 3, kl or PenaltySettings()
+        run.trl.eos_token_ids, run.trl.tokenizer.pad_token_id = [END], END
+        run.trl.tokenizer.batch_decode = lambda ids, **_: [" ".join(map(str, tokens)) for tokens in ids]
+        run.trl.logps_of, run.trl.set_aside = self.logps_of, self.set_aside
+        run.branches.of = lambda row: ("fairness", "hallucination")[row["row"] % 2]
+        run.pipeline.evaluations = lambda batches, _: batches
+        return GreedySubject(run)
 
 
 ROWS = [{"prompt": "", "row": row} for row in range(4)]

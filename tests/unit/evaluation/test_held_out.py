@@ -5,6 +5,7 @@ import logging
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import TrainerControl, TrainerState
@@ -27,8 +28,7 @@ def evaluate(tmp_path, caplog):
     ))  # fmt: skip
 
     def evaluated(step, reward, rewards=(math.nan,) * 4, persistent=False, wrote=(), name="", data=None):
-        state = TrainerState(global_step=step, is_world_process_zero=True)
-        state.max_steps = 20
+        state = TrainerState(global_step=step, is_world_process_zero=True, max_steps=20)
         figures = {"eval_reward": reward, "eval_reward/fairness": reward, "eval_outcome/invalid_action": 0.25}
         state.log_history = [{**figures, f"eval{name}_runtime": 1.0}]
         drained.append((rewards, wrote))
@@ -66,38 +66,27 @@ def test_datasets_by_name_have_a_line_each(evaluate, caplog, tmp_path):
 
 def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch):
     """The one at the end of a run would ask the services for the same figures."""
-    made, training = [], SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
+    training = SimpleNamespace(mode="full", held_out_eval=True, output_dir="", resume_from_checkpoint=None)
     training.load_best_model_at_end = training.push_to_hub = False
-    stopping = SimpleNamespace(ending=nullcontext, held=nullcontext, raise_if_asked=lambda: None)
-    trainer = SimpleNamespace(
-        components=SimpleNamespace(stopping=stopping, parts=[evaluate.callback]),
-        state=SimpleNamespace(global_step=20),
-        request_stop=None,
-        train=lambda **_: None,
-        save_model=lambda _, _internal_call: None,
-        create_model_card=lambda: None,
-        evaluate=lambda: made.append(20),
-    )
+    trainer = MagicMock()
+    trainer.components.parts, trainer.state.global_step = [evaluate.callback], 20
     monkeypatch.setattr(train, "collect_seldom", lambda: None)
     monkeypatch.setattr(train.signals, "handed_to", lambda _: nullcontext())
-    instruments = SimpleNamespace(timeline=SimpleNamespace(phase=lambda _: nullcontext()))
 
-    def end():
-        train._train(SimpleNamespace(training=training), trainer, instruments, asks_first=False)
+    def made():
+        """How often it was evaluated, with a further end."""
+        train._train(SimpleNamespace(training=training), trainer, MagicMock(), asks_first=False)
+        return trainer.evaluate.call_count
 
     evaluate(10, 0.5)
-    end()
-    assert made == [20]
+    assert made() == 1
     evaluate(20, 0.5)
-    end()
-    assert made == [20]
+    assert made() == 1
     training.load_best_model_at_end = True  # then it is of other weights
-    end()
-    assert made == [20, 20]
+    assert made() == 2
     training.load_best_model_at_end = False
     evaluate.begin(20)  # a resume: other ranks have not read the file
-    end()
-    assert made == [20, 20, 20]
+    assert made() == 3
 
 
 def steps(folder):
@@ -152,6 +141,10 @@ def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, capl
     assert "[HeldOut@20] reward=0.50 valid_actions=0.75; 2 of 4 completions were scored" in caplog.text
     changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows that were scored both times"
     assert caplog.messages[-1] == changed  # of one row there is no standard error
+    evaluate.begin(0)
+    evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
+    evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
+    assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so that no change is known"
 
 
 def test_rows_that_fill_up_the_last_batch_of_several_processes_are_not_counted(evaluate, caplog):
@@ -159,12 +152,6 @@ def test_rows_that_fill_up_the_last_batch_of_several_processes_are_not_counted(e
     evaluate(0, 0.25, (0.25, 0.25, 0.5, math.nan, 0.25, 0.25), data=rows)
     assert "; 3 of 4 completions were scored" in caplog.text
     assert len(evaluate.callback._evaluations[0].rows) == 2
-
-
-def test_services_that_were_down_are_no_change_of_the_policy(evaluate, caplog):
-    evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
-    evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
-    assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so that no change is known"
 
 
 def test_rows_in_another_order_are_not_compared(evaluate, caplog):

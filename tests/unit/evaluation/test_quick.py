@@ -3,6 +3,7 @@
 import json
 import logging
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from datasets import Dataset
@@ -139,9 +140,7 @@ def test_an_evaluation_without_verdicts_has_no_score_says_why_and_keeps_no_polic
 def test_a_full_disk_ends_no_run(evaluator, tmp_path, caplog, monkeypatch):
     subject = WrittenSubject(RISING)
 
-    def full(history):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patched:
         patched.setattr("salesrl_trl.launch.evaluation.quick_record.QuickEvalHistory.write", full)
         evaluator(subject, best=None)(0, 4)
@@ -209,14 +208,10 @@ def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator, monke
         def __call__(self, answers):
             return next(self._values)
 
-    saved = []
-    for ranks, values in ((meeting.main, [0.1] * 9), (meeting.second, [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
+    for ranks, values in ((meeting.main(), [0.1] * 9), (meeting.second(), [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
         subject = WrittenSubject(RISING)
-        save, step = subject.save, []
-        subject.save = lambda folder, save=save, step=step, subject=subject: step.append(subject.step) or save(folder)
-        evaluator(subject, ranks=ranks(), best="mine", figures=(OfThisRank(values),))(0, 6)
-        saved.append(step)
-    assert saved == [[2], [2]]
+        evaluator(subject, ranks=ranks, best="mine", figures=(OfThisRank(values),))(0, 6)
+        assert subject.saved == [2]
 
 
 BRANCHES = Branches(("fairness", "hallucination"))
@@ -224,9 +219,8 @@ BRANCHES = Branches(("fairness", "hallucination"))
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_each_rank_has_as_many_rows_and_no_row_is_there_twice(count):
-    dataset = Dataset.from_list(
-        [{"prompt": f"p{row}", "row": row, "branch": BRANCHES.names[row % 2]} for row in range(9)]
-    )
+    rows = [{"prompt": f"p{row}", "row": row, "branch": BRANCHES.names[row % 2]} for row in range(9)]
+    dataset = Dataset.from_list(rows)
     taken = [sample(dataset, 6, BRANCHES, one_rank(count=count, index=index)) for index in range(count)]
     assert [len(rows) for rows in taken] == [6 // count] * count
     assert sorted(row["row"] for rows in taken for row in rows) == [0, 1, 2, 3, 4, 5]

@@ -47,19 +47,15 @@ def _quick(monkeypatch):
 def told(tmp_path, monkeypatch):
     """The messages of a preflight, which are those of a run's start."""
 
-    def messages(*arguments, stages=CHEAP, change=lambda training: None):
+    def messages(*arguments, stages=CHEAP):
         given = ["--output_dir", str(tmp_path / "run"), *map(str, arguments)]
         monkeypatch.setattr(runner, "BEFORE_A_RUN", stages)
         try:
-            config = parse(given, RECIPE)
-            change(config.training)
-            in_a_run = prepare(config).notes
+            in_a_run = prepare(parse(given, RECIPE)).notes
         except SalesRLError as error:
             in_a_run = [str(error)]
         try:
-            config = parse(given, RECIPE)
-            change(config.training)
-            reports = list(examine(Plan(config, in_depth=True), stages))
+            reports = list(examine(Plan(parse(given, RECIPE), in_depth=True), stages))
             found = [finding for report in reports for finding in report.findings]
             is_failure = [report.verdict is StageVerdict.FAILED for report in reports]
             assert is_failure == [False] * (len(reports) - 1) + [any(each.is_failure for each in found)]
@@ -93,11 +89,9 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
 
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     free = {"disk": 0.5, "shm": 8.0}
-    real = shutil.disk_usage
-    monkeypatch.setattr(
-        "shutil.disk_usage",
-        lambda path: real(path)._replace(free=free["shm" if path == environment.SHARED_MEMORY else "disk"] * 2**30),
-    )
+    real, shared = shutil.disk_usage, environment.SHARED_MEMORY
+    usage = lambda path: real(path)._replace(free=free["shm" if path == shared else "disk"] * 2**30)  # noqa: E731
+    monkeypatch.setattr("shutil.disk_usage", usage)
     assert "has 0.50 GiB of free disk, and a run needs 1 at least. Free some, or name" in told(stages=CHEAP[:1])
     free.update(disk=50, shm=0.05)
     assert told(stages=CHEAP[:1]) == ""  # nothing uses it
@@ -120,9 +114,8 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
         ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
-        ("--max_steps 0", "`max_steps` is 0. Expected at least 1, or -1 for as many as `num_train_epochs` says"),
         ("--lora_r 4 --use_dora true", "without effect: lora_r, use_dora, because `use_peft` is false"),
-        ("--max_steps 0", "says. Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores"),
+        ("--max_steps 0", "or -1 for as many as `num_train_epochs` says. Without updates: `mode: rollouts` generates"),
     ],
 )
 def test_settings_that_cannot_work_or_have_no_effect_are_told_with_advice(told, arguments, message):
@@ -148,8 +141,7 @@ def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
 def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, tmp_path, monkeypatch):
     read = Mock(side_effect=sources.read_file)
     monkeypatch.setattr(sources, "read_file", read)
-    texts = [f"What is {name}?" for name in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
-    lines = [qrecc(number, 1, question=text) for number, text in enumerate(texts)]
+    lines = [qrecc(number, 1, question=f"What is {number}?") for number in range(8)]
     file = write(tmp_path / "qrecc.json", *lines, qrecc(8, 1, question="And who?", Answer=""))
     known = write(tmp_path / "known.jsonl", {"id": "d1", "text": "They are quiet."})
     given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known, *A_PROMPT]
@@ -159,9 +151,8 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
     assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
     assert "have the text of a training row" not in found
     assert f"10% of the rows of {file} are held out" in told(*given)
-    assert "has no column 'kind', from which `columns` takes 'branch'." in told(
-        *given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}'
-    )
+    found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}')
+    assert "has no column 'kind', from which `columns` takes 'branch'." in found
 
 
 @pytest.fixture
@@ -202,9 +193,7 @@ def test_a_model_whose_files_contradict_each_other_is_refused(told, policy):
 def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_before_a_run(told, policy, tmp_path):
     file = rows(tmp_path / "rows.jsonl", "Hi", "Hi<|im_end|>", "1 < 2")
     found = told("--dataset", file, "--eval_dataset", file, "--allow_stand_ins", "true", *asked(policy), *A_PROMPT)
-    assert (
-        "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out-1" in found
-    )
+    assert "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out" in found
     path = policy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
     assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))

@@ -1,9 +1,9 @@
-"""The stage of a preflight that loads the policy and trains it. With vLLM it is in
-tests/integration/test_exact_mode.py."""
+"""The stage of a preflight that loads the policy and trains it; with vLLM: tests/integration/test_exact_mode.py."""
 
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +13,7 @@ from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
 from salesrl_trl.launch.data.prompts import token_counter
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.runner import BEFORE_A_RUN, examine
-from salesrl_trl.launch.preflight.training import (
-    STEP_STAGE,
-    judge_update,
-    report_memory,
-)
+from salesrl_trl.launch.preflight.training import STEP_STAGE, judge_update, report_memory
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
@@ -62,10 +58,10 @@ def test_steps_of_a_run_with_several_functions_and_tools_take_one_made_up_reward
     assert plan.reward.tools  # of the run
 
 
-@pytest.mark.parametrize("mode", ["rollouts", "rewards"])
-def test_nothing_is_tried_that_the_run_does_not_do(planned, mode):
-    (step,) = examine(planned("--mode", mode), stages=(STEP_STAGE,))
-    assert step.verdict is SKIPPED
+def test_nothing_is_tried_that_the_run_does_not_do(planned):
+    for mode in ("rollouts", "rewards"):
+        (step,) = examine(planned("--mode", mode), stages=(STEP_STAGE,))
+        assert step.verdict is SKIPPED
 
 
 def test_an_adapter_without_a_place_fails_before_weights_are_loaded(planned):
@@ -86,10 +82,8 @@ def test_weights_that_are_no_numbers_fail(planned, tiny, tmp_path):
 
 
 def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr("trl.GRPOTrainer._compute_loss", full)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    monkeypatch.setattr("trl.GRPOTrainer._compute_loss", Mock(side_effect=full))
     *_, report = examine(planned(), stages=(STEP_STAGE,))
     assert report.verdict is FAILED
     assert report.findings[0].text.startswith("No room on the GPU in training.")

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 import signal
 import sqlite3
 import stat
@@ -13,6 +14,8 @@ import zlib
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
 import pytest
 from support.recordings import ANSWER, PROMPT, batch, call, entry, notes, write
@@ -55,17 +58,11 @@ def test_a_completion_comes_back_with_its_whole_way(tmp_path):
 
 
 def test_the_filter_sees_every_text(tmp_path):
-    write(
-        tmp_path,
-        [batch(entries=[entry(text="Wang: price")], calls=[call(request=b"Wang")])],
-        clean=lambda text: (
-            text.replace("nurse", "***").replace("5980", "***").replace("Wang", "***").replace("好", "*")
-        ),
-    )
+    secrets = re.compile("nurse|5980|Wang|好")
+    given = batch(entries=[entry(text="Wang: price")], calls=[call(request=b"Wang")])
+    write(tmp_path, [given], clean=partial(secrets.sub, "***"))
     kept = everything(tmp_path)
-    assert "***" in kept
-    for secret in ("nurse", "5980", "Wang", "好"):
-        assert secret not in kept
+    assert "***" in kept and not secrets.search(kept)
 
 
 def steps_of(found):
@@ -159,9 +156,8 @@ def test_a_full_record_drops_its_oldest_steps_whatever_fills_it_and_says_so_once
     assert "`gib` of `record`" in line
 
 
-@pytest.mark.parametrize("name", ["lr=1e-6 #2", "why?", "50%25"])
-def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, name):
-    folder = tmp_path / name
+def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path):
+    folder = tmp_path / "why lr=1e-6 #2? 50%25"
     packed = record_file(folder, 0).with_name("rank-0.sqlite.gz")
     packed.parent.mkdir(parents=True, mode=0o700)
     packed.write_bytes(b"packed by its owner")
@@ -170,7 +166,7 @@ def test_a_run_may_have_any_name_and_its_record_is_its_owners_alone(tmp_path, na
         assert [each.step for each in write(folder, [batch()])] == [1]
     finally:
         os.umask(before)
-    assert [each.name for each in tmp_path.iterdir()] == [name]
+    assert [*tmp_path.iterdir()] == [folder]
     assert packed.read_bytes() == b"packed by its owner"
     modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (folder / "record", record_file(folder, 0))}
     assert modes == {"record": 0o700, "rank-0.sqlite": 0o600}
@@ -187,15 +183,13 @@ def test_after_a_kill_each_batch_is_there_or_not(tmp_path):
         "    time.sleep(0.003)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path), *sys.path]
-    for lines in (60, 71, 83):
+    for lines in (60, 71):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-            for _, line in zip(range(lines), child.stdout, strict=False):
-                assert line
+            assert len([*islice(child.stdout, lines)]) == lines
             child.send_signal(signal.SIGKILL)
         with closing(sqlite3.connect(record_file(tmp_path, 0))) as file:
             assert file.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             sizes = file.execute("SELECT count(*) FROM completions GROUP BY step").fetchall()
-        assert sizes
         assert set(sizes) == {(16,)}
 
 
@@ -205,9 +199,8 @@ def test_a_disk_that_does_not_take_it_ends_the_record_and_not_the_run(tmp_path, 
     for step in range(1, 60):
         recorder.record(batch(step))
     recorder.close()
-    [line] = [
-        each.message for each in caplog.records if each.levelno == logging.WARNING and "can't be" in each.message
-    ]
+    warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    [line] = [each for each in warned if "can't be" in each]
     assert "Training goes on without" in line
 
 
@@ -229,8 +222,7 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
     assert [(each.step, each.text) for each in found] == [(1, "an action"), (3, "an action")]
     assert rows(tmp_path, "SELECT DISTINCT completion FROM verdicts") == [(1,), (2,)]  # nothing of one that is out
     first, last = (each.message for each in caplog.records)
-    assert "an entry of step 1 is left out" in first
-    assert "ValueError" in first
+    assert "an entry of step 1 is left out" in first and "ValueError" in first
     assert "3 entries" in last  # two of the first batch, and the second batch's
     assert "bad for" not in caplog.text
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.loopback import ACTION, BAD, Services, action, build_reward, chat_completion, row
+from support.loopback import ACTION, BAD, action, build_reward, row
 from support.planned import planned
 from support.recordings import batch as recorded_batch
 from support.recordings import entry
@@ -37,21 +37,14 @@ BRANCHES = ("fairness", "hallucination")
 TEXTS = (ACTION, BAD, action("refund"), action("Python"))
 
 
+def verdict(number):
+    return {"candidate": number, "reference": 0.5, "reason": "as told"}
+
+
 @pytest.fixture
-def services(httpserver):
-    services = Services(httpserver)
-
-    def judged(request):
-        user = request.json["messages"][-1]["content"]
-        number = 0.9 if "refund" in user else 0.3
-        return 200, services_verdict(number)
-
-    services.functions["judge"] = judged
+def services(services):
+    services.judge_by(lambda system, user: verdict(0.9 if "refund" in user else 0.3))
     return services
-
-
-def services_verdict(number):
-    return chat_completion(json.dumps({"candidate": number, "reference": 0.5, "reason": "as told"}))
 
 
 @pytest.fixture
@@ -92,9 +85,7 @@ def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(service
 
 def test_another_judge_changes_what_it_should(services, rows, run):
     completions = [*recorded(run)]
-    services.functions["judge"] = lambda request: (
-        (500, "down") if "Python price" in request.json["messages"][-1]["content"] else (200, services_verdict(0.6))
-    )
+    services.judge_by(lambda system, user: 500 if "Python price" in user else verdict(0.6))
     found = rejudged(config(services, max_attempts=1), completions, rows, BRANCHES)
     assert [reward.value for reward in found] == [None, 0.0, 0.6, 0.6] * 2
 
@@ -109,11 +100,10 @@ def test_the_new_numbers_stand_among_those_of_other_functions(services, rows, ru
         for place in range(8):
             numbers = json.dumps({"sales": before[place % 4], "own": own[place % 4]})
             given = (numbers, whole[place % 4], "ok" if whole[place % 4] else "infra", f"was {place % 4}", place + 1)
-            file.execute(
-                "UPDATE completions SET functions = ?, reward = ?, outcome = ?, reason = ? WHERE id = ?", given
-            )
+            columns = ", ".join(f"{name} = ?" for name in ("functions", "reward", "outcome", "reason"))
+            file.execute(f"UPDATE completions SET {columns} WHERE id = ?", given)
     completions = [*recorded(run)]
-    services.functions["judge"] = lambda request: (200, services_verdict(0.6))
+    services.judge_by(lambda system, user: verdict(0.6))
     judged = rejudged(config(services), completions, rows, BRANCHES)
     assert [reward.value for reward in judged[:4]] == [0.6, 0.0, 0.6, 0.6]
     found = [of_all_functions(old, new, [1.0, 2.0]) for old, new in zip(completions, judged, strict=True)]
@@ -125,9 +115,8 @@ def test_the_new_numbers_stand_among_those_of_other_functions(services, rows, ru
 def test_a_judge_without_a_rag_service_judges_its_completions_again(services):
     known = {"prompt": "How do I get a refund?", "columns": {"reference": "Ask."}}
     rows = [SalesRow(row_id=f"r{n}", branch="all", **known) for n in (1, 2)]
-    settings = RewardConfig(
-        reward_funcs=["judge"], judge_base_url=f"{services.url}/v1", judge_model="m", cache_answers=False
-    )
+    judge = {"judge_base_url": f"{services.url}/v1", "judge_model": "m"}
+    settings = RewardConfig(reward_funcs=["judge"], cache_answers=False, **judge)
     completions = [SimpleNamespace(row=f"r{n}", text=text) for n, text in ((1, "refund"), (2, "no idea"), (1, " "))]
     found = rejudged(settings, completions, rows, ["all"])
     assert [reward.value for reward in found] == [0.9, 0.9, 0.0]  # the prompt asks for a refund
@@ -193,20 +182,16 @@ def test_the_rows_are_those_of_the_run_whichever_it_drew_and_held_out(services, 
         for place, row in enumerate(drawn)
     ]  # fmt: skip
     record(tmp_path / "run", [recorded_batch(1, entries_of_record)])
-    asked = []
-    services.functions["judge"] = lambda request: asked.append(request.json) or (200, services_verdict(0.6))
     (tmp_path / "rubrics").mkdir()
     for branch in ("tone", "price"):
         (tmp_path / "rubrics" / f"{branch}.txt").write_text("Judge it.")
     judges = [{"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("first", "second")]
     given = {"dataset": entries, "reward_funcs": ["judge"], "judge_providers": judges}
-    given |= {
-        "judge_meter": {"second": "second"},
-        "rubric_dir": str(tmp_path / "rubrics"),
-        "branch_reward_weights": {"price": {"judge": 2.0}},
-    }
+    given |= {"judge_meter": {"second": "second"}, "rubric_dir": str(tmp_path / "rubrics")}
+    given["branch_reward_weights"] = {"price": {"judge": 2.0}}
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(given))
     assert main([str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    asked = [request.json for request in services.asked["judge"]]
     asked = [request for request in asked if "max_tokens" not in request]  # without the check of the names
     assert {request["model"] for request in asked} == {"first"}  # not that of the meter
     judged = "\n".join(json.dumps(request) for request in asked)

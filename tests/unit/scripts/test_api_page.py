@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import salesrl_trl
 from scripts import make_api_page as tool
 from scripts import make_coming_from, make_metrics_table
 
@@ -19,8 +18,3 @@ def test_the_page_is_made_of_the_docstrings_as_they_are():
 def test_a_page_has_its_table_as_it_is(script):
     text = script.PAGE.read_text("utf-8")
     assert script.page(text) == text, f"python scripts/{script.__name__.rpartition('.')[2]}.py"
-
-
-def test_each_name_at_the_door_has_a_section_in_the_order_of_the_table():
-    headings = [line.removeprefix("## ") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("## ")]
-    assert ["__version__", *headings] == salesrl_trl.__all__

@@ -1,16 +1,7 @@
 """The list of figures, from which the table of metrics in docs/ARCHITECTURE.md is made."""
 
 from salesrl_trl import names
-from salesrl_trl.names import (
-    FIGURES,
-    MACHINE,
-    MEMORY,
-    THROUGHPUT,
-    Metric,
-    branches_in,
-    pattern_of,
-    reward_of,
-)
+from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of
 from salesrl_trl.parts import step_lines, trackers
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import RewardNames
@@ -20,21 +11,24 @@ from salesrl_trl.update.ledger import kl_names
 NAMES = RewardNames(providers=("openai",), components=("judge", "reference"), stages=("own",), services=("rag_8b",))
 
 
+def unlisted(tags):
+    patterns = [pattern_of(figure.tag) for figure in FIGURES]
+    return [tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns)]
+
+
 def test_every_figure_that_is_logged_is_in_the_list_once():
     assert len({figure.tag for figure in FIGURES}) == len(FIGURES)
-    patterns = [pattern_of(figure.tag) for figure in FIGURES]
     logged = (*RewardFigures(("a",), NAMES).names(["baseline", "refill"]), *kl_names(("a",)), names.POSITION_GAP,
               *perf.TIMES, *THROUGHPUT, *MEMORY, *MACHINE)  # fmt: skip
-    assert [name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)] == []
+    assert unlisted(logged) == []
 
 
 def test_every_name_of_a_figure_is_in_the_list():
     named = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
     named += [value.__self__.replace("{}", "any") for value in vars(names).values() if hasattr(value, "__self__")]
-    patterns = [pattern_of(figure.tag) for figure in FIGURES]
     tags = [tag for tag in named if "/" in tag and not tag.endswith("/")]
     assert len(tags) > 40
-    assert [tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns)] == []
+    assert unlisted(tags) == []
 
 
 def test_a_tag_that_looks_like_a_branchs_makes_no_branch(monkeypatch):

@@ -1,46 +1,21 @@
-"""The tool that users run against their own RAG service: its way to a service, and one question.
-
-`test_preflight_services` has the load and the contract, which are the preflight's stage `rag`.
-"""
+"""The tool that users run against their own RAG service. `test_preflight_services` has the load and the contract."""
 
 import json
+import re
 import shutil
 import socket
 import ssl
 import subprocess
-import threading
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pytest_httpserver import HTTPServer
 from test_rag_endpoints import connection, main
+from werkzeug import Response
 
 KEY = "sk-test-7d2f81c0"
 GOOD = {"answer": "It costs 5980 yuan.", "passages": [{"id": "d1", "text": "...", "score": 0.5}], "took_ms": 1.5}
 SHORT = ("--requests", "6", "--concurrency", "2", "--json")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._answer(404, {}, b"")
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, dict(self.headers), json.loads(body)))
-        self._answer(*self.server.reply)
-
-    def _answer(self, status, headers, body):
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture
@@ -49,14 +24,17 @@ def serve():
     with ExitStack() as stack:
 
         def serve(status=200, headers=None, body=GOOD, *, tls=None):
-            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), _Handler))
-            server.reply, server.asked = (status, headers or {}, body), []
-            server.url = f"http{'s' * (tls is not None)}://127.0.0.1:{server.server_port}"
-            if tls is not None:
-                server.handle_error = lambda *_: None  # a client that refuses the certificate hangs up
-                server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-            threading.Thread(target=server.serve_forever, args=(0.02,)).start()
-            stack.callback(server.shutdown)
+            server = stack.enter_context(HTTPServer(host="127.0.0.1", port=0, ssl_context=tls, threaded=True))
+            server.asked, server.url = [], server.url_for("").rstrip("/")
+
+            def answer(request):
+                if request.method != "POST":
+                    return Response(status=404)
+                server.asked.append((request.path, request.headers, request.json))
+                content = body if isinstance(body, bytes) else json.dumps(body)
+                return Response(content, status, headers, content_type="application/json")
+
+            server.expect_request(re.compile(".*")).respond_with_handler(answer)
             return server
 
         yield serve

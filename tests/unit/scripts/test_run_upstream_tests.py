@@ -1,6 +1,7 @@
 """scripts/run_upstream_tests.py: what it makes of outcomes, and the texts of its stand-ins."""
 
 import pytest
+from datasets import load_dataset
 from transformers import AutoTokenizer
 from upstream_stand_ins import _write_tokenizer, _write_zen
 
@@ -45,15 +46,11 @@ def test_the_tokenizer_gives_back_what_it_was_given(tmp_path, with_ids_of_qwen):
     assert tokenizer.decode(ids, skip_special_tokens=True).endswith("<tool_call>\n{}\n</tool_call>")
     if with_ids_of_qwen:
         call = [151657, 198, 4913, 606, 788, 330, 64648, 22785, 497, 330, 16370, 788, 5212, 64, 788, 220, 18, 11248]
-        assert (
-            tokenizer.decode([*call, 151658])
-            == '<tool_call>\n{"name": "multiply_tool", "arguments": {"a": 3}}\n</tool_call>'
-        )
+        said = '<tool_call>\n{"name": "multiply_tool", "arguments": {"a": 3}}\n</tool_call>'
+        assert tokenizer.decode([*call, 151658]) == said
 
 
 def test_prompts_are_the_beginnings_of_the_zen_of_python(tmp_path):
-    from datasets import load_dataset
-
     _write_zen(tmp_path / "zen")
     given = {"cache_dir": str(tmp_path / "cache")}
     rows = load_dataset(str(tmp_path / "zen"), "standard_prompt_only", **given)

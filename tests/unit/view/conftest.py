@@ -1,5 +1,4 @@
-"""Records of runs that never were, with the viewer's index of them. Runs' folders with real TensorBoard files, whose
-wall times the tests choose."""
+"""Records of runs that never were, with the viewer's index of them, and runs' folders with real TensorBoard files."""
 
 import itertools
 import json
@@ -18,8 +17,7 @@ STARTED_S = 1_700_000_000.0
 
 @pytest.fixture(scope="session")
 def two_runs(tmp_path_factory):
-    """Two runs of 12 steps with 1,536 completions each and an evaluation of 128: the same rows, other completions. The
-    first has hostile texts."""
+    """Two runs of 12 steps, 1,536 completions and an evaluation of 128, on the same rows. One has hostile texts."""
     folder = tmp_path_factory.mktemp("runs")
     one = make_record(folder / "one", 1600, hostile=True)
     return one, make_record(folder / "other", 1600, seed=1, better=0.1)
@@ -67,6 +65,12 @@ def run_folder(tmp_path):
     return RunFolder(path)
 
 
+def kl_of(branch, kl, share, beta):
+    name = f"kl/{branch}"
+    band = {f"{name}_low": 0.02, f"{name}_high": 0.06, f"{name}_share_in_band": share}
+    return {name: kl, **band, f"beta/{branch}": beta}
+
+
 @pytest.fixture
 def two_branches(run_folder):
     """Twenty steps of 10 s with everything in it; the figures are chosen so that sums are easy by hand."""
@@ -77,16 +81,8 @@ def two_branches(run_folder):
                 "reward/fairness": step / 50,
                 "reward/hallucination": 0.25,
                 "reference/fairness": 0.5,
-                "kl/fairness": 0.03,
-                "kl/fairness_low": 0.02,
-                "kl/fairness_high": 0.06,
-                "kl/fairness_share_in_band": 0.75,
-                "kl/hallucination": 0.2,
-                "kl/hallucination_low": 0.02,
-                "kl/hallucination_high": 0.06,
-                "kl/hallucination_share_in_band": 0.2,
-                "beta/fairness": 0.05,
-                "beta/hallucination": 0.1,
+                **kl_of("fairness", 0.03, 0.75, beta=0.05),
+                **kl_of("hallucination", 0.2, 0.2, beta=0.1),
                 "time/data_loading_s": 0.1,
                 "time/generation_s": 3.0,
                 "time/reward_wait_s": 6.2,

@@ -49,11 +49,11 @@ def test_a_page_has_the_figures_of_a_run(two_branches):
 
 
 def test_the_page_is_one_file_that_asks_for_nothing_and_text_of_files_is_escaped(run_folder):
-    evil = '<script>alert("1")</script>'
+    evil = '</script><script>alert("1")</script>'
     run_folder.events({1: {f"reward/{evil}": 0.1, f"kl/{evil}": 0.1, f"failures/reason/{evil}": 1.0}})
     assert figures(run_folder)["failures"]["rows"] == [[evil, 1.0, 1.0]]
     html = (run_folder.path / "report.html").read_text(encoding="utf-8")
-    assert "connect-src 'none'" in html and "<script>alert" not in html
+    assert "connect-src 'none'" in html and "<script>alert" not in html and "\\u003cscript>alert" in html
     assert not re.search(r"<(link|script|img|iframe)[^>]* (href|src)=\"(?!data:)", html)
 
 
@@ -122,7 +122,7 @@ def test_what_is_no_finite_number_is_no_figure_and_takes_the_place_of_an_earlier
 
 
 @pytest.mark.parametrize("name", ["held_out.json", "budget.json"])
-@pytest.mark.parametrize("text", ["[{", "3", "[3]", "[" * 100_000])
+@pytest.mark.parametrize("text", ["[{", "[3]", "[" * 100_000])
 def test_a_file_that_can_not_be_read_is_named(run_folder, name, text):
     run_folder.events({1: {"reward": 0.1}})
     (run_folder.path / name).write_text(text)
@@ -148,9 +148,7 @@ def test_the_page_is_in_the_language_that_is_asked_for(run_folder, capsys):
 
 
 def test_the_report_starts_without_what_is_heavy():
-    heavy = ("torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy")
-    code = (
-        f"import sys, json, salesrl_trl.record.report; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
-    )
-    told = subprocess.run([COLD_PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert json.loads(told) == []
+    heavy = {"torch", "trl", "vllm", "transformers", "matplotlib", "tensorboard", "numpy"}
+    code = f"import sys, salesrl_trl.record.report; sys.exit(str({heavy!r} & sys.modules.keys() or 0))"
+    done = subprocess.run([COLD_PYTHON, "-c", code], check=False, capture_output=True, text=True)
+    assert done.stderr == "0\n"

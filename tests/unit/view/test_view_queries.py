@@ -5,7 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from support.synthetic_record import Maker, Rank
+from support.synthetic_record import Rank, make_record
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import record_file, record_files
@@ -84,10 +84,8 @@ def test_pages_have_each_completion_once_in_order(both, order):
     assert len({item["id"] for item in found}) == len(found) == 4 * 128  # with an evaluation
     name, _, end = order.rpartition("_")
     numbers = [item[name] for item in found]
-    some = [number for number in numbers if number is not None]
-    values = [*some, *[None] * (len(numbers) - len(some))]
-    assert numbers == values  # what has no number comes last
-    assert some == sorted(some, reverse=end == "high")
+    some = sorted((number for number in numbers if number is not None), reverse=end == "high")
+    assert numbers == [*some, *[None] * (len(numbers) - len(some))]  # what has no number comes last
 
 
 def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
@@ -103,10 +101,8 @@ def test_a_word_is_found_in_the_prompt_the_text_and_what_the_judge_said(small):
     assert [item["text"] for item in every(index, text="<吉")] == ["one"]
     rank.add(text="five, ÜBER guitars")
     index.refresh()
-    assert [item["text"] for item in every(index, text="guitar", order="step_low")] == [
-        "Two, WITH Guitar",
-        "five, ÜBER guitars",
-    ]
+    found = [item["text"] for item in every(index, text="guitar", order="step_low")]
+    assert found == ["Two, WITH Guitar", "five, ÜBER guitars"]
     assert [item["text"] for item in every(index, text="über")] == ["five, ÜBER guitars"]
 
 
@@ -161,15 +157,11 @@ def test_two_runs_are_compared_where_each_row_was_last_seen(tmp_path):
 
 
 def test_reading_leaves_the_record_as_it_is(tmp_path):
-    maker = Maker(tmp_path / "run")
-    maker.step(1)
-    maker.close()
-    path = record_file(tmp_path / "run", 0)
+    path = record_file(make_record(tmp_path / "run", 1), 0)
     before = path.read_bytes()
-    index = Index([tmp_path / "run"])
-    index.refresh()
-    completion(index, "0-0-1")
-    index.close()
+    with closing(Index([tmp_path / "run"])) as index:
+        index.refresh()
+        completion(index, "0-0-1")
     assert path.read_bytes() == before
 
 
@@ -186,11 +178,7 @@ def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp
         Index([tmp_path])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [{"order": "id; DROP"}, {"reward_min": "x"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}],
-    ids=str,
-)
+@pytest.mark.parametrize("params", [{"order": "id; DROP"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}])
 def test_a_question_that_makes_no_sense_is_refused(both, params):
     with pytest.raises(ValueError, match=r"no number|no order|could not convert"):
         queries.listing(both, params)

@@ -17,9 +17,7 @@ FRUIT = KnowledgeIndex([Document(id="a", text="apple"), Document(id="p", text="p
 COURSES = KnowledgeIndex(
     [
         Document(id="zh-price", title="Python数据分析 价格", text="Python数据分析课程的价格是3800元。"),
-        Document(id="zh-hours", title="Python数据分析 上课时间", text="Python数据分析课程在周三晚上七点半上课。"),
         Document(id="en-price", title="Watercolour price", text="The watercolour course costs 1,200 yuan."),
-        Document(id="en-hours", title="Watercolour hours", text="Watercolour classes are on Saturdays at 10:00."),
     ]
 )
 
@@ -31,9 +29,7 @@ COURSES = KnowledgeIndex(
         pytest.param("Python’s price: 3,800 yuan", ["python", "price", "3800", "yuan"], id="possessive-and-thousands"),
         pytest.param("C++ or C# at 19:30", ["c++", "c#", "19:30"], id="symbols-and-clock"),
         pytest.param("数据分析的价格", ["数据分析", "价格"], id="chinese"),
-        pytest.param("Ｐｙｔｈｏｎ　３８００", ["python", "3800"], id="full-width"),
-        pytest.param("py\u200bthon", ["python"], id="zero-width-space"),
-        pytest.param(" \n，。!?", [], id="no-words"),
+        pytest.param("Ｐｙｔｈｏｎ　３８００ py\u200bthon ，。!?", ["python", "3800", "python"], id="odd characters"),
     ],
 )
 def test_words_are_cut_and_folded(text, expected):
@@ -67,22 +63,18 @@ def test_unknown_word_lowers_the_score():
     assert passage.score == pytest.approx(math.log(2) / 1.9 / (math.log(2) + math.log(6)), rel=1e-5)
 
 
-def test_repeated_word_counts_as_often_as_it_stands():
+def test_repeated_word_counts_as_often_as_it_stands_and_threshold_and_top_k_bound():
     # Three tokens of equal idf: apple has two of them, pear one, each at 1 / 1.9.
     first, second = FRUIT.search("apple pear apple", 5, 0.0)
     assert (first.id, second.id) == ("a", "p")
     assert (first.score, second.score) == pytest.approx((2 / 3 / 1.9, 1 / 3 / 1.9), rel=1e-5)
-
-
-def test_threshold_is_inclusive_and_top_k_bounds():
     assert [passage.id for passage in FRUIT.search("apple pear apple", 5, 0.2)] == ["a"]
     assert FRUIT.search("apple", 5, 0.53) == ()
     assert [passage.id for passage in FRUIT.search("apple pear", 1, 0.0)] == ["a"]  # equal scores: the first stands
 
 
-@pytest.mark.parametrize("query", ["", "  \n", "kiwi", "the of and", "，。", "的了吗"])
-def test_query_without_a_known_word_finds_nothing(query):
-    assert FRUIT.search(query, 5, 0.0) == ()
+def test_query_without_a_known_word_finds_nothing():
+    assert [FRUIT.search(query, 5, 0.0) for query in ("", "kiwi", "the of and", "的了吗")] == [()] * 4
 
 
 @settings(max_examples=60)
@@ -108,8 +100,6 @@ def test_documents_are_read_with_and_without_title(tmp_path):
         pytest.param("\n", "got no documents", id="empty"),
         pytest.param('{"id": "1", "text": "a"}\n{"id":', "line 2 is not JSON", id="cut-off"),
         pytest.param("[" * 100_000, "line 1 can't be read", id="nested-too-deep"),
-        pytest.param("[1]", "line 1 is a list", id="no-object"),
-        pytest.param('{"id": "1"}', "line 1 is no document", id="no-text"),
         pytest.param('{"id": "1", "text": " "}', "line 1 is no document", id="blank-text"),
         pytest.param('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}', "line 2: id '1' is used twice", id="twice"),
     ],

@@ -13,26 +13,18 @@ from salesrl_trl.ground.fencing import fence, read_sections
 PRICE_ZH = "Python数据分析课程的价格是3800元。"
 HOURS_ZH = "Python数据分析课程在周三晚上七点半上课。"
 PRICE_EN = "The watercolour course costs 1,200 yuan. Paper is included."
-SENIORS_EN = "For anyone over 60 there is a gentle painting class. It costs 800 yuan."
 DOCUMENTS = [
     {"id": "zh-price", "title": "Python数据分析 价格", "text": PRICE_ZH},
     {"id": "zh-hours", "title": "Python数据分析 上课时间", "text": HOURS_ZH},
     {"id": "en-price", "title": "Watercolour price", "text": PRICE_EN},
-    {"id": "en-seniors", "title": "Painting for seniors", "text": SENIORS_EN},
 ]
 
 
-@pytest.fixture(name="options", scope="module")
-def fixture_options(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("services")
-    documents = folder / "knowledge.jsonl"
-    documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
-    return [f"--documents={documents}"]
-
-
 @pytest.fixture(name="addresses", scope="module")
-def fixture_addresses(options):
-    with EmbeddedServices(arguments=options) as addresses:
+def fixture_addresses(tmp_path_factory):
+    documents = tmp_path_factory.mktemp("services") / "knowledge.jsonl"
+    documents.write_text("\n".join(json.dumps(document) for document in DOCUMENTS), "utf-8")
+    with EmbeddedServices(documents=documents) as addresses:
         yield addresses
 
 
@@ -44,10 +36,8 @@ def fixture_http():
 
 @pytest.fixture(name="judge", scope="module")
 def fixture_judge(addresses):
-    transport = openai.DefaultHttpxClient(trust_env=False)
-    with openai.OpenAI(
-        base_url=addresses.judge_base_url, api_key="any", max_retries=0, http_client=transport
-    ) as client:
+    given = {"api_key": "any", "max_retries": 0, "http_client": openai.DefaultHttpxClient(trust_env=False)}
+    with openai.OpenAI(base_url=addresses.judge_base_url, **given) as client:
         yield client
 
 
@@ -63,7 +53,7 @@ def context_body(**changes):
 
 @pytest.mark.parametrize(
     ("query", "answer"),
-    [("watercolour price", PRICE_EN), ("Python数据分析 价格", PRICE_ZH), ("Python数据分析 上课时间", HOURS_ZH)],
+    [("watercolour price", PRICE_EN), ("Python数据分析 上课时间", HOURS_ZH)],
 )
 def test_8b_answers_from_the_action(addresses, http, query, answer):
     body = action_body(rewritten_query=query, request_id="salesrl-1")
@@ -105,7 +95,6 @@ def test_threshold_and_top_k_bound_the_passages(addresses, http):
     "changes",
     [
         pytest.param({"top_k": 0}, id="top-k-0"),
-        pytest.param({"score_threshold": 1.1}, id="threshold-above-1"),
         pytest.param({"context": None}, id="context-null"),
         pytest.param({"colour": "secret"}, id="unknown-field"),
     ],
@@ -145,6 +134,10 @@ def ask(judge, *messages, **options):
     return judge.chat.completions.create(model="qwen-judge", messages=prompts, **options)
 
 
+def said_by(judge, *messages):
+    return json.loads(ask(judge, *messages).choices[0].message.content)
+
+
 def test_judge_answers_an_openai_client_with_a_verdict(judge):
     schema = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": {"type": "object"}}}
     completion = ask(judge, judge_message(), response_format=schema, temperature=0.0, max_tokens=200)
@@ -165,34 +158,23 @@ def test_judge_answers_an_openai_client_with_a_verdict(judge):
 
 
 def test_judge_scores_each_of_a_group_as_it_scores_it_alone(judge):
-    candidates = [
-        (f"price {number}", text) for number, text in enumerate((PRICE_EN, "Parking is free.", "It costs 9."))
-    ]
-    actions = [
-        {"user_profile": f"aged {query}", "rewritten_query": query, "history_summary": ""} for query, _ in candidates
-    ]
-    whole = {name: text for name, text in read_sections(judge_message()).items() if name.split("_")[-1] not in
-             ("action", "answer")} | {"reference_answer": "Parking is free."}  # fmt: skip
-    of_each = {}
-    for name, action, (_, text) in zip("ghi", actions, candidates, strict=True):
-        of_each |= {f"action_{name}": json.dumps(action), f"candidate_{name}": text}
-    said = json.loads(ask(judge, fence(whole | of_each, NONCE)).choices[0].message.content)
-    alone = [
-        json.loads(
-            ask(judge, judge_message(action=json.dumps(action), candidate_answer=text)).choices[0].message.content
-        )
-        for action, (_, text) in zip(actions, candidates, strict=True)
-    ]
-    assert said["candidates"] == [
-        {"name": name, "score": each["candidate"]} for name, each in zip("ghi", alone, strict=True)
-    ]
-    assert said["reference"] == alone[0]["reference"] and len({each["candidate"] for each in alone}) == 3
+    whole, alone = read_sections(judge_message()), {}
+    del whole["action"], whole["candidate_answer"]
+    for name, text in {"g": PRICE_EN, "h": "Parking is free.", "i": "It costs 9."}.items():
+        query = f"price {name}"
+        action = {"user_profile": f"aged {query}", "rewritten_query": query, "history_summary": ""}
+        alone[name] = said_by(judge, judge_message(action=json.dumps(action), candidate_answer=text))
+        whole |= {f"action_{name}": json.dumps(action), f"candidate_{name}": text}
+    said = said_by(judge, fence(whole, NONCE))
+    assert said["candidates"] == [{"name": name, "score": each["candidate"]} for name, each in alone.items()]
+    assert said["reference"] == alone["g"]["reference"]
+    assert len({each["candidate"] for each in alone.values()}) == 3
 
 
 def test_judge_reads_the_last_user_message(judge):
     useless = judge_message(candidate_answer="Parking is free.")
-    assert json.loads(ask(judge, useless, judge_message()).choices[0].message.content)["candidate"] == 1.0
-    assert json.loads(ask(judge, judge_message(), useless).choices[0].message.content)["candidate"] == 0.4
+    assert said_by(judge, useless, judge_message())["candidate"] == 1.0
+    assert said_by(judge, judge_message(), useless)["candidate"] == 0.4
 
 
 @pytest.mark.parametrize(

@@ -23,22 +23,17 @@ WAIT_S = 15
 """Patience with a child, in seconds; its start takes about one."""
 
 
-@pytest.fixture(name="options")
-def fixture_options(tmp_path):
+@pytest.fixture
+def options(tmp_path):
     documents = tmp_path / "knowledge.jsonl"
     documents.write_text('{"id": "1", "text": "The course costs 3800 yuan."}', "utf-8")
     return [f"--documents={documents}"]
 
 
-@pytest.fixture(name="child")
-def fixture_child(options):
-    child = subprocess.Popen(
-        [*COMMAND, *options, "--exit-with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with child:
+@pytest.fixture
+def child(options):
+    command = [*COMMAND, *options, "--exit-with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         yield child
         child.kill()
 
@@ -91,9 +86,8 @@ def test_child_that_does_not_stop_is_killed(options, monkeypatch):
 
 def test_child_that_dies_is_an_error_with_its_last_words(tmp_path):
     services = EmbeddedServices(documents=tmp_path / "none.jsonl")
-    with pytest.raises(
-        ServiceUnavailable, match=r"ended before they listened.*Exit code 2.*cannot read the knowledge"
-    ):
+    said = r"ended before they listened.*Exit code 2.*cannot read the knowledge"
+    with pytest.raises(ServiceUnavailable, match=said):
         services.start()
 
 
@@ -147,11 +141,3 @@ def test_jax_that_bm25s_imports_in_the_services_sees_no_accelerator(tmp_path, op
         environment = json.loads(seen.read_text())
         child.communicate(timeout=WAIT_S)
     assert {name: environment.get(name) for name in process.NO_ACCELERATOR} == process.NO_ACCELERATOR
-
-
-def test_services_start_without_the_heavy_libraries():
-    script = (
-        "import sys, salesrl_trl.demo.services.__main__\n"
-        "sys.exit(bool({'torch', 'transformers', 'trl', 'openai'} & set(sys.modules)))"
-    )
-    assert subprocess.run([COLD_PYTHON, "-c", script], check=False).returncode == 0
