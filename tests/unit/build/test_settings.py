@@ -116,7 +116,7 @@ def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
         assert settings()[name].text, name
 
 
-def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monkeypatch):
+def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         parse(["--help"], ROOT / "recipes/debug.yaml")
@@ -124,7 +124,7 @@ def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monk
     assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
     assert "--output_dir  (runs/debug)" in page
-    table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/SALES.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
     named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
     assert named <= {*FIRST, "eval_dataset.share"}
     counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
