@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Puts packages into the environment $venv. install.sh and test.sh source this file.
+# Puts packages into the environment $venv. install.sh and test.sh source this file, and site.sh too.
 #
 # uv installs: it downloads several packages at a time and links them from its cache. pip installs uv first, and uv gets
 # pip's settings (indexes, folders of wheels, certificates). pip installs everything where one of these holds:
@@ -71,4 +71,14 @@ find_uv() {
   words="$(uv_command)" || return 1
   mapfile -t uv <<<"$words"
   uv=(env "${uv[@]}")
+}
+
+# Packages of a list, in a folder that lies before the locked ones on the path. Made again when the list changes.
+make_folder() {
+  local folder="$1" list="$2" stamp="$1/.made-of" arguments
+  if cmp -s "$list" "$stamp"; then return; fi
+  rm -rf -- "$folder"
+  arguments=(--no-deps --only-binary :all: --target "$folder" -r "$list")
+  { find_uv && "${uv[@]}" "${arguments[@]}"; } || "${pip[@]}" --no-compile "${arguments[@]}" || return
+  cp -- "$list" "$stamp"
 }

@@ -35,17 +35,6 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# Packages of a list, in a folder that lies before the locked ones on the path. Made again when the list changes. It
-# is made beside the tests: most of it is waiting for a disk.
-make_folder() {
-  local folder="$1" list="$2" stamp="$1/.made-of" arguments
-  if cmp -s "$list" "$stamp"; then return; fi
-  rm -rf -- "$folder"
-  arguments=(--no-deps --only-binary :all: --target "$folder" -r "$list")
-  { find_uv && "${uv[@]}" "${arguments[@]}"; } || "${pip[@]}" --no-compile "${arguments[@]}" || return
-  cp -- "$list" "$stamp"
-}
-
 # With the lowest versions: a training, the tests of what uses each dependency, and of upstream's hooks.
 test_lowest() {
   wait "$lowest_made" || return
@@ -73,6 +62,7 @@ beside_the_tests() {
   make_folder "$trackers" requirements/trackers.txt &
   trackers_made=$!
   run "mypy" "$bin/mypy"
+  run "site" scripts/site.sh
   run "tests with trackers" test_trackers
   run "tests with the lowest versions" test_lowest
 }
@@ -92,6 +82,7 @@ run "ruff check" "$bin/ruff" check .
 run "ruff format" "$bin/ruff" format --check .
 if (($#)); then
   run "mypy" "$bin/mypy"
+  run "site" scripts/site.sh
 else
   # Of each pytest its own: it removes old folders, and stumbles where another one does too.
   beside="$(mktemp -d)"

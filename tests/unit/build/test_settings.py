@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from salesrl_trl.config.keys import FORMER
-from salesrl_trl.errors import ConfigError, ConfigErrors, Refusals
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
@@ -107,7 +107,7 @@ def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
         assert settings()[name].text, name
 
 
-def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monkeypatch):
+def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     with pytest.raises(SystemExit):
         parse(["--help"], ROOT / "recipes/debug.yaml")
@@ -115,7 +115,9 @@ def test_help_begins_with_the_settings_of_the_readme_and_the_groups(capsys, monk
     assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
     assert "--dataset  (demo)" in page
-    table = (ROOT / "README.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/SALES.md").read_text("utf-8").split("| yours | setting | more |")[1].split("
+
+")[0]
     named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
     assert named <= {*FIRST, "eval_dataset.share"}
     counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
@@ -187,44 +189,3 @@ def test_a_runs_own_recipe_finds_functions_beside_the_recipe_that_the_run_was_st
     monkeypatch.setattr(sys, "path", [*sys.path])
     parse(["--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "out")], None)
     assert find_spec("beside_the_script") is not None
-
-
-def refused(make):
-    """The messages of a start's refusals, of which there are several."""
-    with pytest.raises(ConfigErrors) as caught:
-        make()
-    return [str(error) for error in caught.value.errors]
-
-
-def begins(texts, *beginnings):
-    assert len(texts) == len(beginnings), texts
-    for text, beginning in zip(texts, beginnings, strict=True):
-        assert text.startswith(beginning), text
-
-
-@pytest.mark.parametrize("given", [{"dataset": ""}, {"eval_dataset": ""}, {"eval_dataset": {"path": ""}}])
-def test_a_source_that_can_be_none_is_refused(given):
-    with pytest.raises(ConfigError, match=rf"^`{next(iter(given))}(\.path)?` is "):
-        DataConfig(**given)
-
-
-def test_stages_go_on_behind_a_failure_and_tell_the_same_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = ["--rubric_dir", "absent", "--rag_base_url", "http://127.0.0.1:9"]
-    config = parse([*given, "--output_dir", str(tmp_path / "out")], FULL)
-    begins(
-        refused(lambda: prepare(config)),
-        "`rubric_dir` is 'absent', which is no folder.",
-        "the RAG service does not answer at `rag.base_url`",
-    )
-
-
-def test_the_message_numbers_the_refusals():
-    found = Refusals()
-    for number in (1, 1, 2):  # the same is kept once
-        found.check(False, f"`a` is {number}.\nExpected more.")
-    with pytest.raises(ConfigErrors) as caught:
-        found.tell()
-    assert str(caught.value).splitlines() == [
-        "2 things can't work. Correct all of them:", "  1. `a` is 1. Expected more.", "  2. `a` is 2. Expected more.",
-    ]  # fmt: skip

@@ -174,7 +174,7 @@ def test_an_answer_of_another_shape_says_what_was_got(services, name):
 
 
 def test_an_index_that_finds_nothing_is_told(services):
-    services.functions["8b"] = lambda request: (200, answers(passages=[]), {})
+    services.functions["8b"] = lambda request: (200, {**ANSWER, "passages": []}, {})
     report = examine(RAG_STAGE, services)
     assert report.figures["rag_8b_without_passages"] == 32
     ends_as(report, NOTED, "Lower `rag.score_threshold`")

@@ -1,0 +1,113 @@
+"""README's chart: seconds a step over reward latency, from the rows of `latency.csv`.
+
+    python -m benchmarks.peers.chart > docs/latency.svg
+
+The rows are those of docs/experiments/2026-11-26-peers.md, with its runs' numbers. A pure function of the file: no
+library draws, so that the picture follows the reader's light or dark theme.
+"""
+
+import csv
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+ROWS = Path(__file__).with_name("latency.csv")
+WIDTH, HEIGHT = 720, 380
+LEFT, RIGHT, TOP, BOTTOM = 190, 440, 40, 330
+MOST_S = 36
+ROOM = 15  # between two labels
+OURS = "salesrl_trl"
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #24292f }
+  .axis { stroke: #8c959f; stroke-width: 1 }
+  .grid { stroke: #8c959f; stroke-opacity: .25 }
+  .other { stroke: #6e7781; fill: #6e7781 }
+  .ours { stroke: #1a7f37; fill: #1a7f37 }
+  line.other, line.ours { stroke-width: 2.5 }
+  .small { font-size: 11px; fill: #57606a }
+  text.ours { stroke: none; font-weight: 600 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .small { fill: #9198a1 }
+    .other { stroke: #9198a1; fill: #9198a1 } .ours { stroke: #3fb950; fill: #3fb950 }
+  }
+"""
+
+
+class Point(NamedTuple):
+    latency_s: float
+    step_s: float
+    steps: int
+
+
+def read(path: Path = ROWS) -> dict[str, list[Point]]:
+    """The points of each system, by latency."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    return {
+        system: [Point(float(latency), float(step), int(steps)) for _, latency, step, steps, _ in of_system]
+        for system, of_system in groupby(rows, key=lambda row: row[0])
+    }
+
+
+def drawn(systems: dict[str, list[Point]]) -> str:
+    """The chart as SVG."""
+    slowest = max(point.latency_s for points in systems.values() for point in points)
+    parts = [_axes(slowest)]
+    heights = {system: [_y(point.step_s) for point in points] for system, points in systems.items()}
+    labels = [_apart([ys[end] for ys in heights.values()]) for end in (0, 1)]
+    for number, (system, points) in enumerate(systems.items()):
+        kind = "ours" if system.startswith(OURS) else "other"
+        (x1, y1), (x2, y2) = ends = [*zip((LEFT, RIGHT), heights[system], strict=True)]
+        parts.append(f'<line class="{kind}" x1="{x1:.0f}" y1="{y1:.1f}" x2="{x2:.0f}" y2="{y2:.1f}"/>')
+        parts += [f'<circle class="{kind}" cx="{x:.0f}" cy="{y:.1f}" r="4"/>' for x, y in ends]
+        text = 'class="ours"' if kind == "ours" else ""
+        parts.append(_text(x1 - 10, labels[0][number] + 4, _value(points[0]), f'{text} text-anchor="end"'))
+        parts.append(_text(x2 + 10, labels[1][number] + 4, f"{_value(points[1])}  {system}", text))
+    body = "\n".join(parts)
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    label = 'role="img" aria-label="Seconds a step over reward latency"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+
+
+def _y(seconds: float) -> float:
+    return BOTTOM - seconds / MOST_S * (BOTTOM - TOP)
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """The heights of labels, from below, with room between two."""
+    placed, lowest = [0.0] * len(heights), float("inf")
+    for number in sorted(range(len(heights)), key=heights.__getitem__, reverse=True):
+        placed[number] = lowest = min(heights[number], lowest - ROOM)
+    return placed
+
+
+def _axes(slowest: float) -> str:
+    lines = [_text(LEFT - 150, 20, "seconds a step (steps counted)", 'class="small"')]
+    for seconds in range(0, MOST_S, 10):
+        y = _y(seconds)
+        lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}"/>')
+    for x, label in ((LEFT, "instant"), (RIGHT, f"{slowest:g} s on average")):
+        lines.append(f'<line class="axis" x1="{x}" y1="{TOP}" x2="{x}" y2="{BOTTOM}"/>')
+        lines.append(_text(x, BOTTOM + 20, label, 'text-anchor="middle"'))
+    lines.append(
+        _text((LEFT + RIGHT) / 2, BOTTOM + 40, "time that a reward takes", 'class="small" text-anchor="middle"')
+    )
+    return "\n".join(lines)
+
+
+def _value(point: Point) -> str:
+    return f"{point.step_s:.3g} s ({point.steps})"
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y:.1f}" {attributes}>{text}</text>'
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the chart."""
+    print(drawn(read()), end="")
+
+
+if __name__ == "__main__":
+    main()

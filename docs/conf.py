@@ -1,0 +1,41 @@
+"""The documentation site: `scripts/site.sh` builds it with Sphinx. Pages are Markdown, read by MyST."""
+
+import configparser
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METADATA = configparser.RawConfigParser()
+METADATA.read(ROOT / "setup.cfg", encoding="utf-8")
+
+project = author = "salesrl_trl"
+version = release = re.search(r'__version__ = "(.+)"', (ROOT / "salesrl_trl/__init__.py").read_text("utf-8"))[1]  # type: ignore[index]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_show_copyright = html_show_sphinx = html_copy_source = False
+exclude_patterns = ["conf.py"]
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+copybutton_exclude = ".linenos, .gp"
+
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)]*)?\)")
+REPOSITORY = METADATA["metadata"].get("url", "").rstrip("/")
+
+
+def _point_into_the_repository(app: object, name: str, source: list[str]) -> None:
+    """Links to files beside docs/ lead to the repository, or are the file's name while setup.cfg has no address."""
+
+    def replaced(found: re.Match[str]) -> str:
+        _, text, path, anchor = found.groups(default="")
+        if (ROOT / path).exists():
+            return f"[{text}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else f"{text} (`{path}`)"
+        return found[0]  # the build names it as broken
+
+    source[0] = LINK.sub(replaced, source[0])
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _point_into_the_repository)  # type: ignore[attr-defined]
