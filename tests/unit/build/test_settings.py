@@ -12,8 +12,6 @@ import pytest
 from salesrl_trl.config.keys import FORMER
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data_config import DataConfig
-from salesrl_trl.launch.preflight.runner import prepare
-from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import StepSettings
 from salesrl_trl.launch.settings import all_kinds, names_of_settings, parse, parse_part
@@ -115,9 +113,7 @@ def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsy
     assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
     assert "--dataset  (demo)" in page
-    table = (ROOT / "docs/SALES.md").read_text("utf-8").split("| yours | setting | more |")[1].split("
-
-")[0]
+    table = (ROOT / "docs/SALES.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
     named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
     assert named <= {*FIRST, "eval_dataset.share"}
     counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
