@@ -169,9 +169,6 @@ def test_the_full_recipe_trains_with_deepspeed_in_two_processes(policy_path, tmp
     assert logged[f"train/{STALENESS}"] == logged[f"train/{STALENESS_MAX}"] == [0, 1, 2, 2]
     assert logged[f"train/{LEFT_OUT}"] == [0, 0, 0, 0]
     assert told.count("[Step 2/4]") == 1  # the main process alone speaks
-    # of DeepSpeed's own float32 copies, one half in each process; the first step's learning rate is 0
-    (changed,) = re.findall(r"\[Weights\] (\S+) % .* changed in step [234], at a learning rate of \de-07", told)
-    assert float(changed) > 50  # 16-bit weights: 1 %. Tokens that no batch had hardly have a gradient
     assert told.count("[Weights] vLLM samples from the weights in training") == 1
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
     assert told.count("[QuickEval@2]") == 1

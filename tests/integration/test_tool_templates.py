@@ -111,9 +111,13 @@ def by_trl(trainer, prompt, prompt_ids, case):
         return [list(turn.ids)], [list(turn.logprobs)]
 
     first = case.turn()
-    calls = ToolCalls(["look"]).of([trainer.tools[0]], ConversationNotes())
+    calls, notes = ToolCalls(["look"]), ConversationNotes()
+
+    async def look(**arguments):
+        return await calls.call(trainer.tools[0], notes, arguments)
+
     other._generate_single_turn, other.async_loop = single_turn, trainer._tools_loop
-    other._sync_tool_dicts, other._async_tool_dicts = [{}], [calls]
+    other._sync_tool_dicts, other._async_tool_dicts = [{}], [{"look": look}]
     message = case.parse(None, first.ids)
     return GRPOTrainer._tool_call_loop(
         other, [prompt], [prompt_ids], [list(first.ids)], [[message]], [list(first.logprobs)], None, {}

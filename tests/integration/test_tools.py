@@ -67,6 +67,13 @@ class Counter:
         return self.count
 
 
+class Owner(Counter):
+    """An environment with a reward of its own."""
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
 def turns(prompts, completions, **kwargs):
     """More for a conversation with more messages, and for a prompt that says more."""
     return [len(each) + len(str(prompt)) / 1000 for prompt, each in zip(prompts, completions, strict=True)]
@@ -190,13 +197,16 @@ class Asking:
     [
         ([turns, last_words], ROWS, {"tools": [add]}),
         ([counted, turns], None, {"environment_factory": Counter}),
+        ([turns], None, {"environment_factory": Owner}),
         ([last_words], None, {"environment_factory": Asking}),
     ],
-    ids=["tools", "an environment", "an environment without tools"],
+    ids=["tools", "an environment", "an environment with a reward", "an environment without tools"],
 )
 def test_two_names_changed_the_run_is_stock_trls_to_the_bit(caller, tmp_path, monkeypatch, functions, rows, given):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    stock = lines_of(GRPOTrainer, GRPOConfig, caller, tmp_path / "stock", functions, rows, **given)
+    stock = lines_of(
+        GRPOTrainer, GRPOConfig, caller, tmp_path / "stock", [*functions], rows, **given
+    )  # to which TRL adds
     ours = lines_of(SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path / "ours", functions, rows, **given)
     assert len(ours) == len(stock) == 2
     for name in (name for name in stock[0] if name in SAME or name.startswith(("rewards/", "tools/"))):

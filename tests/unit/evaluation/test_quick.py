@@ -208,9 +208,9 @@ def test_all_ranks_save_or_none_whatever_a_figure_gives_on_them(evaluator, monke
         def __call__(self, answers):
             return next(self._values)
 
-    for ranks, values in ((meeting.main(), [0.1] * 9), (meeting.second(), [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
+    for ranks, values in ((meeting.main, [0.1] * 9), (meeting.second, [0.1] * 3 + [0.5] * 3 + [0.9] * 3)):
         subject = WrittenSubject(RISING)
-        evaluator(subject, ranks=ranks, best="mine", figures=(OfThisRank(values),))(0, 6)
+        evaluator(subject, ranks=ranks(), best="mine", figures=(OfThisRank(values),))(0, 6)
         assert subject.saved == [2]
 
 

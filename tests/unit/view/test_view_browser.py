@@ -357,11 +357,11 @@ def test_the_report_is_a_tab(show, new_rank, two_branches):
     assert tab.problems == []
 
 
-def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder, tmp_path):
+def test_the_report_of_the_command_is_the_tab_alone(tab, run_folder):
     evil = "<script>document.title = 'taken'</script>"
     run_folder.events({step: {f"reward/{evil}": 0.1, f"kl/{evil}": 10.0**step} for step in (1, 2)})
     tab.problems.clear()
-    page = write_report(run_folder.path, html=tmp_path / "page.html", language="zh")
+    page = write_report(run_folder.path, language="zh")
     tab.open(page.as_uri())
     tab.wait("document.querySelector('.report h2')?.innerText === '奖励'")
     assert not tab.value("document.querySelector('nav')")  # there is nothing else in it
