@@ -1,4 +1,4 @@
-"""The bars of the package's layout: none is passed again. Each stands at what was reached; lower it with the code.
+"""The bars of the package's layout: none is passed again. What has not reached its bar stands at what was reached.
 
 tests/unit/test_layering.py has the order of imports.
 """
@@ -9,21 +9,21 @@ import pytest
 from support import house
 
 BARS = {
-    "lines that the trainer's import reaches": 15_520,
+    "lines that the trainer's import reaches": 15_000,
     "layers that it reaches": 0,
     "imports from the core into a layer": 0,
-    "fan-out": 26,
+    "fan-out": 25,
     "lines of the largest module": 450,
-    "lines of the four files": 820,
-    "`patched` and `setattr`": 36,
+    "lines of the four files": 800,
+    "`patched` and `setattr`": 35,
     "`setattr` by a computed name": 0,
-    "lambda, partial and Callable in 1,000 lines": 11.0,
-    "Any in 1,000 lines": 8.0,
+    "lambda, partial and Callable in 1,000 lines": 10.5,
+    "Any in 1,000 lines": 6.7,
     "circles of imports": 0,
     "classes with more than 15 methods": 2,
-    "lines of the package": 34_330,
-    "lines of code": 24_600,
-    "modules": 204,
+    "lines of the package": 33_000,
+    "lines of code": 23_650,
+    "modules": 203,
 }
 
 
