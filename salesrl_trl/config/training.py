@@ -254,6 +254,8 @@ class SalesGRPOConfig(GRPOConfig):
         self.parsed_record()
         self.is_introduced = False
         """Whether a banner has said what the run consists of."""
+        self.beside = dict[str, object]()
+        """Settings of the run that are not the trainer's, by names such as `reward.max_calls`, for trackers."""
 
     def _settle(self) -> None:
         """Settle what depends on the machine and on other settings, and check what follows from that."""
@@ -299,7 +301,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, object]:
         """The settings as trackers get them: without keys."""
-        return cast(dict[str, object], without_keys(super().to_dict()))
+        return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
 
     @property
     def pass_tokens(self) -> int | None:

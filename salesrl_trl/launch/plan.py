@@ -7,7 +7,7 @@ A part is made when it is first asked for, and kept. One that can't be made rais
 import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path
@@ -216,6 +216,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
     from salesrl_trl.trainer import RolloutTrainer, SalesGRPOTrainer
 
     config, (train, held_out) = plan.config, plan.datasets
+    config.training.beside = settings_beside_the_trainers(config)
     kind = RolloutTrainer if config.training.mode == "rollouts" else SalesGRPOTrainer
     with instruments.timeline.phase(StartUp.ENGINE):
         return kind(
@@ -237,3 +238,14 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
         path, **where, attn_implementation=model.attn_implementation, dtype=dtype,
         quantization_config=get_quantization_config(model), device_map=None if stays else {"": training.device},
     )  # fmt: skip
+
+
+def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
+    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.max_calls`."""
+    owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
+    return {
+        f"{owner}.{field.name}": config.recipe[field.name]
+        for owner, part in owners.items()
+        for field in fields(part)
+        if field.name in config.recipe
+    }

@@ -61,6 +61,8 @@ def test_settings_of_the_trainer_and_of_the_reward(found, tracker):
     assert settings["max_steps"] == str(STEPS)
     assert settings["branches"] == "['fairness', 'hallucination']"
     assert "beta" in settings["branch_kl"]
+    assert "http://127.0.0.1:9/v1" in settings["reward.rag"]
+    assert '"base_url": "http://127.0.0.1:9/v1"' in settings["reward.judge_providers"]
 
 
 def test_tables_of_completions(found, tracker):

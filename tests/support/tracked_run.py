@@ -57,9 +57,18 @@ def set_offline(out):
 def train(policy, out, trackers):
     from pytest_httpserver import HTTPServer
 
+    from salesrl_trl.launch.plan import settings_beside_the_trainers
+    from salesrl_trl.launch.recipes import FULL
+    from salesrl_trl.launch.settings import parse
     from support.loopback import BAD, Services, action
     from support.scripted import build_trainer, default_rows, loopback_reward
 
+    address = "http://127.0.0.1:9/v1"
+    judge = {"name": "one", "base_url": address, "model": "m", "api_key_env": "JUDGE_KEY",
+             "extra_body": {"api_key": KEY}}  # fmt: skip
+    arguments = ["--rag_base_url", address, "--judge_providers", json.dumps([judge]), "--use_cpu", "true",
+                 "--output_dir", str(out / "recipe"), "--use_vllm", "false", "--rollout_lookahead", "0"]  # fmt: skip
+    beside = settings_beside_the_trainers(parse(arguments, FULL))
     rows, texts = default_rows(), tuple(text for n in range(99) for text in (action(query=f"q{n}"), BAD))
     with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
         reward = loopback_reward(Services(server), rows, providers=[{"name": "judge", "api_key": KEY}])
@@ -67,6 +76,7 @@ def train(policy, out, trackers):
             policy, reward, texts, rows, out / "run", report_to=["tensorboard", *trackers], log_completions=True,
             max_steps=STEPS, hub_token=KEY, branch_kl=json.dumps({"fairness": {"beta": 0.1}}),
         )  # fmt: skip
+        trainer.args.beside = beside
         trainer.train()
         trainer.evaluate()
         trainer.finish()
