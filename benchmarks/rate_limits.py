@@ -159,7 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     seeds = parser.parse_args(arguments).seeds
-    logging.disable(logging.INFO)
     print(f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
     for name, service in {**RANDOM, **ENFORCED}.items():
         _, semaphore = measured(service, by_semaphore, seeds)
@@ -168,4 +167,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)  # of this process alone: a test calls `main`
     main()

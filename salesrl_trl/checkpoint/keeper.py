@@ -310,18 +310,17 @@ def fitted(optimizer: Any, schedule: Any, step: int) -> Iterator[None]:
         load_optimizer({**state, "param_groups": [old | new for old, new in zip(groups, kept, strict=True)]})
 
     def schedule_of(state: dict[str, Any]) -> None:
-        if not isinstance(schedule, LambdaLR):
+        own = schedule.state_dict()
+        own.pop("load_state_dict", None)  # this function
+        if state.keys() == own.keys() and len(state["_last_lr"]) == len(fresh):
             load_schedule(state)
-            return
-        base_rates = schedule.base_lrs
-        if "base_lrs" in state:
-            load_schedule(state)
-        else:  # of a plateau
+        elif isinstance(schedule, LambdaLR):
             schedule.last_epoch = step
-        schedule.base_lrs = base_rates
-        parts = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        schedule._last_lr = rates = [rate * share(schedule.last_epoch) for rate, share in parts]
-        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        if isinstance(schedule, LambdaLR):
+            schedule.base_lrs = own["base_lrs"]
+            parts = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            schedule._last_lr = [rate * share(schedule.last_epoch) for rate, share in parts]
+        for group, rate in zip(schedule.optimizer.param_groups, rates := schedule.get_last_lr(), strict=True):
             group["lr"] = rate
         if rates != state["_last_lr"]:
             logger.warning(

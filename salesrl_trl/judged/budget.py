@@ -286,6 +286,10 @@ class ServiceQuota(Quota):
         self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
+    @property
+    def is_spent(self) -> bool:
+        return any(limit.name in self.budget.refused for limit in self.limits)
+
     def _refuse_if_spent(self) -> None:
         for limit in self.limits:
             if limit.name in self.budget.refused:

@@ -10,7 +10,7 @@ from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
-from salesrl_trl.judged.rag_client import ANSWER, RagAnswers, RagBackend
+from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, kept
 from salesrl_trl.judged.scoring import COMPONENTS, Case, Missing, RewardStage, Scoring
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
@@ -121,7 +121,7 @@ class SalesReward(JudgeReward):
             answer = await stages.timed(self._answers.candidate(row, action), Stage.RAG_8B)
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
             if record is not None:
-                record.answer = ANSWER.dump_python(answer)
+                record.answer = kept(answer)
             # 3. Refuse an answer that says nothing, unless the index is at fault.
             if not answer.passages and not await self._answers.index_has_some(row):
                 return Missing(reason="no_passages")
@@ -145,5 +145,5 @@ class SalesReward(JudgeReward):
                 return None
         self.lines.answer(row.row_id, Stage.RAG_32B, stages.seconds[Stage.RAG_32B], answer)
         if stages.completion_record is not None:
-            stages.completion_record.reference = ANSWER.dump_python(answer)
+            stages.completion_record.reference = kept(answer)
         return answer

@@ -255,12 +255,13 @@ class JudgeClient(Judge):
 
     def _order(self, lot: float) -> list[ProviderClient]:
         """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
-        place = lot * sum(provider.settings.weight for provider in self._all)
-        for index, provider in enumerate(self._all):
+        providers = [provider for provider in self._all if not provider.settings.transport.is_spent] or self._all
+        place = lot * sum(provider.settings.weight for provider in providers)
+        for index, provider in enumerate(providers):
             place -= provider.settings.weight
             if place < 0:
-                return [provider, *self._all[:index], *self._all[index + 1 :]]
-        return self._all
+                return [provider, *providers[:index], *providers[index + 1 :]]
+        return providers
 
     def _merge(self, results: Sequence[list[Verdict] | BaseException]) -> list[Verdict]:
         valid = [result for result in results if not isinstance(result, BaseException)]

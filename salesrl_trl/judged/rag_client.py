@@ -135,6 +135,11 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
 ANSWER = TypeAdapter(Answer)  # as it is kept and recorded
 
 
+def kept(answer: Answer) -> dict[str, object]:
+    """An answer as it is kept and recorded."""
+    return ANSWER.dump_python(answer, warnings=False)  # type: ignore[no-any-return]  # a warning would quote it
+
+
 class RagAnswers:
     """Asks a backend, and keeps what it answers in these stores. What asks raises `ServiceError`."""
 
@@ -143,8 +148,8 @@ class RagAnswers:
         answers: AnswerStore, references: AnswerStore,
     ) -> None:  # fmt: skip
         self.backend = backend
-        self.answer_cache = Cache(answers, ANSWER.dump_python, ANSWER.validate_python)
-        self.reference_cache = Cache(references, ANSWER.dump_python, ANSWER.validate_python)
+        self.answer_cache = Cache(answers, kept, ANSWER.validate_python)
+        self.reference_cache = Cache(references, kept, ANSWER.validate_python)
         self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format

@@ -136,11 +136,16 @@ def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[st
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    yield error
-    context = None if error.__suppress_context__ else error.__context__
-    for cause in (error.__cause__, context, *getattr(error, "exceptions", ())):
-        if cause is not None:
-            yield from _chain(cause)
+    left, seen = [error], set[int]()
+    while left:
+        error = left.pop()
+        if id(error) in seen:  # an error may be its own cause
+            continue
+        seen.add(id(error))
+        yield error
+        context = None if error.__suppress_context__ else error.__context__
+        inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        left += [cause for cause in (*reversed(inner), context, error.__cause__) if cause is not None]
 
 
 def _fits(sign: Sign, error: BaseException) -> bool:

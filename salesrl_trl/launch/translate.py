@@ -26,6 +26,7 @@ from salesrl_trl.launch.coming_from import known_as, line_of
 _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
 _KEY = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
+_PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
 _EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and a text for PyYAML
 _OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
 
@@ -52,7 +53,8 @@ def read(path: Path) -> dict[str, object]:
 
 def _words(text: str) -> dict[str, object]:
     values: dict[str, object] = {"HOME": "~", "PWD": "."}
-    for name, is_set, value in (word.partition("=") for word in shlex.split(text.replace("\\\n", " "), comments=True)):
+    text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
+    for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
         if is_set:
             value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # Hydra wants no blank, and YAML does
             values |= table.flat({name.lstrip("+"): _resolved(table.value_of(value), values)})

@@ -52,7 +52,7 @@ class WeightChange(Part):
                 f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
                 f"writes its updates back in it, at a learning rate of {args.learning_rate:g}. {REMEDY}",
             )
-        self._full_rate = args.learning_rate
+        self._full_rate, self._rate = args.learning_rate, 0.0
         self._hook = innermost.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -66,7 +66,7 @@ class WeightChange(Part):
                 self._samples[id(weight)] = (weight, had_gradient, _picked(weight).clone())
 
     def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
-        if self._hook is None:
+        if self._hook is None or 2 * self._rate < self._full_rate:
             return
         total = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
         for weight, had_gradient, before in self._samples.values():

@@ -183,8 +183,13 @@ class ReplayReward(Scorer):
     def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
         query = f"SELECT text, {_FIELDS} FROM completions WHERE row = ? ORDER BY id"
         records = self._select(self._files, query, recorded_name(row))
-        texts = difflib.get_close_matches(text, [record[0] for record in records], n=1, cutoff=0.0)
-        return next((record[1:] for record in records if record[0] in texts), None)
+        matcher = difflib.SequenceMatcher(b=text, autojunk=False)
+
+        def similarity(record: tuple[Any, ...]) -> float:
+            matcher.set_seq1(record[0])
+            return matcher.ratio()
+
+        return max(records, key=similarity)[1:] if records else None
 
     def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[tuple[Any, ...]]:
         return [row for file in files for row in file.execute(query, values)]

@@ -195,6 +195,10 @@ class Quota(Protocol):
 
     budget: SharedBudget
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether a limit has refused a request."""
+
     async def admit(self) -> None:
         """Wait until a request may be sent, and count it. Raises `BudgetSpent` where a limit is reached,
         `ServiceError` where the account can't be used, `TimeoutError` where the deadline comes first."""

@@ -124,6 +124,10 @@ class Transport:
         """The budget that its requests are held against."""
         return None if self._quota is None else self._quota.budget
 
+    @property
+    def is_spent(self) -> bool:
+        return self._quota is not None and self._quota.is_spent
+
     async def admit(self) -> None:
         """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
         try:

@@ -84,7 +84,10 @@ def model_flops(model: nn.Module) -> ModelFlops:
         raise UnknownFlops("its adapter adds tokens to the prompt")
     if getattr(base, "is_quantized", False) and not getattr(base, "is_loaded_in_4bit", False):
         raise UnknownFlops("its weights are packed")
-    costs = {module: _cost(module) for module in base.modules() if isinstance(module, nn.Linear | Conv1D)}
+    adapters, active = {*getattr(model, "peft_config", ())}, getattr(model, "active_adapter", ())
+    idle = {"original_module", *(adapters - {*([active] if isinstance(active, str) else active)})}
+    layers = [part for name, part in base.named_modules() if idle.isdisjoint(name.split("."))]
+    costs = {layer: _cost(layer) for layer in layers if isinstance(layer, nn.Linear | Conv1D)}
     of_head = sum(costs.pop(module, 0) for module in head.modules())
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = 12 * config.num_hidden_layers * config.num_attention_heads * width

@@ -7,8 +7,8 @@ from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
 from salesrl_trl.config.trl_settings import check_evaluation
-from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
+from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.judged.judge_reward import needs_of
 from salesrl_trl.launch.checks.dataset import check_pictures, check_prompts, check_splits, settle_held_out
 from salesrl_trl.launch.checks.environment import check_environment, check_tokenizer
@@ -94,6 +94,11 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
     findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     findings.notes(check_stand_ins(reward, training.branches, next(iter(config.data.own_sources), None)))
+    if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
+        raise ModelNotFoundError(
+            f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
+            "scripts/make_vision_policy.py`, which teaches it in two minutes."
+        )
     is_16_bit = bool(training.bf16 or training.fp16)
     asked = model.attn_implementation
     model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
