@@ -133,7 +133,7 @@ def test_a_script_is_read_as_a_shell_reads_it(tmp_path):
     script = r"""
     MODEL=${MODEL:-some/model}
     SET=$MODEL.json
-    LENGTH=2048 NOW=`date`
+    LENGTH=$((1024 * 2)) NOW=`date`
     if [[ "$A" == "b" ]]; then echo "x: y: ["; fi
     main data.val_files=${ROOT:-${HOME}/data}/b.parquet actor_rollout_ref.model.path=$MODEL data.train_files=$SET \
         data.max_prompt_length=$LENGTH data.train_batch_size=$NONE actor_rollout_ref.rollout.n=null \

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 from support.seconds import check_seconds
@@ -19,6 +20,8 @@ from support.seconds import check_seconds
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.judged import cache as module
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
+from salesrl_trl.judged.rag_client import kept
+from salesrl_trl.types import Answer, Passage
 
 
 def cache_of(store):
@@ -266,3 +269,9 @@ def test_a_store_that_keeps_nothing_still_shares_what_is_under_way():
         return ask.times
 
     assert asyncio.run(run()) == 2
+
+
+def test_an_answer_of_a_users_own_client_is_kept_without_a_warning_that_quotes_it():
+    answer = Answer(text="a", passages=[Passage(id=1, text="a customer's words", score=1.0)], took_ms=1.0)
+    with warnings.catch_warnings(action="error"):
+        assert kept(answer)["passages"][0]["text"] == "a customer's words"

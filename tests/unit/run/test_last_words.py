@@ -234,3 +234,9 @@ def test_every_setting_of_a_remedy_exists():
 def test_the_page_is_the_table():
     assert (ROOT / PAGE).read_text() == page()
     assert len({fault.anchor for fault in FAULTS}) == len(FAULTS)
+
+
+def test_causes_in_a_circle_end():
+    error, other = ValueError("one"), ValueError("other")
+    error.__cause__, other.__cause__ = other, error
+    assert recognised(error) is None
