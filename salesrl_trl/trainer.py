@@ -44,7 +44,7 @@ from salesrl_trl.wiring.saving import SavingTrainer
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
 logger = logging.getLogger(__name__)
-OWN_ARGUMENTS = dict.fromkeys(("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts"))
+OWN_ARGUMENTS = ("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts")
 
 
 class SalesGRPOTrainer(SavingTrainer):
@@ -87,7 +87,7 @@ class SalesGRPOTrainer(SavingTrainer):
         if cls is not SalesGRPOTrainer or model is None or isinstance(args, SalesGRPOConfig):
             return super().__new__(cls)  # without a model it is a copy that is being made
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        if OWN_ARGUMENTS.keys() & given.keys() or any(map(needs_loop, functions)):
+        if given.keys() & {*OWN_ARGUMENTS} or any(map(needs_loop, functions)):
             raise ConfigError(
                 f"{', '.join(OWN_ARGUMENTS)}, a `RewardLoop` and a function with `@per_episode` go with a "
                 "`SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."

@@ -146,6 +146,7 @@ _READ_STATUS = frozenset({400, 401, 402, 403, 404, 422, 429, 500, 503, 529})
 REQUEST_ID_HEADER = "X-Request-Id"  # in the reply too, if the service returns it
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a pair, perhaps with its other half
 T = TypeVar("T")
 FAILED_WORDS = frozenset(
     {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
@@ -189,7 +190,10 @@ class HttpClient:
         """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
         `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
         size limit, and for a reply to another request: that closes the connection."""
-        content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
+        try:
+            content = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # to look first would take as long again
+            content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
             try:
@@ -270,7 +274,7 @@ def read_json(content: bytes) -> object:
     twice."""
     try:
         value: object = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
-        return encodable(value, "the reply of a service")
+        return encodable(value, "the reply of a service") if _SURROGATE.search(content) else value
     except RecursionError:
         raise ValueError("a body that is nested too deep") from None
 

@@ -217,7 +217,9 @@ def built_in(run: PartContext) -> list[Part]:
         ("record.recorder:ClosingReport", "tensorboard" in args.report_to, ""),
     )
     parts: list[Part] = []
-    for place, _, asked_by in (part for part in wanted if part[1]):
+    for place, is_on, asked_by in wanted:
+        if not is_on:
+            continue
         module, _, kind = place.partition(":")
         try:
             parts.append(getattr(layer(module, asked_by), kind)())

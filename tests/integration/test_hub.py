@@ -63,7 +63,7 @@ def test_a_push_uploads_whole_policies_and_nothing_else_of_the_folder(
     card = hub.commits[-1]["README.md"].decode()
     assert "# policy\n" in card and "mean reward changed by" in card and "| Reward | length, weight 1 |" in card
     assert str(tmp_path) not in card and ".saving" not in card
-    assert ModelCard(card).data.library_name == "transformers"
+    assert "transformers" in ModelCard(card).data.to_dict().values()  # by which the hub offers code that loads it
     for name in {path.partition("/")[0] for path in more}:  # whole, so that a run can go on from it
         copy = tmp_path / "copy" / name
         copy.mkdir(parents=True)

@@ -1,9 +1,8 @@
 """`python -m salesrl_trl.launch.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [...]`.
 
 Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
-of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if nothing
-was scored; 2 for wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after
-Ctrl-C.
+of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if nothing was scored; 2 for
+wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
