@@ -91,7 +91,7 @@ def test_a_body_of_256_mb_costs_little_memory_with_a_length_and_in_chunks(fault)
     print(f"256 MB body: {done.stdout} MB more at the peak")
     codes, megabytes = zip(*map(str.split, done.stdout.splitlines()), strict=True)
     assert codes == ("rag_8b_bad_response",) * 2
-    assert max(map(float, megabytes)) <= 8.0
+    assert max(map(float, megabytes)) <= 32.0  # 4 to 12 in practice, by what the socket buffers; whole it is 256
 
 
 def test_a_redirect_to_another_host_is_sent_nothing(fault, ask):
