@@ -1,0 +1,136 @@
+"""Write the reference pages that are made from the source: settings, metrics, commands, API, verl's names, errors.
+
+    python scripts/make_reference.py FOLDER
+
+docs/conf.py calls this when the site is built. The pages aren't committed.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import salesrl_trl.__main__ as command
+from salesrl_trl.launch import settings_help
+from salesrl_trl.launch.coming_from import Name
+from salesrl_trl.launch.coming_from import names as foreign_names
+from salesrl_trl.launch.presets import PRESETS
+from salesrl_trl.launch.process import FAULTS, Sign
+from salesrl_trl.names import FIGURES
+from scripts import make_api_page
+
+
+def settings() -> str:
+    """Every setting of a run by group, with its default."""
+    parts = [
+        "# Settings",
+        "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of any "
+        "recipe or command prints the same text. Settings inherited from TRL and transformers follow their own.",
+        f"Presets are overlays of a recipe: `--preset NAME`, one of {', '.join(f'`{name}`' for name in PRESETS)}.",
+    ]
+    for group, of in settings_help.GROUPS.items():
+        rows = [each for each in settings_help.settings().values() if each.group == group]
+        lines = [f"| `{each.name}` | {_cell(each.default, code=True)} | {_cell(each.text)} |" for each in rows]
+        parts += [f"## {group}", f"{str(of['about']).capitalize()}.", _table(["setting", "default", "meaning"], lines)]
+    return _page(parts)
+
+
+def metrics() -> str:
+    """Every metric that this package logs beside TRL's own."""
+    lines = [f"| `{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
+    text = (
+        "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. Words in "
+        "angle brackets stand for each branch, stage, service and so on. All ranks log the same names at every step."
+    )
+    return _page(["# Metrics", text, _table(["name", "meaning"], lines)])
+
+
+def commands() -> str:
+    """The `--help` of every command."""
+    parts = ["# Command line", "`salesrl COMMAND` and `python -m salesrl_trl COMMAND` are the same."]
+    for name in ("", *command.COMMANDS):
+        words = [sys.executable, "-m", "salesrl_trl", *filter(None, [name]), "--help"]
+        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        parts += [f"## salesrl {name}".rstrip(), f"```text\n{told.strip()}\n```"]
+    return _page(parts)
+
+
+def troubleshooting() -> str:
+    """Every fault that a failed run recognises, by title."""
+    ordered = sorted(FAULTS, key=lambda fault: fault.title)
+    parts = [
+        "# Troubleshooting",
+        "A run that fails ends with its final error summary: the error, its cause and what to do. The summary is also "
+        "in `OUTPUT_DIR/run.log`. This page lists every recognised error. If a run hangs, the last `[Heartbeat]` line "
+        "names the phase (see [Timing](timing.md)).",
+        "\n".join(f"- [{fault.title}](#{fault.anchor})" for fault in ordered),
+    ]
+    for fault in ordered:
+        steps = "\n".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
+        parts += [f"## {fault.title}", fault.cause, f"Recognised by: {'; '.join(map(_shown, fault.signs))}.", steps]
+    return _page(parts)
+
+
+def verl_names() -> str:
+    """verl's settings, and the upper-case names of scripts, with what replaces each."""
+    parts = [
+        "# Names of verl and of scripts",
+        "What verl's settings and upper-case names in scripts are called here. A recipe or command line with one of these "
+        "names is rejected with the name and value to use. [Coming from verl](../start/from-verl.md) converts a whole "
+        "configuration.",
+    ]
+    for system, title in (("verl", "verl"), ("upper case", "Upper-case names")):
+        lines = [_foreign(name, line) for name, line in foreign_names().items() if line.system == system]
+        parts += [f"## {title}", _table([title, "here", "note"], lines)]
+    return _page(parts)
+
+
+def _foreign(name: str, line: Name) -> str:
+    here = ", ".join(f"`{setting}`" for setting in (line.here or line.see).split(", ") if setting)
+    values = [f"`{there}` becomes `{value}`" for there, value in (line.values or {}).items() if there != value]
+    notes = [*values, line.note, f"if `{line.when}` is on" if line.when else ""]
+    return f"| `{name}` | {here or 'none'} | {_cell('; '.join(filter(None, notes)))} |"
+
+
+def _shown(sign: Sign) -> str:
+    parts = {"error": sign.kind, "message": sign.text, "raised in": sign.where, "signal": sign.status}
+    return ", ".join(f"{name} `{value}`" for name, value in parts.items() if value)
+
+
+def _table(heads: list[str], lines: list[str]) -> str:
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
+
+
+def _cell(text: str, *, code: bool = False) -> str:
+    text = " ".join(text.split()).replace("|", "\\|")
+    return f"`{text}`" if code and text else text
+
+
+def _angled(text: str) -> str:
+    return text.replace("{", "<").replace("}", ">")
+
+
+def _page(parts: list[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Each page's file and text."""
+    yield "settings.md", settings()
+    yield "metrics.md", metrics()
+    yield "command-line.md", commands()
+    yield "api.md", make_api_page.page()
+    yield "verl-names.md", verl_names()
+    yield "troubleshooting.md", troubleshooting()
+
+
+def main(folder: Path) -> None:
+    """Write the pages; a page that says what it said keeps its time, so that Sphinx doesn't read it again."""
+    for name, text in pages():
+        path = folder / name
+        if not path.is_file() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
