@@ -26,8 +26,7 @@ REPOSITORY = METADATA["metadata"].get("url", "").rstrip("/")
 
 
 def _point_into_the_repository(app: object, name: str, source: list[str]) -> None:
-    """Links to files outside docs/, from any depth, lead to the repository; without its address in setup.cfg they become
-    the file's name."""
+    """Links to files outside docs/ lead to the repository, or show the file's name while setup.cfg has no address."""
 
     def replaced(found: re.Match[str]) -> str:
         _, text, path, anchor = found.groups(default="")
@@ -35,7 +34,8 @@ def _point_into_the_repository(app: object, name: str, source: list[str]) -> Non
         if not file.exists() or not file.is_relative_to(ROOT) or file.is_relative_to(PAGES):
             return found[0]  # another page, a picture of docs/, or a link that the build names as broken
         path = file.relative_to(ROOT).as_posix()
-        return f"[{text}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else f"{text} (`{path}`)"
+        named = text if text == f"`{path}`" else f"{text} (`{path}`)"
+        return f"[{text}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else named
 
     source[0] = LINK.sub(replaced, source[0])
 
