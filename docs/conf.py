@@ -20,18 +20,22 @@ myst_fence_as_directive = ["mermaid"]
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 copybutton_exclude = ".linenos, .gp"
 
-LINK = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
+PAGES = ROOT / "docs"
 REPOSITORY = METADATA["metadata"].get("url", "").rstrip("/")
 
 
 def _point_into_the_repository(app: object, name: str, source: list[str]) -> None:
-    """Links to files beside docs/ lead to the repository, or are the file's name while setup.cfg has no address."""
+    """Links to files outside docs/ lead to the repository, or show the file's name while setup.cfg has no address."""
 
     def replaced(found: re.Match[str]) -> str:
         _, text, path, anchor = found.groups(default="")
-        if (ROOT / path).exists():
-            return f"[{text}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else f"{text} (`{path}`)"
-        return found[0]  # the build names it as broken
+        file = (PAGES / name).parent.joinpath(path).resolve()  # `name`: of the page, such as `how-to/llm-judge`
+        if not file.exists() or not file.is_relative_to(ROOT) or file.is_relative_to(PAGES):
+            return found[0]  # another page, a picture of docs/, or a link that the build names as broken
+        path = file.relative_to(ROOT).as_posix()
+        named = text if text == f"`{path}`" else f"{text} (`{path}`)"
+        return f"[{text}]({REPOSITORY}/blob/main/{path}{anchor})" if REPOSITORY else named
 
     source[0] = LINK.sub(replaced, source[0])
 

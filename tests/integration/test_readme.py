@@ -27,7 +27,7 @@ def test_the_readmes_ten_lines_train_as_they_stand(tmp_path):
 
 
 def test_the_sales_examples_python_trains_as_it_stands(tmp_path):
-    run_section("docs/SALES.md", "From Python", tmp_path)
+    run_section("docs/sales.md", "From Python", tmp_path)
     assert (tmp_path / "runs/library/model.safetensors").is_file()
     state = json.loads((tmp_path / "runs/library/checkpoint-3/trainer_state.json").read_text("utf-8"))
     assert state["global_step"] == 3

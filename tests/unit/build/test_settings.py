@@ -113,7 +113,7 @@ def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsy
     assert re.findall(r"^  --([\w.]+)  \(", page, flags=re.MULTILINE) == [*FIRST]
     assert len(page.splitlines()) < 100
     assert "--dataset  (demo)" in page
-    table = (ROOT / "docs/SALES.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
+    table = (ROOT / "docs/sales.md").read_text("utf-8").split("| yours | setting | more |")[1].split("\n\n")[0]
     named = {FORMER.get(name, name) for name in re.findall(r"--([\w.]+)", table)}
     assert named <= {*FIRST, "eval_dataset.share"}
     counts = dict(re.findall(r"^  (\w+) +(\d+)  ", page, flags=re.MULTILINE))
