@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import_module(f"{__name__}.moved")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from salesrl_trl.agents.episodes import per_episode as per_episode

@@ -64,16 +64,16 @@ def test_an_installed_package_knows_the_commit_that_pip_noted_or_says_that_it_ca
     package, monkeypatch, capsys
 ):
     noted = "0123456789abcdef0123456789abcdef01234567"
-    info = package.parent / "salesrl_trl-0.1.0.dist-info"
+    info = package.parent / f"salesrl_trl-{own_code.__version__}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: salesrl_trl\nVersion: 0.1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: salesrl_trl\nVersion: {own_code.__version__}\n")
     monkeypatch.syspath_prepend(str(package.parent))
-    assert (has(noted), "is 0.1.0 (hash " in capsys.readouterr().err) == (2, True)
+    assert (has(noted), f"is {own_code.__version__} (hash " in capsys.readouterr().err) == (2, True)
     (info / "direct_url.json").write_text(json.dumps({"url": "https://x", "vcs_info": {"commit_id": noted}}))
     assert has(noted) == has(noted[:7]) == 0
     assert (own_code.code().commit, own_code.code().changed_files) == (noted[:12], 0)
     assert has("fedcba9876") == has(noted[:3]) == 2  # before it, after it, or another's
-    assert f"is 0.1.0 (commit {noted[:12]})" in capsys.readouterr().err
+    assert f"is {own_code.__version__} (commit {noted[:12]})" in capsys.readouterr().err
 
 
 def test_a_file_newer_than_what_was_imported_is_told_once_and_not_after_a_reload(tmp_path, monkeypatch, caplog):
