@@ -93,7 +93,7 @@ else
   # One process more than cores, to four, each with a thread: tests wait now and then. A file is one worker's;
   # tests/conftest.py begins with the long ones.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
-  run "tests" "$bin/python" -m pytest -q -m "not (alone or gpu or real_model or bench)" \
+  run "tests" "$bin/python" -m pytest -q -m "not (alone or docker or gpu or real_model or bench)" \
     --ignore tests/integration/test_trackers.py \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   status=0
@@ -104,10 +104,10 @@ else
   rm -rf -- "$beside"
   trap - EXIT
   # Only the files that name these marks: collecting all tests takes longer than these tests.
-  marks="alone|real_model"
+  marks="alone|docker|real_model"
   if [[ -e /dev/nvidiactl ]]; then marks="$marks|gpu"; fi
   mapfile -t marked < <(grep -rlE "mark\.($marks)\b" --include='test_*.py' tests)
-  set -- -m "alone or gpu or real_model" "${durations[@]}" "${marked[@]}"
+  set -- -m "alone or docker or gpu or real_model" "${durations[@]}" "${marked[@]}"
   if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
