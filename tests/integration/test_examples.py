@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import difflib
 import json
+import math
 import os
 import re
 import runpy
@@ -17,8 +18,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from run_notebook import fingerprint  # of scripts/
 from support.forked import COLD_PYTHON
 from support.loopback import VERDICT, action, chat_completion, row, score_batch
+from support.wheel import built_wheel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOTrainer
 from werkzeug import Response
@@ -178,27 +181,55 @@ def test_a_reward_model_counts_beside_a_function_that_does_not_apply_to_all(
     } <= line.keys()
 
 
-def test_the_notebook_trains_where_an_event_loop_runs_already(monkeypatch, tmp_path, policy_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MODEL", str(policy_path))
-    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+def notebook():
+    return json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))
+
+
+def test_the_notebooks_outputs_are_those_of_its_cells():
+    """`scripts/run_notebook.py` stores them, with a hash of the code that they belong to."""
+    assert notebook()["metadata"]["salesrl_trl"] == {"outputs_of": fingerprint(notebook())}
+    code = [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} == {"execute_result", "stream"}  # no error
+    assert "text/html" in code[-1]["outputs"][-1]["data"]
+
+
+KERNEL = """
+import asyncio, json, sys
+import salesrl_trl
+
+async def kernel(cells):  # as a notebook's kernel does it: inside its own event loop
     names = {"__name__": "__main__"}
+    *before, last = cells
+    for cell in before:
+        exec(cell, names)
+    *lines, shown = last.splitlines()
+    exec("\\n".join(lines), names)
+    return eval(shown, names), names["trainer"].args.branches
 
-    async def kernel():
-        """As a notebook's kernel does it: inside its own event loop."""
-        for cell in (*cells, before):
-            exec(cell, names)
-        return eval(shown, names)
+table, branches = asyncio.run(kernel(json.loads(sys.argv[1])))
+print(json.dumps([salesrl_trl.__file__, branches, table.to_dict("list")]))
+"""
 
-    *cells, last = cells
-    before, _, shown = last.rpartition("\n")
-    table = asyncio.run(kernel())
-    assert list(table["step"]) == [1, 2, 3, 4]
-    for branch in ("sum", "product"):
-        assert table[f"reward/{branch}"].notna().any() and table[f"kl/{branch}"].notna().any()
-    assert names["trainer"].args.branches == ["product", "sum"]
+
+def test_the_notebook_trains_with_an_installed_package_where_an_event_loop_runs_already(tmp_path):
+    (tmp_path / "tree").mkdir()
+    installed = tmp_path / "site-packages"
+    built_wheel(tmp_path / "tree").extractall(installed)
+    cells = ["".join(cell["source"]) for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    assert sum("max_steps=40," in cell for cell in cells) == 1
+    fewer = [cell.replace("max_steps=40,", "max_steps=10,") for cell in cells]
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [COLD_PYTHON, "-c", KERNEL, json.dumps(fewer)]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    file, branches, table = json.loads(ran.stdout.splitlines()[-1])
+    assert (Path(file).parents[1], branches) == (installed, ["carry", "plain"])
+    assert table["step"] == [5, 10]
+    assert [name for name, column in table.items() if not all(map(math.isfinite, column))] == []
+    stored = "".join(notebook()["cells"][-1]["outputs"][-1]["data"]["text/html"])
+    assert list(table) == re.findall(r"<th>([^<]+)</th>", stored.partition("</thead>")[0])  # the index has no name
 
 
 def embedded(request):

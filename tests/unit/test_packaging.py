@@ -9,11 +9,9 @@ import configparser
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import zipfile
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import requires, version
@@ -26,6 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.forked import COLD_PYTHON
 from support.seconds import until
+from support.wheel import built_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 # They go in by themselves, in scripts/install.sh: before the lock, built from source after it, only on request.
@@ -160,15 +159,7 @@ def test_versions_of_the_environment(direct):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of this checkout, built in a copy: a build leaves folders behind."""
-    tree = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "salesrl_trl", tree / "salesrl_trl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([COLD_PYTHON, "-c", build], cwd=tree, check=True, capture_output=True, timeout=QUICK_S)
-    [built] = tree.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return built_wheel(tmp_path_factory.mktemp("tree"))
 
 
 def metadata_of(wheel, name):
