@@ -1,4 +1,4 @@
-"""The packaged judge as a reward function, beside one of your own. `judge.py` asks a model by hand instead."""
+"""The built-in judge as a reward function, next to one of your own. `judge.py` calls a model directly instead."""
 
 import os
 
@@ -27,7 +27,7 @@ def brief(completion):
 rows = [
     {
         "prompt": [{"role": "user", "content": f"What is {a} plus 5?"}],
-        "reference": str(a + 5),  # an answer that is known to be good
+        "reference": str(a + 5),  # a known good answer
         "criteria": [{"text": "gives the right number"}, {"text": "is polite", "weight": 0.2, "name": "polite"}],
     }
     for a in range(64)

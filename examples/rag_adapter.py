@@ -1,7 +1,7 @@
-"""A client for a RAG service of another form, for the setting `rag`: `--rag examples.rag_adapter.QuestionService`.
+"""A client for a RAG service with its own API, for the setting `rag`: `--rag examples.rag_adapter.QuestionService`.
 
-The service of this page takes `{"question", "limit"}` at one address and answers `{"answer", "contexts": [{"id",
-"text", "score"}]}`. What differs in yours is `ask` and `read`.
+This example's service accepts `{"question", "limit"}` at one address and returns `{"answer", "contexts": [{"id",
+"text", "score"}]}`. Adapt `ask` and `read` to yours.
 """
 
 import json
@@ -15,15 +15,15 @@ from salesrl_trl.types import Passage, RequestIds
 
 
 class QuestionService(RagBackend):
-    """Asks with the query that the policy wrote, and for the reference with the conversation's last line."""
+    """Searches with the policy's query; for the reference, with the last line of the conversation."""
 
     def __init__(self) -> None:
         self.identity = os.environ.get("QUESTION_SERVICE", "http://127.0.0.1:9000")
         limits = {"max_concurrency": 64, "attempt_timeout_s": 30.0, "max_attempts": 3, "outage_patience_s": 60.0}
-        # A transport owns retries, limits and hedges.
+        # The transport handles retries, limits and hedging.
         self.transports = {name: Transport(name, **limits) for name in ("rag_8b", "rag_32b")}
-        # `headers={"X-Api-Key": ...}` for a service that takes its key elsewhere. Errors of another client, such as
-        # httpx, are known too: by their status, or as a timeout or a lost connection.
+        # Use `headers={"X-Api-Key": ...}` if the service expects its key elsewhere. Another client, e.g. httpx, works
+        # too: its errors are recognised by status, or as a timeout or a lost connection.
         self._http = HttpClient("rag", self.identity, api_key=os.environ.get("QUESTION_SERVICE_KEY"))
 
     async def chat_8b(
@@ -47,11 +47,11 @@ class QuestionService(RagBackend):
 
 
 def read(content: bytes, least: float, took_ms: float) -> Answer:
-    """The answer of a body. What has another form is tried again, and at last counted as the service's failure."""
+    """Parse a response. A malformed one is retried, and in the end counts as a failure of the service."""
     try:
         body = json.loads(content)
         found = [Passage(id=str(each["id"]), text=each["text"], score=each["score"]) for each in body["contexts"]]
         passages = tuple(passage for passage in found if 1 >= passage.score >= least)
         return Answer(text=str(body["answer"]), passages=passages, took_ms=took_ms)
     except (ValueError, KeyError, TypeError) as error:
-        raise BadServiceResponse("the service answered in another form", code="rag_bad_response") from error
+        raise BadServiceResponse("the service returned a malformed response", code="rag_bad_response") from error

@@ -1,4 +1,4 @@
-"""A reward model beside a reward function. TRL runs the model, and the weights say how much each counts."""
+"""A reward model next to a reward function. TRL runs the model; `reward_weights` sets how much each counts."""
 
 import os
 
@@ -12,7 +12,7 @@ REWARD_MODEL = os.environ.get("REWARD_MODEL", "Skywork/Skywork-Reward-V2-Qwen3-0
 
 @per_completion
 def short_enough(completion, most):
-    """1 up to as many letters as the row's column `most` says. A row without a limit has no such number."""
+    """1 if the completion has at most `most` characters, else 0. Without a limit, this function gives no score."""
     return None if most is None else float(len(completion[0]["content"]) <= most)
 
 

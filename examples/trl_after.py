@@ -1,6 +1,6 @@
-"""A start with GRPO: a dataset, two reward functions, a trainer.
+"""A minimal GRPO script: a dataset, two reward functions, a trainer.
 
-`trl_before.py` is for TRL alone. `trl_after.py` is the same with this package.
+`trl_before.py` uses TRL alone, `trl_after.py` is the same script with this package.
 """
 
 import os
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from salesrl_trl import SalesGRPOConfig as GRPOConfig, SalesGRPOTrainer as GRPOTrainer
 
-MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")  # an id on the hub, or a folder
+MODEL = os.environ.get("MODEL", "Qwen/Qwen2.5-0.5B-Instruct")  # a hub id or a folder
 
 sums = [(a, b) for a in range(2, 10) for b in range(2, 10)]
 questions = [[{"role": "user", "content": f"What is {a} plus {b}?"}] for a, b in sums]
@@ -17,7 +17,7 @@ dataset = Dataset.from_dict({"prompt": questions, "answer": [str(a + b) for a, b
 
 
 def correct(completions, answer, **kwargs):
-    """1 where a completion has the answer. Imagine a service here, which takes seconds."""
+    """1 if the completion contains the answer. Imagine a service here that needs seconds."""
     texts = [completion[0]["content"] for completion in completions]
     return [float(right in text) for text, right in zip(texts, answer, strict=True)]
 

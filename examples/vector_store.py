@@ -1,6 +1,6 @@
-"""A RAG service over embeddings, for `rag.base_url: http://127.0.0.1:8801`. It answers with the nearest document.
+"""A RAG service over embeddings, for `rag.base_url: http://127.0.0.1:8801`. It answers with the closest document.
 
-`OPENAI_BASE_URL` and `OPENAI_API_KEY` say where the embedding model is. All documents are embedded at the start.
+`OPENAI_BASE_URL` and `OPENAI_API_KEY` point to the embedding model. The service embeds all documents when it starts.
 """
 
 import json
@@ -16,10 +16,10 @@ from openai import AsyncOpenAI, OpenAI
 
 MODEL = os.environ.get("EMBEDDING_MODEL", "bge-m3")
 DOCUMENTS = os.environ.get("DOCUMENTS", str(files("salesrl_trl.demo.rows") / "knowledge.jsonl"))
-MOST_CHARS = 6_000  # within the 8,192 tokens that common models take, in Chinese too
+MOST_CHARS = 6_000  # fits the 8,192 tokens of common models, also in Chinese
 documents = [json.loads(line) for line in Path(DOCUMENTS).read_text("utf-8").splitlines() if line.strip()]
-tenants = np.array([document.get("tenant_id") or "" for document in documents])  # empty: for all tenants
-client = AsyncOpenAI(max_retries=0)  # the run owns the retries
+tenants = np.array([document.get("tenant_id") or "" for document in documents])  # empty: visible to all tenants
+client = AsyncOpenAI(max_retries=0)  # the run does the retries
 app = FastAPI()
 
 
@@ -35,7 +35,7 @@ stored = np.concatenate([directions(OpenAI().embeddings.create(model=MODEL, inpu
 
 @app.post("/v1/rag/{endpoint}")
 async def answer(endpoint: str, asked: dict):
-    """`8b` searches with the action, its query three times, `32b` with the end of the conversation."""
+    """`8b` searches with the action, with its query weighted threefold; `32b` with the end of the conversation."""
     started = time.perf_counter()
     action = [asked.get("rewritten_query")] * 3 + [asked.get("user_profile"), asked.get("history_summary")]
     text = "\n".join(filter(None, action))[:MOST_CHARS] if endpoint == "8b" else asked["context"][-MOST_CHARS:]
