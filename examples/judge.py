@@ -1,6 +1,6 @@
 """A reward function that asks a language model: it scores each completion as soon as it is finished.
 
-For a judge inside the packaged reward, beside a RAG service, see docs/SERVICES.md, "A judge of another kind".
+For a judge class inside the built-in reward, see docs/how-to/llm-judge.md, "A judge class of your own".
 """
 
 import json

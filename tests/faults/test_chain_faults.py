@@ -1,4 +1,4 @@
-"""The whole chain under load and under faults: figures of docs/EXPERIMENTS.md."""
+"""The whole chain under load and under faults: figures of benchmarks/log/README.md."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""The transport against services that are limited, dead or slow: figures of docs/EXPERIMENTS.md.
+"""The transport against services that are limited, dead or slow: figures of benchmarks/log/README.md.
 
 In virtual time, so the seconds are those of the services and of the transport's waits alone.
 """

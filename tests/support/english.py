@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "recipes/**/*.md", "docs/**/*.md")
 OTHER_TEXTS = ("salesrl_trl/**/*.toml", "salesrl_trl/**/*.yaml")
-LOG_OF_EXPERIMENTS = ("docs/experiments/", "docs/EXPERIMENTS.md")
+LOG_OF_EXPERIMENTS = ("benchmarks/log/", "benchmarks/log/README.md")
 """A diary, dated: written once and left as it was."""
-GENERATED = ("docs/API.md", "docs/TROUBLESHOOTING.md")
+GENERATED = ("docs/reference/api.md", "docs/reference/troubleshooting.md")
 """Pages made of the package's texts, which count there."""
 
 HABITS = {

@@ -30,7 +30,7 @@ from support.seconds import until
 ROOT = Path(__file__).resolve().parents[2]
 # They go in by themselves, in scripts/install.sh: before the lock, built from source after it, only on request.
 NOT_LOCKED = {"torch", "deepspeed", "flash-attn", "vllm"}
-# Bounds that no test here reaches: docs/EXPERIMENTS.md has runs on GPUs with vLLM 0.25.1, which pins torch 2.11.0.
+# Bounds that no test here reaches: benchmarks/log has runs on GPUs with vLLM 0.25.1, which pins torch 2.11.0.
 SEEN_ON_GPUS = {"torch": "2.11.0", "vllm": "0.25.1"}
 # Of no release in requirements: only on request, for a GPU.
 NOT_INSTALLED = {"flash-attn", "torchao"}

@@ -40,7 +40,7 @@ def test_rows_of_another_form_are_written_in_the_columns_of_a_row(tmp_path, caps
 
 
 def test_documents_of_two_files_are_joined_as_their_rows_are(tmp_path):
-    """docs/DATA.md joins files of two formats, for a run with two branches."""
+    """docs/reference/data.md joins files of two formats, for a run with two branches."""
     files = write(tmp_path / "a.jsonl", bbq(0), bbq(1, question="Who ran?")), write(tmp_path / "b.jsonl", bbq(0))
     lines = set()  # as `sort -u` leaves them
     for number, file in enumerate(files):
