@@ -40,7 +40,7 @@ def metrics() -> str:
     lines = [f"| `{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
     text = (
         "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. "
-        "Words in angle brackets stand for each branch, stage, service and so on. All ranks log the same names at every step."
+        "Words in angle brackets stand for a branch, a stage, a service etc. All ranks log the same names at every step."
     )
     return _page(["# Metrics", text, _table(["name", "meaning"], lines)])
 
@@ -76,8 +76,8 @@ def verl_names() -> str:
     parts = [
         "# Names of verl and of scripts",
         "What verl's settings and upper-case names in scripts are called here. A recipe or command line with "
-        "one of them is rejected with the name and value to use. [Coming from verl](../start/from-verl.md) converts a whole "
-        "configuration.",
+        "one of them is rejected with the name and value to use. [From verl](../start/from-verl.md) converts "
+        "a whole configuration.",
     ]
     for system, title in (("verl", "verl"), ("upper case", "Upper-case names")):
         lines = [_foreign(name, line) for name, line in foreign_names().items() if line.system == system]
