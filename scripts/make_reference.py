@@ -40,7 +40,7 @@ def metrics() -> str:
     lines = [f"| `{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
     text = (
         "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. "
-        "Words in angle brackets stand for a branch, a stage, a service etc. All ranks log the same names at every step."
+        "Words in angle brackets stand for a branch, stage or service. All ranks log the same names at every step."
     )
     return _page(["# Metrics", text, _table(["name", "meaning"], lines)])
 
