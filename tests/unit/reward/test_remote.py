@@ -94,13 +94,6 @@ class OnItsLoop:
     def values(self, *completions):
         return self.result(completions).values
 
-    def finished(self, batch, *texts):
-        return self.loop.result(batch, texts)
-
-    @property
-    def child(self):
-        return self.reward.child
-
     @property
     def process(self):
         """The child that was started last."""
@@ -250,7 +243,7 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     batch = reward.begun(*texts)
     until(lambda: reward.loop.status() == "of 3 completions 2 in judge")
     services.let_go.set()
-    report = reward.finished(batch, *texts).report
+    report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
 
@@ -272,7 +265,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     killed = reward.process
     killed.kill()
     services.let_go.set()
-    result = reward.finished(batch, *texts)
+    result = reward.loop.result(batch, texts)
     assert result.values == [-0.25, 0.75, 0.75]
     assert reward.process.pid != killed.pid
     assert reward.process.poll() is None
@@ -296,11 +289,11 @@ def test_completions_that_are_scored_together_are_missing_when_their_child_ends(
     reward = remote_process(chain=deadly.together)
     batch = reward.loop.begin([{"prompt": ""}] * 2, 2)
     reward.loop.start(batch, 0, "a")
-    until(lambda: reward.child is not None and reward.child.scored)
+    until(lambda: reward.reward.child is not None and reward.reward.child.scored)
     reward.process.kill()
     until(lambda: batch.rewards[0] is not None)
     reward.reward.deadline_s = batch._deadline_s = 0.5  # the other one would wait for it
-    assert reasons(reward.finished(batch, "a", "b")) == ["reward_process_ended", "deadline"]
+    assert reasons(reward.loop.result(batch, ["a", "b"])) == ["reward_process_ended", "deadline"]
 
 
 def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
@@ -407,7 +400,7 @@ def test_keys_are_in_no_command_line_and_no_environment_and_nobody_else_can_spea
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
     assert "python" in (maps := (child / "maps").read_text()) and "libtorch" not in maps
     # what comes through the socket is unpickled: it has no name to connect to, and no other child inherits it
-    own = reward.child.channel._writer.get_extra_info("socket")
+    own = reward.reward.child.channel._writer.get_extra_info("socket")
     assert own.family == socket.AF_UNIX
     assert own.getsockname() == own.getpeername() == ""
     assert not os.get_inheritable(own.fileno())
