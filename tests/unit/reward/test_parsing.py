@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from salesrl_trl.judged.parsing import INVALID_REASONS, MAX_FIELD_CHARS, is_empty_text, parse_action
+from salesrl_trl.judged.parsing import _EMPTY, INVALID_REASONS, MAX_FIELD_CHARS, is_empty_text, parse_action
 from salesrl_trl.types import Action, ActionFormat, InvalidAction
 
 FIELDS = {"user_profile": "上班族", "rewritten_query": "Python price", "history_summary": ""}
@@ -70,3 +70,10 @@ def test_a_master_key_is_hollow(text):
 @pytest.mark.parametrize("text", ["5980", "解：五千九百八十元", "Solution: call us on Monday", "好的，周六上课", "A"])
 def test_an_answer_is_not(text):
     assert not is_empty_text(text)
+
+
+def test_no_opener_has_as_many_letters_as_the_texts_that_are_not_looked_at():
+    openers = _EMPTY
+    assert all(is_empty_text(opener) for opener in openers)
+    assert not any(is_empty_text(f"{opener} {'a' * 64}") for opener in openers)
+    assert max(map(len, openers)) < 64
