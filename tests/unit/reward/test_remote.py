@@ -381,9 +381,16 @@ def test_the_child_ends_when_its_parent_is_killed(services):
 # What is sent, and what is not
 
 
-def test_keys_are_in_no_command_line_and_no_environment_and_nobody_else_can_speak_to_the_child_without_torch(
-    services, remote_process
-):
+def test_nobody_else_can_speak_to_the_child(services, remote_process):
+    """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
+    reward = remote_process()
+    reward.values("hello")
+    ours = reward.reward.child.channel._writer.get_extra_info("socket")
+    assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
+    assert not os.get_inheritable(ours.fileno())
+
+
+def test_keys_are_in_no_command_line_and_no_environment_and_the_child_does_without_torch(services, remote_process):
     reward = remote_process()
     reward.values(ACTION)
     assert services.asked["8b"][0].headers["Authorization"] == "Bearer rag-secret"
@@ -399,8 +406,3 @@ def test_keys_are_in_no_command_line_and_no_environment_and_nobody_else_can_spea
     hidden = {f"{name}={value}".encode() for name, value in NO_ACCELERATOR.items()}
     assert {each for each in added if not each.startswith(b"PYTHONPATH=")} == hidden
     assert "python" in (maps := (child / "maps").read_text()) and "libtorch" not in maps
-    # what comes through the socket is unpickled: it has no name to connect to, and no other child inherits it
-    own = reward.reward.child.channel._writer.get_extra_info("socket")
-    assert own.family == socket.AF_UNIX
-    assert own.getsockname() == own.getpeername() == ""
-    assert not os.get_inheritable(own.fileno())
