@@ -220,12 +220,6 @@ def test_an_environment_with_trl_needs_nothing_but_additions_for_the_wheel(wheel
     assert missed == []
 
 
-def test_the_tests_that_run_with_the_lowest_versions_are_there():
-    named = re.findall(r"\btests/[\w/.]+", (ROOT / "scripts/test.sh").read_text("utf-8"))
-    assert len(named) > 10
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
 def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(setup_cfg):
     [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
     assert local["repo"] == "local"  # any other one is fetched from the network
