@@ -1,7 +1,6 @@
 """A format of one's own is one class outside the package. A published file goes its whole way to a reward."""
 
 import json
-import sys
 
 import pytest
 from support.loopback import action, build_reward, score_batch
@@ -10,7 +9,7 @@ from support.published import DIALOGUE, TOPIOCQA, bbq, write
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.data.form import Form
-from salesrl_trl.launch.data.formats import FORMATS
+from salesrl_trl.launch.data.formats import FORMATS, DatasetFormat, LeftOut, digest, text_of
 from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_rows
 from salesrl_trl.launch.data_config import DataConfig
@@ -18,8 +17,7 @@ from salesrl_trl.types import Outcome
 from scripts import create_tiny_dataset
 
 BRANCHES = ("fairness", "hallucination")
-FORMATS_OF_A_USER = '''
-from salesrl_trl.launch.data.formats import DatasetFormat, LeftOut, digest, text_of
+
 
 class Questions(DatasetFormat):
     """A file of {"q": ..., "a": ...}."""
@@ -30,27 +28,18 @@ class Questions(DatasetFormat):
         turns = [{"role": "customer", "content": text_of(record, "q")}]
         return {"id": f"q-{digest(record)}", "branch": "fairness", "conversation": turns, "documents": [record["a"]]}
 
+
 class Other:
-    pass
-'''
-
-
-@pytest.fixture(autouse=True)
-def formats_of_a_user(tmp_path, monkeypatch):
-    """A module that Python finds outside of the package."""
-    (tmp_path / "formats_of_a_user.py").write_text(FORMATS_OF_A_USER)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("formats_of_a_user", None)
+    """Is no format."""
 
 
 def test_a_format_is_named_by_its_dotted_path(tmp_path):
     file = write(tmp_path / "own.jsonl", {"q": "The price?", "a": "5 yuan."}, {"q": "And then?", "a": None})
-    form = DataConfig(dataset={"format": "formats_of_a_user.Questions"}).sources[0].form()
+    form = DataConfig(dataset={"format": f"{__name__}.Questions"}).sources[0].form()
     (row,) = load_rows(file, "", BRANCHES, form=form)
     assert (row.context, row.documents) == ("customer: The price?", ("5 yuan.",))
-    with pytest.raises(ConfigError, match=r"is 'formats_of_a_user.Other'. Expected a class that .*DatasetFormat"):
-        DataConfig(dataset={"format": "formats_of_a_user.Other"}).sources[0].form()
+    with pytest.raises(ConfigError, match=r"test_dataset_format.Other'. Expected a class that .*DatasetFormat"):
+        DataConfig(dataset={"format": f"{__name__}.Other"}).sources[0].form()
 
 
 GOOD_AND_BAD = {

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 
 import pytest
 from support.answers import WrittenSubject, answered, quick_evaluations
@@ -14,28 +13,17 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory
 from salesrl_trl.launch.settings import TelemetryConfig
 
-FIGURES_OF_A_USER = '''
+
 class Questions:
     """Share of answers with a question."""
 
-    name = "questions"
-    form = ".0%"
+    name, form = "questions", ".0%"
 
     def __call__(self, answers):
         return sum("?" in each.text for each in answers) / len(answers)
-'''
 
 
-@pytest.fixture(autouse=True)
-def figures_of_a_user(tmp_path, monkeypatch):
-    """A module that Python finds outside of the package."""
-    (tmp_path / "figures_of_a_user.py").write_text(FIGURES_OF_A_USER)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("figures_of_a_user", None)
-
-
-QUESTIONS = "figures_of_a_user.Questions"
+QUESTIONS = f"{__name__}.Questions"
 
 
 def script(*texts):
