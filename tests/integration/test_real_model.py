@@ -1,10 +1,9 @@
-"""A real language model on the CPU: Gemma 3 270M, with a tied head and a vocabulary of 262,144 tokens, as the policy
-and as the judge. `REAL_MODEL=FOLDER` runs these tests, and keeps the model there (`benchmarks.real_model_files`).
+"""A real language model on the CPU: Gemma 3 270M, with a tied head and a vocabulary of 262,144 tokens, as the policy.
+`REAL_MODEL=FOLDER` runs this test, and keeps the model there (`benchmarks.real_model_files`).
 
 As a program: python tests/integration/test_real_model.py MODEL OUT
 """
 
-import asyncio
 import json
 import os
 import sys
@@ -12,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import done_on_vllm
-from support.loopback import Services, action, build_reward, row
 from support.scripted import settings
-from support.vllm_server import serve
 
 from benchmarks.real_model_files import prepare
 
@@ -23,7 +20,6 @@ FOLDER = Path(os.environ["REAL_MODEL"]).absolute() if os.environ.get("REAL_MODEL
 MINUTES = 60.0
 STEPS = 3
 SHOTS = "3 + 4 = 7\n2 + 6 = 8\n"
-VERDICTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +67,6 @@ def main(model, out):
     trainer.train()
     (out / "told.json").write_text(json.dumps([entry for entry in trainer.state.log_history if "reward" in entry]))
     trainer.finish()
-
-
-def test_its_verdicts_are_read_when_it_is_held_to_the_schema(real_model, httpserver, tmp_path):
-    services = Services(httpserver)
-    provider = {"name": "judge", "model": "real", "response_format": "json_schema", "max_completion_tokens": 300}
-    patience = {"attempts": 2, "timeout_s": 10 * MINUTES, "deadline_s": 20 * MINUTES}
-    limits = {"initial_concurrency": VERDICTS, "max_concurrency": VERDICTS}
-    # Its generation config ends at a line break, as an answer does, and a verdict may have some.
-    options = ("--served-model-name", "real", "--max-model-len", "4096", "--generation-config", "vllm")
-    with serve(real_model, tmp_path / "log", *options) as url:
-        providers = [provider | {"base_url": f"{url}/v1"}]
-        reward = build_reward(services.url, [row()], providers=providers, limits=limits, **patience)
-
-        async def once():
-            completions = [action(query=f"What does the {name} course cost?") for name in ("a", "b", "c", "d")]
-            result = await reward.score_all([{"row": 0}] * VERDICTS, completions)
-            await reward.aclose()
-            return result
-
-        result = asyncio.run(once())
-    print([(each.outcome, each.reason, each.value) for each in result.rewards])
-    assert sum(each.value is not None for each in result.rewards) >= VERDICTS / 2
-    assert all(each.value is None or 0 <= each.value <= 1 for each in result.rewards)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@ import re
 import socket
 from contextlib import closing
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
 from support.loopback import ACTION, BAD, Services, action
-from support.ranks import of_one_machine, run_ranks
 from support.scripted import build_trainer, default_rows, loopback_reward
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -73,18 +71,6 @@ def test_a_replay_ends_with_the_same_weights_and_asks_nobody(tiny, recorded_run,
     assert torch.equal(weights(again), weights(first))
     rewards = [[entry["reward"] for entry in each.state.log_history if "reward" in entry] for each in (first, again)]
     assert rewards[0] == rewards[1]
-
-
-@pytest.mark.slow
-def test_a_replay_on_two_ranks_ends_with_the_same_weights(tiny, tmp_path):
-    program = Path(__file__).with_name("replay_on_ranks.py")
-    for rank in run_ranks(of_one_machine(), (program, tiny, tmp_path), tmp_path, 240):
-        assert len(set(rank["earned"])) == len(rank["earned"]) == 4
-        assert rank["again"] == rank["earned"]
-        assert rank["same_weights"]
-        orders, again = rank["orders"]
-        assert len({str(order) for order in orders if order[0]}) > 1  # as rewards came in
-        assert again == orders
 
 
 def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_run):

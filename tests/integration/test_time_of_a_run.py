@@ -2,7 +2,6 @@
 ends a run."""
 
 import json
-import logging
 import signal
 import subprocess
 import time
@@ -83,29 +82,6 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
         assert logs[MFU_MODEL] is logs[MFU_STEP] is None  # a CPU's peak is in no table
     keys = [set(logs) for logs in steps_of(trainer)]
     assert all(each == keys[0] for each in keys)
-
-
-def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, services, instruments, caplog):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
-    with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
-        trainer.train()
-    assert [logs[MFU_MODEL] for logs in steps_of(trainer)] == [None, None]
-    assert sum("more FLOPs than 'cpu' can do" in each.message for each in caplog.records) == 1
-
-
-def test_without_timing_nothing_is_measured_and_nothing_else_changes(
-    scripted_trainer, services, instruments, tmp_path
-):
-    off = instruments()
-    off.timeline.enabled = False
-    trainer = scripted_trainer(DIFFERENT, instruments=off, max_steps=2)
-    trainer.train()
-    for logs in steps_of(trainer):
-        assert STEP_SECONDS not in logs
-        assert "perf/samples_per_s" not in logs
-        assert logs["reward"] is not None
-        assert logs[REWARD_SECONDS] > 0
-    assert not (tmp_path / "run/trace.json").exists()
 
 
 def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, services, instruments):
