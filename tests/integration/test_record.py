@@ -106,13 +106,9 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     assert RewardConfig(replay={"run": folder, "on_miss": "nearest", "delays": True}).asks_nobody
     assert not RewardConfig(replay=f'{{"run": "{folder}", "on_miss": "live"}}').asks_nobody
     assert RewardConfig(replay=folder).embeds_judge is False
-    for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
+    for wrong in ({"gib": 0}, {"filter": "math.pi"}):
         with pytest.raises(ConfigError):
             SalesGRPOConfig(**given, record=wrong)
-    with pytest.raises(ConfigError, match=r"replay\.on_miss"):
-        RewardConfig(replay={"run": folder, "on_miss": "guess"})
-    with pytest.raises(ConfigError, match=r"nothing', which holds no record\. Expected `demo`"):
-        RewardConfig(replay=str(tmp_path / "nothing"))
     assert [RewardConfig(replay=run).parsed_replay().on_miss for run in (folder, "demo")] == ["fail", "nearest"]
     assert RewardConfig(replay={"run": "demo", "on_miss": "fail"}).parsed_replay().on_miss == "fail"
     with pytest.raises(ConfigError, match=r"none for mine.jsonl"):

@@ -16,7 +16,6 @@ from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.replay import ReplayReward
 from salesrl_trl.reward.functions import per_completion, reward_of
 from salesrl_trl.trainer import SalesGRPOTrainer
-from salesrl_trl.wiring.components import Components
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>'
 WRONG_CALL = CALL.replace("number", "other")
@@ -101,29 +100,6 @@ def lines_of(kind, config, policy, folder, functions, rows=ROWS, own=None, **giv
     if kind is SalesGRPOTrainer:
         trainer.finish()
     return steps_of(trainer)
-
-
-def test_a_heartbeat_says_whether_a_tool_runs_or_who_generates(caller, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    built, said = [], []
-    usual = Components.__init__
-
-    def kept(self, *arguments, **named):
-        built.append(self)
-        usual(self, *arguments, **named)
-
-    def slow(number):
-        said.append(built[0].instruments.details["generation"]())
-        return number + 3
-
-    monkeypatch.setattr(Components, "__init__", kept)
-    lines_of(
-        SalesGRPOTrainer, SalesGRPOConfig, caller, tmp_path, [turns], ROWS, tools=[functools.update_wrapper(slow, add)]
-    )
-    said.append(built[0].instruments.details["generation"]())
-    assert said == ["the tools that completions call are running"] * 2 + [
-        "transformers generates on the CPU, without vLLM"
-    ]
 
 
 class Asking:
