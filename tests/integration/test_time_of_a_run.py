@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 from support.forked import Program
 from support.loopback import VERDICT, chat_completion
 from support.runs import check_times, scalars, spans
@@ -96,21 +95,6 @@ def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, se
     assert second["time/evaluation_s"] >= 0.8  # what comes after an update; two batches of it wait 0.4 s each
     assert second["time/checkpoint_s"] > 0
     check_seconds(second["time/reward_wait_s"], most=0.8)  # that of training alone
-
-
-def test_the_policys_and_the_references_log_probs_are_told_apart_with_an_adapter(
-    scripted_trainer, services, instruments, tmp_path
-):
-    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = scripted_trainer(
-        DIFFERENT, instruments=instruments(), peft_config=adapter, max_steps=4, num_iterations=2, use_cpu=True
-    )
-    assert trainer.ref_model is None
-    trainer.train()
-    trainer.finish()
-    names = [span["name"] for span in spans(tmp_path / "run")[0, "phases"]]
-    # four updates on two generation batches: each batch has both log-probs once
-    assert names.count("old_logprobs") == names.count("reference_logprobs") == 2
 
 
 def test_the_trace_has_a_track_for_each_reward_and_one_for_the_phases(
