@@ -1,7 +1,7 @@
 """Measurements of this package, beside stock TRL where there is one to compare with.
 
 Run each one from the root of the checkout, as `python -m benchmarks.NAME`; `--help` says what it takes.
-docs/EXPERIMENTS.md holds the figures and their commands.
+benchmarks/log/README.md holds the figures and their commands.
 
 - `pipeline`: the cost of slow rewards in a step;
 - `functions`: step times with a slow reward function of a user's own, in each of its four forms;

@@ -4,8 +4,8 @@ A branch's KL moves towards a goal, first order, with a delay:
 
     goal = floor + drive / beta_eff ** exponent
 
-Each constant stands for a fact of docs/EXPERIMENTS.md ("Control in real training": the debug recipe at 1e-3), unless
-it says that it is assumed:
+Each constant stands for a fact of benchmarks/log ("Control in real training": the debug recipe at 1e-3), unless it
+is marked as assumed:
 
 - **The answer.** Fixed coefficients of 0.05, 0.3, 1 and 3 gave fairness 0.22, 0.118, 0.059 and 0.029 nats: exponents
   of 0.37 to 0.66; hallucination at 0.05, 0.1, 0.3 and 1 gave 0.22, 0.12, 0.052, 0.022: 0.7 to 0.9.

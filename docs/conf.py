@@ -4,6 +4,8 @@ import configparser
 import re
 from pathlib import Path
 
+from scripts import make_reference
+
 ROOT = Path(__file__).resolve().parents[1]
 METADATA = configparser.RawConfigParser()
 METADATA.read(ROOT / "setup.cfg", encoding="utf-8")
@@ -40,6 +42,11 @@ def _point_into_the_repository(app: object, name: str, source: list[str]) -> Non
     source[0] = LINK.sub(replaced, source[0])
 
 
+def _write_generated_pages(app: object) -> None:
+    make_reference.main(PAGES / "reference")
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    app.connect("builder-inited", _write_generated_pages)  # type: ignore[attr-defined]
     app.connect("source-read", _point_into_the_repository)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """An LLM judge as a reward function: it scores each completion as soon as it's generated.
 
-`packaged_judge.py` uses the built-in judge instead.
+`packaged_judge.py` uses the built-in judge instead. For a judge class inside the built-in reward, see
+docs/how-to/llm-judge.md, "A judge class of your own".
 """
 
 import json

@@ -1,9 +1,6 @@
-"""Make docs/API.md from the docstrings of the package's names.
+"""The page of the API, made from the docstrings of the package's names. make_reference.py writes it.
 
-    python scripts/make_api_page.py > docs/API.md
-
-Reads source files alone, and imports none of them: torch takes seconds. tests/unit/scripts/test_api_page.py holds the
-page and the docstrings in step.
+Reads source files alone, and imports none of them: torch takes seconds.
 """
 
 import ast
@@ -30,17 +27,16 @@ def names() -> dict[str, str]:
 
 
 def page() -> str:
-    """The text of docs/API.md."""
+    """The text of docs/reference/api.md."""
     sections, index = list[str](), list[str]()
     for name, module in names().items():
         path = f"salesrl_trl/{module.replace('.', '/')}.py"
         entry = _entry(ROOT / path, name)
-        sections += [f"## {name}", *_described(entry), f"Source: [{path}](../{path})", *_members(entry)]
+        sections += [f"## {name}", *_described(entry), f"Source: [{path}](../../{path})", *_members(entry)]
         index.append(f"- [`{name}`](#{name.lower()}): {_first_sentence(_docstring(entry))}")
     head = [
         "# API reference",
-        "The names that `from salesrl_trl import ...` gives. A name is imported when it is first asked for. This\n"
-        "page is made from their docstrings by `python scripts/make_api_page.py > docs/API.md`.",
+        "The names that `from salesrl_trl import ...` provides. Each is imported on first use.",
         "\n".join(index),
     ]
     return "\n\n".join([*head, *sections]) + "\n"
@@ -159,7 +155,3 @@ def markdown(docstring: str) -> str:
             text = ARGUMENT.sub(r"**\1**\2:", text, count=1) if section == "Args" and begins else text
             lines.append(f"- {text}" if begins else f"  {text.strip()}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

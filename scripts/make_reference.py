@@ -24,8 +24,8 @@ def settings() -> str:
     """Every setting of a run by group, with its default."""
     parts = [
         "# Settings",
-        "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of any "
-        "recipe or command prints the same text. Settings inherited from TRL and transformers follow their own.",
+        "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of "
+        "recipes and commands prints the same text. Settings inherited from TRL and transformers follow their own.",
         f"Presets are overlays of a recipe: `--preset NAME`, one of {', '.join(f'`{name}`' for name in PRESETS)}.",
     ]
     for group, of in settings_help.GROUPS.items():
@@ -39,8 +39,8 @@ def metrics() -> str:
     """Every metric that this package logs beside TRL's own."""
     lines = [f"| `{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
     text = (
-        "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. Words in "
-        "angle brackets stand for each branch, stage, service and so on. All ranks log the same names at every step."
+        "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. "
+        "Words in angle brackets stand for a branch, stage or service. All ranks log the same names at every step."
     )
     return _page(["# Metrics", text, _table(["name", "meaning"], lines)])
 
@@ -75,9 +75,9 @@ def verl_names() -> str:
     """verl's settings, and the upper-case names of scripts, with what replaces each."""
     parts = [
         "# Names of verl and of scripts",
-        "What verl's settings and upper-case names in scripts are called here. A recipe or command line with one of these "
-        "names is rejected with the name and value to use. [Coming from verl](../start/from-verl.md) converts a whole "
-        "configuration.",
+        "What verl's settings and upper-case names in scripts are called here. A recipe or command line with "
+        "one of them is rejected with the name and value to use. [From verl](../start/from-verl.md) converts "
+        "a whole configuration.",
     ]
     for system, title in (("verl", "verl"), ("upper case", "Upper-case names")):
         lines = [_foreign(name, line) for name, line in foreign_names().items() if line.system == system]

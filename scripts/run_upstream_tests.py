@@ -10,7 +10,7 @@ The file `tests/test_grpo_trainer.py` of the checkout runs three times with the 
 - two names: `GRPOConfig` is `SalesGRPOConfig` too.
 
 Models and datasets are stand-ins (`upstream_stand_ins`), so that no hub is needed. Nothing of the checkout is changed.
-It takes up to 20 minutes on 2 cores. `--claim` writes the counts into docs/EXPERIMENTS.md: nobody else does.
+It takes up to 20 minutes on 2 cores. `--claim` writes the counts into benchmarks/log/README.md: nobody else does.
 
 Exit code: 0 all that passes on stock passes with both, but for what is meant to differ; 1 something else does not; 2
 wrong usage.
@@ -45,8 +45,8 @@ MEANT = {
     ("one name", _BARE),
     ("two names", _BARE),
 }
-"""What passes on stock and is meant to fail here; docs/EXPERIMENTS.md has the log with the reasons."""
-CLAIM, CLAIMS = "| TRL's own tests pass |", Path(__file__).resolve().parents[1] / "docs/EXPERIMENTS.md"
+"""What passes on stock and is meant to fail here; benchmarks/log/README.md has the log with the reasons."""
+CLAIM, CLAIMS = "| TRL's own tests pass |", Path(__file__).resolve().parents[1] / "benchmarks/log/README.md"
 _losses: list[float] = []
 
 
@@ -170,7 +170,7 @@ def report(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
 
 
 def claim_of(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
-    """The words of docs/EXPERIMENTS.md for these outcomes."""
+    """The words of benchmarks/log/README.md for these outcomes."""
     passing = [test for test, line in found["stock"].items() if line["outcome"] == PASSED]
     one, two = (
         sum(found[way].get(test, {}).get("outcome") == PASSED for test in passing) for way in ("one name", "two names")
@@ -184,7 +184,9 @@ def main() -> int:
     parser.add_argument("--trl", type=Path, required=True, help="a checkout of TRL, with its tests")
     parser.add_argument("--work", type=Path, required=True, help="a folder for stand-ins and results; made anew")
     parser.add_argument("-k", default="", help="which tests, as in pytest")
-    parser.add_argument("--claim", action="store_true", help="write the counts of all tests into docs/EXPERIMENTS.md")
+    parser.add_argument(
+        "--claim", action="store_true", help="write the counts of all tests into benchmarks/log/README.md"
+    )
     given = parser.parse_args()
     if not (given.trl / "tests" / FILE).exists():
         parser.error(f"{given.trl} has no tests/{FILE}")

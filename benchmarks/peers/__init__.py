@@ -10,5 +10,5 @@
 - `environment` builds an environment from the package index; `environments/` holds the pinned lists.
 - `__main__` makes the weights and runs the arms one after the other.
 
-docs/experiments/2026-11-26-peers.md has the figures and what differs between the arms.
+benchmarks/log/2026-11-26-peers.md has the figures and what differs between the arms.
 """

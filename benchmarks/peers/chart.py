@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.chart > docs/latency.svg
 
-The rows are those of docs/experiments/2026-11-26-peers.md, with its runs' numbers. A pure function of the file: no
+The rows are those of benchmarks/log/2026-11-26-peers.md, with its runs' numbers. A pure function of the file: no
 library draws, so that the picture follows the reader's light or dark theme.
 """
 

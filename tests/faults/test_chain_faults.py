@@ -1,7 +1,6 @@
-"""The whole chain under load and under faults: figures of docs/EXPERIMENTS.md."""
+"""The whole chain under load and under faults: figures of benchmarks/log/README.md."""
 
 import asyncio
-import socket
 
 import pytest
 from faults.fault_server import seconds_of
@@ -11,13 +10,6 @@ from support.seconds import check_seconds
 
 from salesrl_trl.service.event_loop import now
 from salesrl_trl.types import Outcome
-
-
-@pytest.fixture
-def dead_url():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_a_dead_judge_costs_little_while_its_fallback_lives(fault_in_memory):
@@ -37,8 +29,8 @@ def test_a_dead_judge_costs_little_while_its_fallback_lives(fault_in_memory):
 
 
 @pytest.mark.alone
-def test_everything_dead_is_missing_with_a_reason_and_soon(dead_url):
-    reward = build_reward(dead_url, [row()], attempts=3)
+def test_everything_dead_is_missing_with_a_reason_and_soon():
+    reward = build_reward("http://127.0.0.1:9", [row()], attempts=3)
     result, seconds = timed_batch(reward, [action(query=f"q{index}") for index in range(200)], run=asyncio.run)
     assert {each.reason for each in result.rewards} <= {"rag_8b_unavailable", "rag_8b_breaker_open"}
     assert all(each.value is None for each in result.rewards)

@@ -1,4 +1,4 @@
-"""The transport against services that are limited, dead or slow: figures of docs/EXPERIMENTS.md.
+"""The transport against services that are limited, dead or slow: figures of benchmarks/log/README.md.
 
 In virtual time, so the seconds are those of the services and of the transport's waits alone.
 """
@@ -60,32 +60,6 @@ def test_an_outage_that_says_when_to_come_back_is_waited_for_no_longer_than_anot
     assert not succeeded(results)
     assert server.stats["requests"] <= 20
     assert 1.0 <= seconds <= 3.0
-
-
-def test_of_100_callers_that_wait_for_a_breaker_one_probes(fault_in_memory, transport):
-    server = fault_in_memory("down", failures=5, seconds=0.05)
-    limits = transport(outage_patience_s=10, max_concurrency=128, initial_concurrency=128, max_attempts=1)
-
-    async def open_then_wait():
-        http = HttpClient("rag_8b", server.url)
-
-        def call():
-            return limits.call(lambda: http.post("/v1/rag/8b", {}))
-
-        failed = await asyncio.gather(*(call() for _ in range(5)), return_exceptions=True)
-        waiting = [asyncio.create_task(call()) for _ in range(100)]
-        most_before_the_probe_is_back = 0
-        while not any(task.done() for task in waiting):
-            most_before_the_probe_is_back += limits.drain_traffic()["sent"]
-            await asyncio.sleep(0.001)
-        results = await asyncio.gather(*waiting)
-        await http.aclose()
-        return failed, results, most_before_the_probe_is_back
-
-    failed, results, sent = virtual_time.run(open_then_wait())
-    assert codes(failed) == {"rag_8b_http_500"}
-    assert len(succeeded(results)) == 100
-    assert sent == 5 + 1  # those that opened it, and the probe; the other 99 follow once it is back
 
 
 def test_no_backoff_outlasts_the_deadline(transport):

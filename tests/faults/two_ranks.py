@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from support.loopback import action, build_reward
-from support.scripted import ScriptedTrainer, build_trainer, default_rows, steps_of
+from support.scripted import Gradients, ScriptedTrainer, build_trainer, default_rows, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
@@ -56,9 +56,10 @@ class OfARank(ScriptedTrainer):
     """Writes other completions on each rank, and keeps what it trained on."""
 
     def __init__(self, *args, **kwargs):
-        self.order, self.samples, self.gradients, self.seconds = {}, [], [], []
+        self.order, self.samples, self.seconds = {}, [], []
         super().__init__(*args, **kwargs)
         self.add_callback(_Noted(self))
+        self.gradients = Gradients(self).found
         self.waits, wait = False, self.components.reward_loop.wait
 
         def noted(*args):
@@ -88,7 +89,7 @@ class OfARank(ScriptedTrainer):
 
 
 class _Noted(TrainerCallback):
-    """Gradients, and the seconds of each step."""
+    """The seconds of each step."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -98,11 +99,6 @@ class _Noted(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         self.trainer.seconds.append(time.monotonic() - self.began)
-
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
-        gradients = [each.grad.flatten() for each in model.parameters() if each.grad is not None]
-        if gradients:  # none of a batch that is skipped
-            self.trainer.gradients.append(torch.cat(gradients)[-20000:].tolist())
 
 
 def number_of(text):
@@ -261,7 +257,7 @@ def main(policy, out):
             "order": list(trainer.order.values()),
             "samples": trainer.samples,
             "generated": trainer.generated,
-            "gradients": trainer.gradients if name in ("parts", "whole") else [],
+            "gradients": [each[-20000:].tolist() for each in trainer.gradients if name in ("parts", "whole")],
             "refilled": [entry.get(REFILLED) for entry in steps],
             "figures": {each: [entry[each] for entry in steps] for each in names},
         }

@@ -105,21 +105,11 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
 
 def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds_up_nothing(tmp_path):
     import asyncio
-    import socket
     import threading
-    from urllib.parse import urlsplit
 
     from datasets import Dataset
 
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
-
-    opened = []
-
-    def left_open(client, body):
-        address = urlsplit(str(client.base_url))
-        opened.append(socket.create_connection((address.hostname, address.port)))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.api_key}\r\n"
-        opened[-1].sendall(f"{head}Content-Length: 200\r\n\r\n{body:{200 if body else 0}}".encode())
 
     @per_episode
     async def agent(client, row):
@@ -131,8 +121,6 @@ def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds
             more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?" * 20}]
             await ask(model="policy", messages=[*row["prompt"], *more])
         if row["number"] == 2:
-            left_open(client, json.dumps({"messages": row["prompt"]}))
-            left_open(client, "")
             asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)
         return float(len(said))
 
@@ -152,8 +140,6 @@ def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds
     assert reasons == {"agent_http_400": 2, "agent_no_room": 2}
     assert len(trained) == 4
     assert not any(thread.name == "conversation" for thread in threading.enumerate())
-    for each in opened:
-        each.close()
 
 
 def whole_episodes(sampled, padding):

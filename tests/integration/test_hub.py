@@ -97,8 +97,5 @@ def test_a_card_quotes_of_a_command_what_can_be_no_secret():
         "--judge_base_url ... --vllm_server_host ... --hub_token ... --output_dir ... "
         "--branch_kl ... --rag_api_key_env=... --x ... --dataset ..."
     )
-    assert [*map(hub_name, ("Qwen/Qwen3-8B", "/data/acme/policy", "runs/a/best"))] == [
-        "Qwen/Qwen3-8B",
-        "policy",
-        "best",
-    ]
+    names = map(hub_name, ("Qwen/Qwen3-8B", "/data/acme/policy", "runs/a/best"))
+    assert [*names] == ["Qwen/Qwen3-8B", "policy", "best"]

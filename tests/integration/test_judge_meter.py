@@ -6,12 +6,10 @@ import os
 import random
 import re
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 from support.loopback import action, chat_completion
-from support.ranks import of_one_machine, run_ranks
 
 from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.names import BY_SECOND_JUDGE
@@ -158,14 +156,3 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
         assert words in told.rpartition("going on from")[2]
         judges = {one.verdicts["judge"].provider for one in recorded(tmp_path / "run", "train") if one.step > 40}
         assert judges == {provider}
-
-
-@pytest.mark.slow
-def test_two_ranks_ask_for_their_own_completions_and_change_to_the_second_judge_with_the_same_batch(tiny, tmp_path):
-    program = Path(__file__).with_name("meter_on_ranks.py")
-    one, two = run_ranks(of_one_machine(), (program, tiny, tmp_path), tmp_path, 240)
-    assert one["judges"] == two["judges"]
-    since = one["judges"].index([True])
-    assert ONSET < since < STEPS - 1 and one["judges"] == [[False]] * since + [[True]] * (STEPS - since)
-    assert one["tags"] == two["tags"] and one["logged"] == two["logged"]
-    assert one["second"] > 0 and two["second"] > 0

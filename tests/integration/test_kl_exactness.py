@@ -257,12 +257,26 @@ def test_equal_coefficients_are_trls_beta_in_an_evaluation(pair, loss_type, leve
     assert abs(losses[0] - losses[1]) <= TOLERANCE * max(LOSS_SIZE, abs(losses[1]))
 
 
-@pairwise(loss_type=LOSS_TYPES, accumulation=ACCUMULATIONS, correction=SWITCH, level=LEVELS, old=SWITCH, tools=SWITCH)
-def test_different_coefficients_are_a_loops(pair, loss_type, accumulation, correction, level, old, tools):
-    case = Case(loss_type=loss_type, accumulation=accumulation, correction=correction, level=level)
+ESTIMATORS = (("k3", 0.0), ("k1", 0.0), ("k1", 10.0), ("k2", 0.0), ("k2", 10.0))
+"""And clamps. The default clamp with k3 is among `FEATURES`."""
+INPUTS = {
+    "both branches": {},
+    "a branch a micro-batch": {"branch_ids": lambda index: torch.full((SAMPLES,), index % 2)},
+    "tools": {"tool_mask": some_tokens_of_tools},
+}
+
+
+@pairwise(
+    loss_type=LOSS_TYPES, kind=ESTIMATORS, accumulation=ACCUMULATIONS, correction=SWITCH, level=LEVELS, old=SWITCH,
+    inputs=tuple(INPUTS),
+)  # fmt: skip
+def test_different_coefficients_are_a_loops(pair, loss_type, kind, accumulation, correction, level, old, inputs):
+    estimator, clamp = kind
+    given = {"loss_type": loss_type, "accumulation": accumulation, "estimator": estimator, "clamp": clamp}
+    case = Case(**given, correction=correction, level=level)
     pair.set_up(case)
     coefficients(pair.ours, BETAS)
-    batches = pair.inputs(case, old=old, **({"tool_mask": some_tokens_of_tools} if tools else {}))
+    batches = pair.inputs(case, old=old, **INPUTS[inputs])
     assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
 
 
@@ -291,27 +305,6 @@ def test_rewards_of_a_branch_that_count_less_are_a_part_of_its_policy_loss(pair,
     )
     expected = (kl[0] + loss / 2 + rest, kl[1] + gradient / 2 + rest_gradient)
     assert_equal_steps(ours, expected, LOOP_TOLERANCE)
-
-
-@pairwise(loss_type=("grpo", "dapo"), estimator=("k1", "k2"), clamp=(0.0, 10.0), correction=SWITCH, level=LEVELS)
-def test_the_other_estimators_are_a_loops(pair, loss_type, estimator, clamp, correction, level):
-    case = Case(loss_type=loss_type, estimator=estimator, clamp=clamp, correction=correction, level=level)
-    pair.set_up(case)
-    coefficients(pair.ours, BETAS)
-    batches = pair.inputs(case)
-    assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
-
-
-@pairwise(loss_type=LOSS_TYPES, branch=(0, 1), correction=SWITCH)
-def test_micro_batches_of_one_branch_are_trls_with_that_branchs_beta(pair, loss_type, branch, correction):
-    case = Case(loss_type=loss_type, accumulation=4, correction=correction)
-    pair.set_up(case)
-    coefficients(pair.ours, BETAS)
-    pair.stock.beta = BETAS[branch]
-    batches = pair.inputs(case, branch_ids=torch.full((SAMPLES,), branch))
-    assert_equal_steps(step(pair.ours, batches), step(pair.stock, batches))
-    logged = assert_equal_kl(pair.ours, pair.stock, batches)
-    assert [math.isfinite(logged[f"kl/{name}"]) for name in BRANCHES] == [branch == 0, branch == 1]
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "loss"])

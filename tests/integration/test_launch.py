@@ -210,6 +210,6 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
     assert told.count("[Weights] vLLM samples from the weights in training") == 1
     assert "TooFewRewardsError: 2 generation batches in a row" in told
     assert "rag_8b_http_500" in told
-    assert "docs/TROUBLESHOOTING.md#the-rag-service-does-not-answer" in told
+    assert "docs/reference/troubleshooting.md" in told
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert (checkpoint / "trainer_state.json").is_file()

@@ -1,6 +1,5 @@
 """A trainer with reward functions of a user's own: against stock TRL, and where they fail."""
 
-import asyncio
 import itertools
 import re
 import threading
@@ -31,10 +30,8 @@ from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.record.reader import open_record, record_file, recorded
 from salesrl_trl.record.view import queries
 from salesrl_trl.record.view.record_index import Index
-from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group
-from salesrl_trl.reward.mixed import MixedReward
+from salesrl_trl.reward.functions import per_completion, per_group
 from salesrl_trl.reward.reward_funcs import RewardFuncs
-from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import Judged
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -237,20 +234,12 @@ def partly_broken(completions, **kwargs):
     return [None if place % 4 == 0 else length([each])[0] for place, each in enumerate(completions)]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_the_calls_of_an_evaluation_are_out_together_and_its_figures_are_trls(tiny, tmp_path, is_async):
+def test_the_calls_of_an_evaluation_are_out_together_and_its_figures_are_trls(tiny, tmp_path):
     rows, batches = Dataset.from_list(ROWS[:7]), 4  # 7 rows with 2 completions, in batches of 4: the last is half full
-    met, out, in_time = threading.Barrier(batches, timeout=60), [], asyncio.Event()
+    met = threading.Barrier(batches, timeout=60)
 
     def meets(completions, **kwargs):
         met.wait()  # raises, unless all calls are out at once
-        return length(completions)
-
-    async def meets_async(completions, **kwargs):
-        out.append(0)
-        if len(out) == batches:
-            in_time.set()
-        await asyncio.wait_for(in_time.wait(), 60)
         return length(completions)
 
     def evaluated(kind, config, function, folder):
@@ -261,7 +250,7 @@ def test_the_calls_of_an_evaluation_are_out_together_and_its_figures_are_trls(ti
         return trainer.evaluate()
 
     stock = evaluated(GRPOTrainer, GRPOConfig, length, tmp_path / "stock")
-    ours = evaluated(SalesGRPOTrainer, SalesGRPOConfig, meets_async if is_async else meets, tmp_path / "ours")
+    ours = evaluated(SalesGRPOTrainer, SalesGRPOConfig, meets, tmp_path / "ours")
     assert ours["eval_outcome/ok"] == 1.0
     names = [name for name in stock if not re.search("second|time|rewards/|kl", name)]
     assert "eval_reward_std" in names and "eval_loss" in names
@@ -285,26 +274,14 @@ def test_one_missing_of_several_biases_no_advantage(tiny, tmp_path):
     assert all(5.0 <= line["reward"] < 6.0 for line in lines)
 
 
-def raises(completions, **kwargs):
-    raise RuntimeError("a customer's words")
-
-
 def too_few(completions, **kwargs):
     return [0.5]
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (too_few, r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions. Expected one each"),
-        ([length, too_few], r"too_few \(at {file}:\d+\) returned 1 rewards for 8 completions"),
-    ],
-    ids=["too few", "beside another"],
-)
-def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path, function, words):
-    expected = f"the reward function {words.format(file=__file__)}.*all 8 completions of the first batch"
-    with pytest.raises(FunctionError, match=expected):
-        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path, save_strategy="steps", save_steps=1)
+def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path):
+    said = rf"too_few \(at {__file__}:\d+\) returned 1 rewards for 8 completions. Expected one each"
+    with pytest.raises(FunctionError, match=f"the reward function {said}.*all 8 completions of the first batch"):
+        run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [length, too_few], tmp_path, save_strategy="steps", save_steps=1)
     assert not [*tmp_path.glob("checkpoint-*")]
 
 
@@ -366,8 +343,7 @@ def spoil(value):
         value |= dict.fromkeys((*value, "more"), "SPOILT")
 
 
-@pytest.mark.parametrize("kind", ["batch", "completion", "group", "async"])
-def test_a_function_that_writes_into_its_arguments_changes_nothing_for_others(tiny, tmp_path, kind):
+def test_functions_that_write_into_their_arguments_change_nothing_for_others(tiny, tmp_path):
     """Neither what another function gets, nor the record, nor the next step over the same rows."""
     rows = [{**row, "facts": [{"place": str(at)}]} for at, row in enumerate(ROWS[:2])]
     seen = []
@@ -376,17 +352,24 @@ def test_a_function_that_writes_into_its_arguments_changes_nothing_for_others(ti
         scores = [0.0] * len(arguments.get("completions", ["one"]))
         for name in ("prompt", "prompts", "completion", "completions", "completion_ids", "facts"):
             spoil(arguments.get(name))
-        return scores[0] if kind == "completion" else scores
+        return scores
 
-    async def spoils_later(prompts, completions, facts, **others):
+    @per_completion
+    def of_one(**arguments):
+        return spoils(**arguments)[0]
+
+    @per_group
+    def of_a_group(**arguments):
+        return spoils(**arguments)
+
+    async def later(prompts, completions, facts, **others):
         return spoils(prompts=prompts, completions=completions, facts=facts)
 
     def reads(prompts, completions, facts, **others):
         seen.extend([prompts, completions, facts])
         return [len(str(each)) / 1000 for each in completions]
 
-    spoiler = {"completion": per_completion, "group": per_group}.get(kind, lambda function: function)
-    functions = [spoiler(spoils_later if kind == "async" else spoils), reads]
+    functions = [spoils, of_one, of_a_group, later, reads]
     run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path, rows, record=True)
     found = [*recorded(tmp_path)]
     assert len(seen) == 9 and len(found) == 24
@@ -444,9 +427,6 @@ def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_p
     assert not config.embeds_judge
     with open_reward(RewardConfig(reward_funcs=["seams.own_reward.shortness"]), training, rows) as reward:
         assert reward is shortness
-    given = RewardFuncs.of(RewardLoop(MixedReward([shortness, RewardFunction(length)], [1.0, 1.0])), [0.5, 2.0], None)
-    assert (given.weights, len(given.functions)) == ([0.5, 2.0], 2)
-    given.reward_loop.close()
 
 
 def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp_path):
@@ -459,12 +439,6 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
         with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer needs"):
             prompt_dataset([[]], [parse_row({**record, name: 1}, 0, (), "here")], for_functions=True)
     assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
-
-
-def test_a_reference_in_the_baseline_wants_the_packaged_reward_alone(tiny, tmp_path):
-    for functions, names in (([length, words], "length, words"), ([length], "length")):
-        with pytest.raises(ConfigError, match=f"`hybrid_reference_weight` is 0.5 with {names}. Expected a `SalesRew"):
-            run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path, hybrid_reference_weight=0.5)
 
 
 def test_a_function_does_not_end_a_run_by_saying_that_a_budget_is_spent(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""The code of README and of its worked example runs as it stands there."""
+"""The code of README and of pages that show a whole script runs as it stands there."""
 
 import json
 import re
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_section(page, title, folder):
-    """Run the first Python block of a section."""
+    """Run the first Python block below a heading."""
     text = (ROOT / page).read_text("utf-8")
-    snippet = re.search(rf"^## {title}\n.*?^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[1]
+    snippet = re.search(rf"^#+ {title}\n.*?^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[1]
     done = subprocess.run([python(), "-c", snippet], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stderr
@@ -24,6 +24,19 @@ def run_section(page, title, folder):
 def test_the_readmes_ten_lines_train_as_they_stand(tmp_path):
     told = run_section("README.md", "Ten lines that run", tmp_path)
     assert "[Step 3/3]" in told and "scored 100%" in told
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "steps"),
+    [
+        ("own-rewards", "Reward functions", 2),
+        ("agents-and-tools", "Tools", 2),
+        ("agents-and-tools", "Your own agent", 2),
+    ],
+)
+def test_the_scripts_of_the_how_to_pages_train_as_they_stand(page, title, steps, tmp_path):
+    told = run_section(f"docs/how-to/{page}.md", title, tmp_path)
+    assert f"[Step {steps}/{steps}]" in told and "failures none" in told
 
 
 def test_the_sales_examples_python_trains_as_it_stands(tmp_path):

@@ -5,13 +5,11 @@ import re
 import socket
 from contextlib import closing
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
 from pytest_httpserver import HTTPServer
 from support.loopback import ACTION, BAD, Services, action
-from support.ranks import of_one_machine, run_ranks
 from support.scripted import build_trainer, default_rows, loopback_reward
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -75,18 +73,6 @@ def test_a_replay_ends_with_the_same_weights_and_asks_nobody(tiny, recorded_run,
     assert rewards[0] == rewards[1]
 
 
-@pytest.mark.slow
-def test_a_replay_on_two_ranks_ends_with_the_same_weights(tiny, tmp_path):
-    program = Path(__file__).with_name("replay_on_ranks.py")
-    for rank in run_ranks(of_one_machine(), (program, tiny, tmp_path), tmp_path, 240):
-        assert len(set(rank["earned"])) == len(rank["earned"]) == 4
-        assert rank["again"] == rank["earned"]
-        assert rank["same_weights"]
-        orders, again = rank["orders"]
-        assert len({str(order) for order in orders if order[0]}) > 1  # as rewards came in
-        assert again == orders
-
-
 def test_it_has_every_completion_with_what_it_earned_against_its_group(recorded_run):
     first, folder, _ = recorded_run
     found = [*recorded(folder, "train")]
@@ -120,13 +106,9 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     assert RewardConfig(replay={"run": folder, "on_miss": "nearest", "delays": True}).asks_nobody
     assert not RewardConfig(replay=f'{{"run": "{folder}", "on_miss": "live"}}').asks_nobody
     assert RewardConfig(replay=folder).embeds_judge is False
-    for wrong in ({"gib": 0}, {"filter": "math.pi"}, {"filter": "math.sin"}, {"size": 1}):
+    for wrong in ({"gib": 0}, {"filter": "math.pi"}):
         with pytest.raises(ConfigError):
             SalesGRPOConfig(**given, record=wrong)
-    with pytest.raises(ConfigError, match=r"replay\.on_miss"):
-        RewardConfig(replay={"run": folder, "on_miss": "guess"})
-    with pytest.raises(ConfigError, match=r"nothing', which holds no record\. Expected `demo`"):
-        RewardConfig(replay=str(tmp_path / "nothing"))
     assert [RewardConfig(replay=run).parsed_replay().on_miss for run in (folder, "demo")] == ["fail", "nearest"]
     assert RewardConfig(replay={"run": "demo", "on_miss": "fail"}).parsed_replay().on_miss == "fail"
     with pytest.raises(ConfigError, match=r"none for mine.jsonl"):

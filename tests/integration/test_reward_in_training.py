@@ -5,7 +5,7 @@ import logging
 import math
 
 import pytest
-from support.loopback import ACTION, BAD, VERDICT, chat_completion
+from support.loopback import BAD, VERDICT, chat_completion
 from support.scripted import DIFFERENT, steps_of
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
@@ -33,16 +33,6 @@ def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer,
     assert (first["services/rag_8b/failures"], first["services/rag_8b/retries"]) == (1, 1)
     assert second["services/rag_8b/failures"] == 0
     assert 0 < first["time/judge_s"] <= first["time/reward_s"]
-
-
-def test_components_stand_beside_the_completions(scripted_trainer):
-    trainer = scripted_trainer(texts=(ACTION, BAD), max_steps=1, log_completions=True)
-    trainer.train()
-    extra = trainer._logs["extra"]
-    assert list(extra["outcome"]) == ["ok", "invalid_action"] * 2
-    assert list(extra["judge"]) == [0.75, None] * 2
-    assert list(extra["format"]) == [1.0, 0.0] * 2
-    assert list(extra["reason"]) == ["", "not_json"] * 2
 
 
 def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services, caplog):

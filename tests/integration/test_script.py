@@ -52,17 +52,7 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     assert '"figures"' in (tmp_path / "report.html").read_text()
     assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
     names = [line.split()[1] for line in banner]
-    assert names == [
-        "reward",
-        "step",
-        "rollouts",
-        "branch",
-        "budget",
-        "version",
-        "record",
-        "report",
-        "output",
-    ]
+    assert names == ["reward", "step", "rollouts", "branch", "budget", "version", "record", "report", "output"]
     assert f"length: at {length.__code__.co_filename}" in banner[0]
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
@@ -76,14 +66,8 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
 
 
 def test_a_second_run_of_a_trainer_is_not_mixed_with_the_first(tiny, tmp_path):
-    given = {
-        "report_to": "tensorboard",
-        "eval_on_start": True,
-        "save_strategy": "no",
-        "record": True,
-        "log_completions": True,
-    }
-    args = SalesGRPOConfig(**settings(tmp_path, beta=0.0, max_completion_length=8, **{**given, "max_steps": 2}))
+    given = {"report_to": "tensorboard", "eval_on_start": True, "record": True, "log_completions": True}
+    args = SalesGRPOConfig(**settings(tmp_path, beta=0.0, max_completion_length=8, max_steps=2, **given))
     trainer = SalesGRPOTrainer(str(tiny), length, args, train_dataset=ROWS, eval_dataset=ROWS.select(range(4)))
     trainer.train()
     trainer.evaluate()  # TensorBoard's file is open again

@@ -2,7 +2,6 @@
 ends a run."""
 
 import json
-import logging
 import signal
 import subprocess
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 from support.forked import Program
 from support.loopback import VERDICT, chat_completion
 from support.runs import check_times, scalars, spans
@@ -85,29 +83,6 @@ def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, 
     assert all(each == keys[0] for each in keys)
 
 
-def test_more_than_the_chip_can_do_is_told_instead_of_shown(scripted_trainer, services, instruments, caplog):
-    trainer = scripted_trainer(DIFFERENT, instruments=instruments(peak_flops=1e3), max_steps=2)
-    with caplog.at_level(logging.WARNING, logger="salesrl_trl"):
-        trainer.train()
-    assert [logs[MFU_MODEL] for logs in steps_of(trainer)] == [None, None]
-    assert sum("more FLOPs than 'cpu' can do" in each.message for each in caplog.records) == 1
-
-
-def test_without_timing_nothing_is_measured_and_nothing_else_changes(
-    scripted_trainer, services, instruments, tmp_path
-):
-    off = instruments()
-    off.timeline.enabled = False
-    trainer = scripted_trainer(DIFFERENT, instruments=off, max_steps=2)
-    trainer.train()
-    for logs in steps_of(trainer):
-        assert STEP_SECONDS not in logs
-        assert "perf/samples_per_s" not in logs
-        assert logs["reward"] is not None
-        assert logs[REWARD_SECONDS] > 0
-    assert not (tmp_path / "run/trace.json").exists()
-
-
 def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, services, instruments):
     trainer = scripted_trainer(
         DIFFERENT, instruments=instruments(), max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps",
@@ -120,21 +95,6 @@ def test_an_evaluation_and_a_checkpoint_are_counted_as_such(scripted_trainer, se
     assert second["time/evaluation_s"] >= 0.8  # what comes after an update; two batches of it wait 0.4 s each
     assert second["time/checkpoint_s"] > 0
     check_seconds(second["time/reward_wait_s"], most=0.8)  # that of training alone
-
-
-def test_the_policys_and_the_references_log_probs_are_told_apart_with_an_adapter(
-    scripted_trainer, services, instruments, tmp_path
-):
-    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = scripted_trainer(
-        DIFFERENT, instruments=instruments(), peft_config=adapter, max_steps=4, num_iterations=2, use_cpu=True
-    )
-    assert trainer.ref_model is None
-    trainer.train()
-    trainer.finish()
-    names = [span["name"] for span in spans(tmp_path / "run")[0, "phases"]]
-    # four updates on two generation batches: each batch has both log-probs once
-    assert names.count("old_logprobs") == names.count("reference_logprobs") == 2
 
 
 def test_the_trace_has_a_track_for_each_reward_and_one_for_the_phases(

@@ -22,7 +22,7 @@ from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
 from salesrl_trl.generation.engine_loop import Turn
 
 TURNS = int(os.environ.get("TURNS", "100"))
-"""Of each template. 10,000 were tried: docs/experiments/2026-11-26-generation-and-tools.md."""
+"""Of each template. 10,000 were tried: benchmarks/log/2026-11-26-generation-and-tools.md."""
 IN_ONE = 4  # turns of a conversation
 FAMILIES = ("qwen2_5", "qwen3", "llama3_1", "gemma4", "gptoss")
 MARKS = (

@@ -18,14 +18,6 @@ STOP = 9
 SHORT_EPOCHS = {**SETTINGS, "branches": DEFAULT_BRANCHES * 5}  # ten rows, two prompts a step: five steps an epoch
 
 
-def in_a_window(state):
-    return all(each["steps"] for each in state.values())
-
-
-def before_a_cooldown(state):
-    return any(each["cooldown"] == COOLDOWN for each in state.values())
-
-
 def in_a_window_and_before_a_cooldown(state):
     one, other = state.values()
     return (one["steps"] > 0 and other["cooldown"] > 0) or (other["steps"] > 0 and one["cooldown"] > 0)
@@ -35,7 +27,7 @@ def between_windows(state):
     return all(each["steps"] == each["cooldown"] == 0 and each["law_state"] for each in state.values())
 
 
-SITUATIONS = (in_a_window, before_a_cooldown, in_a_window_and_before_a_cooldown, between_windows)
+SITUATIONS = (in_a_window_and_before_a_cooldown, between_windows)
 
 
 class Saves(TrainerCallback):

@@ -160,8 +160,3 @@ def of_trl(completions, answer, **kwargs):
     kwargs["log_extra"]("asked", kwargs["prompts"])
     kwargs["log_metric"]("mean_length", sum(map(len, completions)) / len(completions))
     return [float(each in text) for each, text in zip(answer, completions, strict=True)]
-
-
-async def too_few(completions, **kwargs):
-    """A list that is too short."""
-    return [1.0] * (len(completions) - 1)

@@ -1,7 +1,6 @@
 """A KL law of one's own is one class outside of the package, handed in as an object or named by its dotted path."""
 
 import math
-import sys
 
 import pytest
 from support.loopback import Services
@@ -12,8 +11,6 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLTarget
 
-LAWS_OF_A_USER = '''
-import math
 
 class Smoothed:
     """Moves a coefficient by the mean of this window's distance and the ones before."""
@@ -24,21 +21,14 @@ class Smoothed:
     def move(self, window, state):
         distance = (window.target.distance(window.kl) + state.get("distance", 0.0)) / 2
         return window.beta * math.exp(self.gain * distance), {"distance": distance}
-'''
+
+
+SMOOTHED = f"{__name__}.Smoothed"
 TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
     "hallucination": KLTarget(beta=0.3, low=0.08, high=0.15),
 }
 WINDOW = 2
-
-
-@pytest.fixture
-def laws_of_a_user(tmp_path, monkeypatch):
-    """A module that Python finds outside of the package."""
-    (tmp_path / "laws_of_a_user.py").write_text(LAWS_OF_A_USER)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "laws_of_a_user"
-    sys.modules.pop("laws_of_a_user", None)
 
 
 @pytest.fixture
@@ -57,8 +47,8 @@ def simulate(kl, steps):
         kl.end_step([[100 * each, 0.0, 0.0, 100.0, 100.0] for each in kls], step, is_logged=True)
 
 
-def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, config):
-    by_path = config(kl_law=f"{laws_of_a_user}.Smoothed", kl_law_settings='{"gain": 0.05}')
+def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(config):
+    by_path = config(kl_law=SMOOTHED, kl_law_settings='{"gain": 0.05}')
     law = by_path.kl_settings.law_of()
     assert (type(law).__name__, law.gain) == ("Smoothed", 0.05)
     kl = branched(by_path, law)
@@ -67,12 +57,12 @@ def test_a_law_by_its_dotted_path_brings_the_kl_into_its_band(laws_of_a_user, co
     assert all(target.contains(0.02 / beta) for target, beta in zip(TARGETS.values(), kl.control.betas, strict=True))
 
 
-def test_another_law_goes_on_with_the_coefficients_and_without_the_state(laws_of_a_user, config, tmp_path):
+def test_another_law_goes_on_with_the_coefficients_and_without_the_state(config, tmp_path):
     packaged = config()
     before = branched(packaged, packaged.kl_settings.law_of())
     simulate(before, range(10))
     before.save(tmp_path)
-    by_path = config(kl_law=f"{laws_of_a_user}.Smoothed")
+    by_path = config(kl_law=SMOOTHED)
     after = branched(by_path, by_path.kl_settings.law_of())
     after.load(tmp_path)
     assert after.control.betas == before.control.betas != [0.1, 0.3]
@@ -90,13 +80,12 @@ def test_a_law_that_breaks_during_a_run_ends_it(config):
         simulate(kl, range(WINDOW))
 
 
-def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(laws_of_a_user, config):
-    path = f"{laws_of_a_user}.Smoothed"
-    law = config(kl_law=path).kl_settings.law_of()
+def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(config):
+    law = config(kl_law=SMOOTHED).kl_settings.law_of()
     assert config(kl_law="fixed").kl_settings.law_of() is None
     assert config().kl_settings.law_of(law) is law
     with pytest.raises(ConfigError, match="is an object or `fixed`, and by `law`"):
-        config(kl_law=path).kl_settings.law_of(law)
+        config(kl_law=SMOOTHED).kl_settings.law_of(law)
     with pytest.raises(ConfigError, match="missing a required argument"):
         config().kl_settings.law_of(type(law))
 

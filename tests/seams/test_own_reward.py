@@ -16,7 +16,6 @@ import requests
 import torch
 from seams.own_reward import compute_score, of_trl, ranks, shortness
 from support.virtual_time import play, run
-from trl.trainer.utils import get_callable_name, is_async_callable
 
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
@@ -311,16 +310,6 @@ def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, 
     with pytest.raises(ConfigError, match=f"{message}.*a column of the dataset: prompt, solution"):
         needs.check(["prompt", "solution"])
     needs.check(["prompt", "answer", "completion", "gold"])
-
-
-def test_trls_own_trainer_calls_each_kind_as_any_async_function():
-    completions = [[{"role": "assistant", "content": text}] for text in ("four", "five5")]
-    asked = {"prompts": ["p", "p"], "completions": completions, "completion_ids": [[1], [2]], "answer": ["a", "b"]}
-    asked |= {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
-    assert asyncio.run(shortness(**asked)) == [0.25, 0.2]
-    assert asyncio.run(ranks(**{**asked, "completions": ["aa", "a"]})) == [1.0, 0.0]
-    assert is_async_callable(shortness)
-    assert [get_callable_name(each) for each in (shortness, ranks)] == ["shortness", "ranks"]
 
 
 def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):

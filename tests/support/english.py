@@ -22,13 +22,17 @@ PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "recipes/**/*.md", "docs/*
 OTHER_TEXTS = ("salesrl_trl/**/*.toml", "salesrl_trl/**/*.yaml")
 LOG_OF_EXPERIMENTS = ("docs/experiments/", "docs/EXPERIMENTS.md")
 """A diary, dated: written once and left as it was."""
-GENERATED = ("docs/API.md", "docs/TROUBLESHOOTING.md")
+GENERATED = tuple(f"docs/{name}.md" for name in ("API", "TROUBLESHOOTING")) + tuple(
+    f"docs/reference/{name}.md"
+    for name in ("api", "troubleshooting", "settings", "metrics", "command-line", "verl-names")
+)
 """Pages made of the package's texts, which count there."""
 
 HABITS = {
-    "is no X, has no X": r"\b(?:is|are|was|were|has|have|had) no (?!longer\b|more\b)\w",
+    "is no X, has no X": r"\b(?:is|are|was|were|has|have|had) no (?!longer\b|more\b|\w+er\b)\w",
     "fronted genitive": r"(?:^|[.:;] )Of (?:the|a|an|its|all|these|each|\d+)\b",
-    "takes": r"\b(?:takes|took)\b(?! (?:place|effect|precedence|care|over|part|up|turns))",
+    "takes": r"\b(?:takes|took)\b(?! (?:place|effect|precedence|care|over|part|up|turns|\d|X|about|as long|longer"
+    r"|several|seconds|minutes|hours|less|more|a (?:second|minute|while)|half|twice|too long|time))",
     "goes on": r"\b(?:goes|go|went|gone|going) on\b",
     "stands, comes, gives": r"\b(?:stands|stood|comes|came|gives|gave|brings|brought)\b(?! (?:for|back|up)\b)",
     "that is ...ed": r"\bthat (?:is|are|was|were) (?:\w+ed|made|given|taken|sent|read|written|left|asked|kept)\b",
@@ -47,7 +51,7 @@ HABITS = {
     "law (controller)": r"\blaws?\b",
     "taste (bias)": r"\btastes?\b",
     "card (GPU)": r"\b(?:a|the|one|each|own|this|second|two|per|\d+) cards?\b(?! of the (?:hub|model))",
-    "passes": r"\bthe passes\b|\ba pass\b|\bpasses of\b",
+    "passes": r"(?<!forward )(?<!backward )(?<!both )\b(?:the|own|its) passes\b|\bpasses of\b",
 }
 
 

@@ -169,18 +169,15 @@ def keyed_rows(branches):
     ]
 
 
-def build_keyed(
-    policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=None, dtype=None, judging=None, place=lambda it: it,
-    **given
-):  # fmt: skip
-    """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise. `place`
-    takes the reward. With `lora` it trains an adapter, and pushes its weights before each rollout."""
+def build_keyed(policy, url, output_dir, branches=DEFAULT_BRANCHES * 30, lora=None, dtype=None, judging=None, **given):
+    """A trainer of rows of `branches`, whose coefficients may move every two steps unless `given` otherwise. With
+    `lora` it trains an adapter, and pushes its weights before each rollout."""
     rows = keyed_rows(branches)
     defaults = {"num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 20, "held_out_eval": False}
     defaults |= {"beta": 0.0, "branch_kl": BRANCH_KL, "loss_type": "dapo", "kl_update_steps": 2}
     return (PushingTrainer if lora else KeyedTrainer)(
         AutoModelForCausalLM.from_pretrained(policy, dtype=dtype),
-        place(build_reward(url, rows, invalid_action_reward=0.0, judging=judging)),
+        build_reward(url, rows, invalid_action_reward=0.0, judging=judging),
         SalesGRPOConfig(**settings(output_dir, **{**defaults, **given})),
         train_dataset=build_dataset(rows, "compact"),
         eval_dataset=build_dataset(rows[:4], "compact"),

@@ -117,6 +117,13 @@ def length(completions, **_):
     return [len(each[0]["content"]) % 17 / 17 for each in completions]
 
 
+def padded_behind(input_ids, texts, tokenizer):
+    """Prompts with these completions, as a model's `generate` returns them."""
+    ids = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return torch.cat([input_ids, padded], dim=1)
+
+
 class Gradients(TrainerCallback):
     """The gradient of each update, one vector; `None` where there is none."""
 

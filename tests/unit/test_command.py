@@ -39,12 +39,6 @@ def salesrl(*arguments, cwd=None):
     return ended("-c", SCRIPT, *arguments, cwd=cwd)
 
 
-def test_a_word_is_its_module(tmp_path):
-    by_word = salesrl("report", "nowhere", cwd=tmp_path)
-    assert by_word == ended("-m", COMMANDS["report"][0], "nowhere", cwd=tmp_path)
-    assert by_word[0] == 2 and by_word[2]
-
-
 def test_a_training_takes_the_recipe_that_is_named_first(tmp_path):
     train = [python(), "-m", COMMANDS["train"][0], "nowhere.yaml", "--max_steps", "1"]
     done = subprocess.run(train, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=QUICK_S)

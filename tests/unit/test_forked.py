@@ -12,9 +12,7 @@ from support.seconds import until
 
 SESSION = "import subprocess, sys, time; from support import forked; forked.EVERYTHING = (); exec(sys.argv[1])"
 HANGS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-CRASHES = {"import os; os.abort()": -signal.SIGABRT, "1 / 0": 1, "import sys; sys.exit(5)": 5, "pass": 0}
 PROGRAM = "forked.Program(['-c', {!r}], **{})"
-COMMAND = "subprocess.Popen([forked.server_folder() + '/python', '-c', {!r}], **{})"
 
 
 @pytest.fixture
@@ -39,14 +37,6 @@ def session(tmp_path):
 def is_gone(pid):
     """Whether a process has ended, reaped or not."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("way", [PROGRAM, COMMAND])
-def test_a_fork_ends_as_its_program_does(session, tmp_path, way):
-    codes = ", ".join(way.format(crash, {"stderr": subprocess.DEVNULL}) + ".wait(30)" for crash in CRASHES)
-    process = session(f"print(repr([{codes}]))")
-    assert process.communicate(timeout=60)[0] == f"{[int(code) for code in CRASHES.values()]}\n"
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):

@@ -1,4 +1,4 @@
-"""Imports go one way, along the list in docs/ARCHITECTURE.md, and the cheap modules stay cheap.
+"""Imports go one way, along the list in docs/background/architecture.md, and the cheap modules stay cheap.
 
 A parameter of type `Any` hides an import. So nothing outside of trainer.py may take a trainer for `Any`, or use its
 private members.

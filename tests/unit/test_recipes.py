@@ -10,8 +10,6 @@ from unittest.mock import Mock
 import pytest
 from support import house
 from support.forked import COLD_PYTHON
-from support.recordings import batch
-from transformers import TrainerState
 
 from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
@@ -26,8 +24,6 @@ from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.settings import names_of_settings, parse
 from salesrl_trl.launch.software import Card
 from salesrl_trl.launch.train import main
-from salesrl_trl.record.reader import record_file, recorded, run_of
-from salesrl_trl.record.recorder import recorder_of
 from salesrl_trl.telemetry.instruments import InstrumentSettings
 
 ROOT = Path(__file__).parents[2]
@@ -182,32 +178,9 @@ def test_the_settings_of_telemetry_reach_the_instruments(tmp_path):
     assert instruments._settings == InstrumentSettings(trace_steps=range(4, 7), peak_flops=4e14)
 
 
-def test_the_record_of_a_run_goes_on_with_its_id_and_a_new_run_has_one_of_its_own(tmp_path):
-    args = parse(["--output_dir", str(tmp_path)], DEBUG).training
-
-    def wrote(checkpoint, run, *steps):
-        """The steps of the record after a run from this checkpoint, and its id."""
-        recorder = recorder_of(args, {}, checkpoint, run)
-        for step in steps:
-            recorder.record(batch(step))
-        recorder.close()
-        return [each.step for each in recorded(tmp_path)], run_of(record_file(tmp_path, 0))
-
-    here, elsewhere = tmp_path / "checkpoint-2", tmp_path / "other" / "checkpoint-2"
-    for folder in (here, elsewhere):
-        folder.mkdir(parents=True)
-        TrainerState(global_step=2).save_to_json(str(folder / "trainer_state.json"))
-    assert wrote(None, "first", 1, 2, 3) == ([1, 2, 3], "first")
-    record_file(tmp_path, 1).write_bytes(record_file(tmp_path, 0).read_bytes())  # of a rank that is no more
-    assert wrote(str(here), "first", 3) == ([1, 2, 3, 1, 2], "first")
-    for run, checkpoint in {"second": str(here), "third": str(elsewhere), "fourth": None}.items():
-        assert wrote(checkpoint, run, 3) == ([3], run)  # of another run, or none
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["fits", "does not fit"])
-def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, large, tmp_path):
+def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(tiny, monkeypatch, tmp_path):
     def weighed(setup):
-        gib = setup.card_gib * (1.5 if large and setup.weight_bytes == 4 else 0.5)
+        gib = setup.card_gib * (1.5 if setup.weight_bytes == 4 else 0.5)
         return Estimate(card_gib=setup.card_gib, moments=(Moment(name="x", parts={"weights": gib}),), sequences=None)
 
     monkeypatch.setattr("salesrl_trl.launch.software.card_here", lambda device: Card("a card", 80.0))
@@ -216,11 +189,10 @@ def test_full_fine_tuning_leaves_no_trained_weight_in_16_bits_under_plain_adamw(
     given = ["--model_name_or_path", str(tiny), "--prompt_template", "compact", "--dtype", "bfloat16"]
     given += ["--vllm_max_model_length", "256", "--max_completion_length", "48", "--output_dir", str(tmp_path)]
     config = parse([*given, "--use_cpu", "true", "--bf16", "false"], ROOT / "recipes/full.yaml")
-    plain = config.training.optim
     prepared = prepare(config)
-    assert prepared.dtype == ("bfloat16" if large else "float32")
-    rounding = ("adamw_torch_8bit", "bf16_stochastic_round=True")
-    assert (config.training.optim, config.training.optim_args) == (rounding if large else (plain, None))
+    assert prepared.dtype == "bfloat16"
+    optimizer = (config.training.optim, config.training.optim_args)
+    assert optimizer == ("adamw_torch_8bit", "bf16_stochastic_round=True")
     assert sum("weights are trained in" in note for note in prepared.notes) == 1
 
 

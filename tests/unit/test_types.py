@@ -2,7 +2,7 @@
 
 import pytest
 
-from salesrl_trl.types import Message, Outcome, Reward, SalesRow, Verdict
+from salesrl_trl.types import Outcome, Reward, Verdict
 
 
 def test_a_failed_call_can_not_be_given_a_number_and_a_scored_completion_not_be_without_one():
@@ -23,12 +23,3 @@ def test_no_reward_holds_what_has_no_finite_square_in_float32(number):
 def test_no_verdict_holds_a_score_outside_its_range(score):
     with pytest.raises(ValueError, match="no number in"):
         Verdict(candidate=score, reference=None, reason="")
-
-
-def test_the_context_is_a_line_per_turn():
-    row = SalesRow(
-        row_id="1",
-        branch="fairness",
-        conversation=(Message(role="customer", content="你好"), Message(role="seller", content="Hi")),
-    )
-    assert row.context == "customer: 你好\nseller: Hi"

@@ -119,7 +119,7 @@ ROWS: dict[str, list[Check]] = {
     "17, 23": of(command, "preflight") + of(setting, "mode") + of(word, ("total_epochs", "mode: rollouts", 0)),
     "18, 19, 20": of(there, "recipes/debug.yaml", "recipes/fast_load.yaml", "benchmarks/start.py")
     + of(is_script, "scripts/warmup_model.py"),
-    "21": of(there, "docs/TROUBLESHOOTING.md", "tests/unit/run/test_last_words.py"),
+    "21": of(there, "docs/reference/troubleshooting.md", "tests/unit/run/test_last_words.py"),
     "22": of(recipe, ("vision", "dataset")) + of(there, "tests/integration/test_pictures.py"),
     "24, 25, 26": of(recipe, ("dual", "branch_kl"))
     + of(there, "tests/unit/kl/test_penalty.py", "tests/unit/kl/test_branched.py")
@@ -140,7 +140,7 @@ ROWS: dict[str, list[Check]] = {
     + of(setting, "bf16", *LOADER),
     "39, 40, N6": of(metric, "perf/mfu_model", "perf/mfu_step", "perf/compute_ratio", "perf/data_loading_ratio")
     + of(metric, "memory/gpu_peak_gib")
-    + of(says, ("docs/TIMING.md", "`epoch_totals/`", "`perf/compute_ratio`", "`memory/*`")),
+    + of(says, ("docs/reference/timing.md", "`epoch_totals/`", "`perf/compute_ratio`", "`memory/*`")),
     "41-43": of(setting, "resume_from_checkpoint", "quick_eval_best", "max_attempts")
     + of(there, "tests/invariance/test_resume.py", "tests/faults/test_sigterm.py"),
     "44, 56": of(there, "accelerate_configs/fsdp2.yaml", "accelerate_configs/zero3.yaml")
@@ -149,8 +149,8 @@ ROWS: dict[str, list[Check]] = {
     "46-48": of(there, "tests/unit/data/test_lengths.py", "tests/unit/build/test_banner.py")
     + of(setting, "log_level"),
     "51-53, 55": of(is_script, "scripts/supervise.sh")
-    + of(there, "scripts/supervise.slurm", "scripts/supervise.service", "docs/TRACKERS.md")
-    + of(says, ("docs/RESUMING.md", "tmux", "nohup"), ("docs/TRACKERS.md", "wandb")),
+    + of(there, "scripts/supervise.slurm", "scripts/supervise.service", "docs/how-to/look-at-completions.md")
+    + of(says, ("docs/how-to/stop-and-resume.md", "tmux", "nohup"), ("docs/how-to/look-at-completions.md", "wandb")),
     "N1": of(
         word,
         ("actor_rollout_ref.rollout.load_format", "load_format: safetensors", "safetensors"),
@@ -176,7 +176,7 @@ ROWS: dict[str, list[Check]] = {
     "B": of(setting, "rollout_lookahead", "max_rollout_lookahead", "record", "replay", "max_usd", "hedge_fraction")
     + of(setting, "judge_meter", "judge_mode", "tools", "shared_prompts")
     + of(command, "rejudge", "view", "evaluate", "report", "translate")
-    + of(there, "tests/integration/test_episodes.py", "docs/EXPERIMENTS.md"),
+    + of(there, "tests/integration/test_episodes.py", "benchmarks/log/README.md"),
 }  # fmt: skip
 
 

@@ -38,9 +38,7 @@ def test_another_recipe_can_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
         ("- 1\n", "holds a list. Expected a mapping"),
-        ("a: [\n", "is not YAML"),
         ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
         ("dataset: 7\n", "`dataset` is of type int. Expected a text, or a list"),
         ("judge_model: 7\n", "`judge_providers.model` is of type int. Expected a text"),
@@ -141,9 +139,7 @@ def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(caps
     assert "ofverl;hereheld_out_eval" in told(capsys, "val_before_train", code=2)
 
 
-def test_an_unknown_argument_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown arguments: --learning_rat \(did you mean --learning_rate\?\)\."):
-        parse(["--learning_rat", "1", "--seed", "-1"], ROOT / "recipes/debug.yaml")
+def test_an_unknown_argument_is_refused_without_its_value():
     with pytest.raises(ConfigError, match="--judge_api_key ") as caught:
         parse(["--judge_api_key=a-key"], ROOT / "recipes/debug.yaml")
     assert "a-key" not in str(caught.value)

@@ -278,7 +278,7 @@ def test_a_mapping_of_another_form_is_refused_before_a_file_is_read(columns, mes
 
 
 def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
-    page = (Path(__file__).parents[3] / "docs/DATA.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/reference/data.md").read_text(encoding="utf-8")
     blocks = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if block.startswith(("#", "dataset:"))]
     read = []
     for block in blocks:

@@ -119,14 +119,6 @@ def test_the_best_of_steps_that_a_run_goes_back_behind_is_put_aside(evaluator, t
     assert (tmp_path / "best.earlier/model.safetensors").read_text() == "step 6"
 
 
-def test_a_resumed_run_keeps_the_best_of_the_steps_before(evaluator, tmp_path):
-    scripts = {2: script(0.5, 0.5), 4: script(0.4, 0.4), 6: script(0.3, 0.3)}
-    evaluator(WrittenSubject(scripts))(0, 4)
-    evaluator(WrittenSubject(scripts))(4, 6)
-    assert kept(tmp_path) == (2, "step 2")
-    assert not list(tmp_path.glob("best.*"))
-
-
 def test_an_evaluation_without_verdicts_has_no_score_says_why_and_keeps_no_policy(evaluator, tmp_path, caplog):
     subject = WrittenSubject({2: [answered("fairness", None), answered("hallucination", None, reward=INVALID)]})
     evaluator(subject)(0, 2)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl.generation.vllm_generation as upstream_vllm
-from support.seconds import check_seconds
+from support.seconds import check_seconds, until
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
 from salesrl_trl.generation import engine_loop
@@ -67,23 +67,12 @@ def begun(served, finished=lambda *_: None, ahead=True, batch=None, profiler=Non
     return batch
 
 
-def ids_of(served, batch):
-    served.loop.run(batch)
-    return [turn.ids for turn in batch.results()]
-
-
-def eventually(condition):
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert condition()
-
-
 def test_each_process_asks_for_its_own_completions_as_samples_of_their_groups(served):
     told = {}
     served.vllm_client.gate.set()
     batch = begun(served, told.__setitem__, ahead=False)
-    assert batch.is_over and told == dict(enumerate(ANSWERS)) and ids_of(served, batch) == ANSWERS
+    assert batch.is_over and told == dict(enumerate(ANSWERS))
+    assert [turn.ids for turn in batch.results()] == ANSWERS
     assert [turn.logprobs for turn in batch.results()] == [[-0.5, -1.5]] * 6
     asked = sorted(
         (prompts[0][0], request["generation_kwargs"]["seed"]) for prompts, request in served.vllm_client.asked
@@ -103,7 +92,7 @@ def test_all_batches_together_have_no_more_requests_in_flight_than_may_be(served
     for _ in range(2):
         begun(served)
     client = served.vllm_client
-    eventually(lambda: len(client.asked) == 3)
+    until(lambda: len(client.asked) == 3)
     time.sleep(0.1)
     assert len(client.asked) == 3
     client.gate.set()
@@ -123,7 +112,7 @@ def test_nobody_waits_for_the_others_where_a_batch_ends_early_and_the_push_raise
         raise ValueError("nobody listens")
 
     batch = begun(served, finished)
-    eventually(lambda: len(client.asked) == 2)
+    until(lambda: len(client.asked) == 2)
     if ends == "by an error":
         client.error = ValueError("the server said no")
     if ends == "by cancelling":
@@ -184,7 +173,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", push)
     talk = lambda place, _, ask: [ask([1]), ask([2])]  # noqa: E731
     batch = begun(served, batch=Episodes(len(PROMPTS), served.loop, talk, lambda: None))
-    eventually(lambda: len(client.asked) == len(PROMPTS))
+    until(lambda: len(client.asked) == len(PROMPTS))
     thread = threading.Thread(target=served.sync_weights)
     thread.start()
     assert not pushing.wait(0.2)  # six first turns are out

@@ -48,11 +48,8 @@ def test_a_target_that_cannot_work_is_refused(settings, message):
     ("made_by", "named"),
     [
         (lambda: WindowSettings(update_steps=0), "`branch_kl.settings.update_steps`"),
-        (lambda: WindowSettings(update_steps=2.5), "`branch_kl.settings.update_steps`"),
         (lambda: WindowSettings(cooldown_steps=-1), "`law_settings.cooldown_steps`"),
-        (lambda: AdaptiveLaw(max_step=1.0), "`max_step` of `law_settings`"),
         (lambda: AdaptiveLaw(max_step=math.nan), "`max_step` of `law_settings`"),
-        (lambda: AdaptiveLaw(max_step="2"), "`max_step` of `law_settings`"),
     ],
 )
 def test_a_law_that_cannot_work_is_refused_by_its_setting(made_by, named):

@@ -22,13 +22,6 @@ def opened():
     return breaker
 
 
-def test_after_the_pause_one_caller_probes_and_the_others_wait():
-    breaker = opened()
-    assert breaker.permit(COOLDOWN_S - 0.01) is None
-    permits = [breaker.permit(COOLDOWN_S) for _ in range(100)]
-    assert permits == [1] + [None] * 99
-
-
 def test_a_failure_of_long_ago_is_no_part_of_an_outage():
     breaker = Breaker()
     breaker.record_failure(0.0)

@@ -62,18 +62,6 @@ def got(store, *keys):
     return asyncio.run(run())
 
 
-def ask_through(store, ask, *keys):
-    """The answers of a cache over the store, one key after the other."""
-
-    async def run():
-        cache = cache_of(store)
-        answers = [await cache.get(key, ask) for key in keys]
-        await store.aclose()
-        return answers
-
-    return asyncio.run(run())
-
-
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "folder" / "c.sqlite"
@@ -198,8 +186,15 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(path, monkeypatch):
     monkeypatch.setattr(module, "LAST_WRITE_TIMEOUT_S", 0.1)
     answers = threading.Event()
     monkeypatch.setattr(AnswerStore, "_connect", lambda store: answers.wait() and sqlite3.connect(":memory:"))
+
+    async def run():
+        store, ask = AnswerStore(path), asker()
+        answers = [await cache_of(store).get(str(number), ask) for number in range(20)]
+        await store.aclose()
+        return answers
+
     began = time.perf_counter()
-    assert ask_through(AnswerStore(path), asker(), *map(str, range(20))) == ["answer"] * 20
+    assert asyncio.run(run()) == ["answer"] * 20
     seconds = time.perf_counter() - began
     answers.set()
     check_seconds(seconds, least=0.2, most=1.0)  # not 20 times

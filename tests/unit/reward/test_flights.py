@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support import virtual_time
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceOverloaded
-from salesrl_trl.service.event_loop import deadline
+from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.flights import (
     CLOSED,
     FALLEN,
@@ -191,3 +191,11 @@ def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
             await asyncio.gather(one.call(partial(asyncio.sleep, 1.0)), one.call(partial(asyncio.sleep, 1.0)))
 
     virtual_time.run(scene())
+
+
+def test_an_inner_deadline_cannot_prolong_an_outer_one():
+    async def left():
+        with deadline(1.0), deadline(10.0):
+            return remaining_s()
+
+    assert virtual_time.run(left()) == pytest.approx(1.0)

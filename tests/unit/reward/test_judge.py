@@ -59,14 +59,12 @@ def test_verdicts_are_shared_by_weight(score_many, services, backup):
 
 def test_a_provider_without_weight_steps_in_only(score_many, services, backup):
     assert score_many(20, providers=two(services, backup, weight=0.0)).report.usage["second"].verdicts == 0
-    services.set("judge", {}, status=400)
-    assert score_many(20, providers=two(services, backup, weight=0.0)).report.usage["second"].verdicts == 20
 
 
 @pytest.mark.parametrize(
     ("status", "body"),
-    [(500, {}), (429, {"error": {"code": "insufficient_quota"}}), (200, chat_completion("I refuse."))],
-    ids=["dead", "quota", "no verdict"],
+    [(500, {}), (400, {}), (429, {"error": {"code": "insufficient_quota"}}), (200, chat_completion("I refuse."))],
+    ids=["dead", "refused", "quota", "no verdict"],
 )
 def test_a_provider_that_fails_or_gives_no_verdict_is_stepped_in_for(score_many, services, backup, status, body):
     services.set("judge", body, status=status)

@@ -31,14 +31,6 @@ def test_an_honest_judge_raises_no_alarm_in_400_steps(world):
     assert 0 < calls <= SHARE * STEPS * BATCH
 
 
-def test_an_alarm_names_the_word_and_how_much_of_its_worth_is_confirmed():
-    alarms, _, _ = simulate(1, 160, kind="word", taste=0.4)
-    alarm = next(alarm for _, alarm in alarms)
-    assert "online" in alarm.what[1] and "online" in alarm.example
-    assert alarm.worth > 0.2  # the judge gives 0.4; scores end at 1, which takes some of it
-    assert alarm.confirmed < 0.1
-
-
 def test_verdicts_that_failed_are_no_numbers():
     meter, lot = Meter(MeterSettings(share=0.5)), random.Random(1)
     for _ in range(40):

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from support import deadly
 from support.forked import COLD_PYTHON
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
+from support.seconds import until
 
 from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.judged.budget import Budget, Limit, read_account
@@ -94,13 +94,6 @@ class OnItsLoop:
     def values(self, *completions):
         return self.result(completions).values
 
-    def finished(self, batch, *texts):
-        return self.loop.result(batch, texts)
-
-    @property
-    def child(self):
-        return self.reward.child
-
     @property
     def process(self):
         """The child that was started last."""
@@ -133,14 +126,6 @@ def often_looked_at(monkeypatch):
         monkeypatch.setattr(remote_module, "SILENT_PINGS", most_silent)
 
     return patch
-
-
-def until(condition):
-    """Wait for something that another thread or process does."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def is_gone(pid):
@@ -258,7 +243,7 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     batch = reward.begun(*texts)
     until(lambda: reward.loop.status() == "of 3 completions 2 in judge")
     services.let_go.set()
-    report = reward.finished(batch, *texts).report
+    report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
 
@@ -280,7 +265,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     killed = reward.process
     killed.kill()
     services.let_go.set()
-    result = reward.finished(batch, *texts)
+    result = reward.loop.result(batch, texts)
     assert result.values == [-0.25, 0.75, 0.75]
     assert reward.process.pid != killed.pid
     assert reward.process.poll() is None
@@ -304,11 +289,11 @@ def test_completions_that_are_scored_together_are_missing_when_their_child_ends(
     reward = remote_process(chain=deadly.together)
     batch = reward.loop.begin([{"prompt": ""}] * 2, 2)
     reward.loop.start(batch, 0, "a")
-    until(lambda: reward.child is not None and reward.child.scored)
+    until(lambda: reward.reward.child is not None and reward.reward.child.scored)
     reward.process.kill()
     until(lambda: batch.rewards[0] is not None)
     reward.reward.deadline_s = batch._deadline_s = 0.5  # the other one would wait for it
-    assert reasons(reward.finished(batch, "a", "b")) == ["reward_process_ended", "deadline"]
+    assert reasons(reward.loop.result(batch, ["a", "b"])) == ["reward_process_ended", "deadline"]
 
 
 def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
@@ -400,7 +385,7 @@ def test_nobody_else_can_speak_to_the_child(services, remote_process):
     """What comes through the socket is unpickled. It has no name to connect to, and no other child inherits it."""
     reward = remote_process()
     reward.values("hello")
-    ours = reward.child.channel._writer.get_extra_info("socket")
+    ours = reward.reward.child.channel._writer.get_extra_info("socket")
     assert (ours.family, ours.getsockname(), ours.getpeername()) == (socket.AF_UNIX, "", "")
     assert not os.get_inheritable(ours.fileno())
 

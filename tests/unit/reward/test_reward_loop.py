@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.loopback import ACTION, BAD, VERDICT, action, build_reward, examples, row
+from support.seconds import until
 from trl.trainer.utils import get_callable_name
 
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -24,13 +25,6 @@ def loop(services):
 
 def begin(loop, *indices):
     return loop.begin(examples(indices))
-
-
-def until(condition):
-    ends = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.01)
 
 
 def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):

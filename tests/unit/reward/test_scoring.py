@@ -25,19 +25,26 @@ def score(weights, verdicts, *, missing="none"):
 
 
 @pytest.mark.parametrize(
-    ("weights", "verdicts", "value"),
+    ("weights", "verdicts", "value", "of_reference"),
     [
-        ({"judge": 2.0}, {"judge": VERDICT}, 1.5),
-        ({"judge": 0.8, "margin": 0.2}, {"judge": VERDICT}, 0.65),  # 0.8 x 0.75 + 0.2 x 0.25
-        ({"retrieval": 1.0}, {}, 0.5),  # the best passage's
-        ({"judge": 0.5, "format": 0.1}, {"judge": VERDICT}, 0.475),  # 0.5 x 0.75 + 0.1
-        ({"judge": 0.5, "judge_tone": 0.5}, {"judge": VERDICT, "judge_tone": OTHER}, 0.5),
+        ({"judge": 2.0}, {"judge": VERDICT}, 1.5, 1.0),
+        # 0.8 x 0.75 + 0.2 x 0.25; the reference lies no margin above itself
+        ({"judge": 0.8, "margin": 0.2}, {"judge": VERDICT}, 0.65, 0.4),
+        ({"retrieval": 1.0}, {}, 0.5, 0.75),  # the best passage's, each of its own
+        ({"judge": 0.5, "retrieval": 0.25, "format": 0.1}, {"judge": VERDICT}, 0.6, 0.5375),
+        # the reference's tone was not judged
+        ({"judge": 0.5, "judge_tone": 0.5}, {"judge": VERDICT, "judge_tone": OTHER}, 0.5, None),
     ],
 )
-def test_the_value_is_the_weighted_sum(weights, verdicts, value):
-    reward = score(weights, verdicts)
+def test_the_value_is_the_weighted_sum_and_the_reference_is_worth_what_the_same_law_gives_it(
+    weights, verdicts, value, of_reference
+):
+    reference = Answer(text="y", passages=(Passage(id="c", text="", score=0.75),), took_ms=1)
+    reward = Scoring(weights={"fairness": weights}).score(case(verdicts, reference))
     assert reward.outcome is Outcome.OK
-    assert reward.value == pytest.approx(value)
+    assert (reward.value, reward.reference_value) == (pytest.approx(value), pytest.approx(of_reference))
+    alone = score(weights, verdicts)
+    assert (alone.value, alone.reference_value) == (pytest.approx(value), None)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +62,6 @@ def test_a_missing_component_is_none_or_the_others_stand_in_for_it(weights, verd
     left_out = score(weights, verdicts)
     assert (left_out.outcome, left_out.value) == (Outcome.INFRA, None)
     assert score(weights, verdicts, missing="reweight").value == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("weights", "verdicts", "value"),
-    [
-        ({"judge": 0.8, "margin": 0.2}, {"judge": VERDICT}, 0.4),  # 0.8 x 0.5: it lies no margin above itself
-        # 0.5 x 0.5 + 0.25 x its own best passage of 0.75 + 0.1
-        ({"judge": 0.5, "retrieval": 0.25, "format": 0.1}, {"judge": VERDICT}, 0.5375),
-        ({"judge": 0.5, "judge_tone": 0.5}, {"judge": VERDICT, "judge_tone": OTHER}, None),  # its tone was not judged
-    ],
-)
-def test_the_reference_is_worth_what_the_same_law_gives_it(weights, verdicts, value):
-    reference = Answer(text="y", passages=(Passage(id="c", text="", score=0.75),), took_ms=1)
-    scoring = Scoring(weights={"fairness": weights})
-    assert scoring.score(case(verdicts, reference)).reference_value == pytest.approx(value)
-    assert scoring.score(case(verdicts)).reference_value is None
 
 
 @pytest.mark.parametrize("judged", ["judge", "margin", "judge_tone"])

@@ -16,18 +16,15 @@ import pytest
 import safetensors.torch
 import torch
 from huggingface_hub.utils import hf_raise_for_status
-from make_troubleshooting import page
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from salesrl_trl.errors import JudgeInvalid, ModelNotFoundError, ServiceUnavailable
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
-from salesrl_trl.launch.process import FAULTS, PAGE, recognised, words_of_end
+from salesrl_trl.launch.process import FAULTS, recognised, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
-
-ROOT = Path(__file__).parents[3]
 
 
 def closed_port():
@@ -229,11 +226,6 @@ def test_every_setting_of_a_remedy_exists():
         for quoted in re.findall(r"`(--[^`]+)`", " ".join(fault.remedies)):
             for name in re.findall(r"--(\w+)", quoted):
                 assert name in known or quoted.startswith(("--shm-size", "--ipc", "--ulimit", "--pids-limit")), name
-
-
-def test_the_page_is_the_table():
-    assert (ROOT / PAGE).read_text() == page()
-    assert len({fault.anchor for fault in FAULTS}) == len(FAULTS)
 
 
 def test_causes_in_a_circle_end():

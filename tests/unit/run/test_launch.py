@@ -98,7 +98,7 @@ def test_a_run_that_a_signal_ended_is_explained_from_its_own_part_of_the_log(lau
     done = launch(ENDS.format(log=str(log), line=line, number=int(number)), **{FOLDER: str(tmp_path / "launch")})
     lines = done.stderr.strip().splitlines()
     assert f"The run was ended by {number.name}." in lines
-    assert lines[-1].startswith(f"More: docs/TROUBLESHOOTING.md#{anchor}")
+    assert lines[-1].startswith(f"More: docs/reference/troubleshooting.md#{anchor}")
     assert (tmp_path / "launch/first").read_text() == (tmp_path / LAST_WORDS).read_text()
     assert (tmp_path / LAST_WORDS).read_text().startswith(f"{128 + number}\nThe run was ended")
 

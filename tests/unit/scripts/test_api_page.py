@@ -1,20 +1,49 @@
-"""Pages of docs/ that scripts make: they say what the docstrings and tables say."""
+"""The reference pages that the site's build makes: complete, and without a link that leads nowhere."""
 
-from pathlib import Path
+import re
 
 import pytest
 
-from scripts import make_api_page as tool
-from scripts import make_coming_from, make_metrics_table
+import salesrl_trl
+from salesrl_trl.__main__ import COMMANDS
+from salesrl_trl.launch.coming_from import names as foreign_names
+from salesrl_trl.launch.process import FAULTS
+from salesrl_trl.launch.settings_help import settings
+from salesrl_trl.names import FIGURES
+from scripts import make_reference
 
-PAGE = Path(__file__).parents[3] / "docs/API.md"
+ENTRIES = {
+    "api.md": [f"## {name}\n" for name in salesrl_trl._MODULES],
+    "settings.md": [f"\n| `{name}` |" for name in settings()],
+    "metrics.md": [f"| `{figure.tag.replace('{', '<').replace('}', '>')}` |" for figure in FIGURES],
+    "command-line.md": [f"## salesrl {name}\n\n```text\nusage: " for name in COMMANDS],
+    "verl-names.md": [
+        f"\n| `{name}` |" for name, line in foreign_names().items() if line.system in ("verl", "upper case")
+    ],
+    "troubleshooting.md": [f"## {fault.title}\n" for fault in FAULTS],
+}
 
 
-def test_the_page_is_made_of_the_docstrings_as_they_are():
-    assert tool.page() == PAGE.read_text("utf-8"), "python scripts/make_api_page.py > docs/API.md"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("reference")
+    make_reference.main(made)
+    return made
 
 
-@pytest.mark.parametrize("script", [make_coming_from, make_metrics_table])
-def test_a_page_has_its_table_as_it_is(script):
-    text = script.PAGE.read_text("utf-8")
-    assert script.page(text) == text, f"python scripts/{script.__name__.rpartition('.')[2]}.py"
+def test_every_entry_is_on_its_page_once(folder):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(ENTRIES)
+    for name, entries in ENTRIES.items():
+        text = (folder / name).read_text("utf-8")
+        assert {entry: text.count(entry) for entry in entries} == dict.fromkeys(entries, 1), name
+
+
+def test_a_second_build_writes_nothing_and_a_list_of_contents_leads_to_its_headings(folder):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    make_reference.main(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    text = (folder / "troubleshooting.md").read_text("utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", text, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) == headings

@@ -1,4 +1,4 @@
-"""The list of figures, from which the table of metrics in docs/ARCHITECTURE.md is made."""
+"""The list of figures, from which the table of metrics in docs/background/architecture.md is made."""
 
 from salesrl_trl import names
 from salesrl_trl.names import FIGURES, MACHINE, MEMORY, THROUGHPUT, Metric, branches_in, pattern_of, reward_of

@@ -40,19 +40,16 @@ def test_rows_of_another_form_are_written_in_the_columns_of_a_row(tmp_path, caps
 
 
 def test_documents_of_two_files_are_joined_as_their_rows_are(tmp_path):
-    """docs/DATA.md joins files of two formats, for a run with two branches."""
+    """docs/reference/data.md joins files of two formats, for a run with two branches."""
     files = write(tmp_path / "a.jsonl", bbq(0), bbq(1, question="Who ran?")), write(tmp_path / "b.jsonl", bbq(0))
-    lines = set()  # as `sort -u` leaves them
+    lines = []
     for number, file in enumerate(files):
         out, knowledge = tmp_path / f"{number}.jsonl", tmp_path / f"d{number}.jsonl"
         given = ["--source", file, "--dataset_format", "bbq", "--out", str(out), "--knowledge_out", str(knowledge)]
         assert tool.main(given) == 0
-        lines |= {*knowledge.read_text().splitlines()}
-    joined = tmp_path / "documents.jsonl"
-    joined.write_text("\n".join(sorted(lines)))
-    # that of the second file is in the first one too
-    expected = {"Who left the suitcase behind? Not known", "Who ran? Not known"}
-    assert {document.text for document in load_documents(joined)} == expected
+        lines.append({*knowledge.read_text().splitlines()})
+    assert len(lines[0]) == 2
+    assert lines[1] < lines[0]  # so that `sort -u` leaves it once
 
 
 def test_a_seed_draws_the_same_rows_and_branches_have_equal_shares():

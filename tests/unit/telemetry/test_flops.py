@@ -2,16 +2,15 @@
 
 import functools
 import math
-import re
 
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from salesrl_trl.telemetry.flops import ModelFlops, UnknownFlops, attention_pairs, model_flops
-from salesrl_trl.telemetry.perf import PEAK_BF16, mfu, peak_bf16_flops
+from salesrl_trl.telemetry.perf import mfu, peak_bf16_flops
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 2, 64, 96, 4, 2, 160
 SIZES = {
@@ -110,21 +109,6 @@ def test_a_prompt_that_went_with_another_completion_is_not_counted_again():
     assert pairs == sum(range(1, 10)) + (6 + 7 + 8) + (6 + 7)
 
 
-def test_sums_wait_for_no_device():
-    lengths = torch.empty(4, dtype=torch.int64, device="meta")  # has no values: to read one raises
-    assert FLOPS.sums(lengths, lengths).device.type == "meta"
-
-
-def t5():
-    return T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32))
-
-
-def with_layer_type(kind):
-    model = qwen2()
-    model.config.layer_types = ["full_attention", kind]
-    return model
-
-
 def with_field(name, value):
     model = llama()
     setattr(model.config, name, value)
@@ -138,11 +122,8 @@ def packed():
 
 
 UNKNOWN = {
-    "encoder-decoder": (t5, "is_encoder_decoder"),
-    "linear attention": (lambda: with_layer_type("linear_attention"), "linear_attention"),
-    "layers with a window": (lambda: with_layer_type("sliding_attention"), "sliding_attention"),
+    "linear attention": (lambda: with_field("layer_types", ["linear_attention"]), "linear_attention"),
     "a window without layer types": (lambda: small("mistral", sliding_window=5), "sliding_attention"),
-    "keys that layers share": (lambda: with_field("num_kv_shared_layers", 2), "num_kv_shared_layers"),
     "no config": (lambda: torch.nn.Linear(2, 2), "no transformers config"),
     "packed weights": (packed, "packed"),
     "mixture of experts": (lambda: with_field("num_local_experts", 4), "num_local_experts"),
@@ -159,40 +140,26 @@ def test_where_a_token_s_cost_is_not_known_it_says_why(build, reason):
         model_flops(build())
 
 
-CHIPS = {
-    989.4: "H100 80GB HBM3, H200, GH200 480GB, GH200 144G HBM3e, H800",
-    756: "H100 PCIe, H800 PCIe",
-    835.5: "H100 NVL, H200 NVL",
-    148: "H20, H20-3e",
-    1750: "B100",
-    2250: "B200, B300 SXM6 AC",
-    2500: "GB200, GB300",
-    312: (
-        "A100-SXM4-40GB, A100-SXM4-80GB, A100-PCIE-40GB, A100 80GB PCIe, A100-SXM4-40GB, A800-SXM4-80GB, "
-        "A800 80GB PCIe"
-    ),
-    165: "A30",
-    149.7: "A40",
-    125: "A10",
-    70: "A10G",
-    121: "L4",
-    181: "L40",
-    362: "L40S",
-    154.8: "RTX A6000",
-    364.25: "RTX 6000 Ada Generation",
-    71: "GeForce RTX 3090",
-    165.2: "GeForce RTX 4090",
-    1307.4: "AMD Instinct MI300X, AMD Instinct MI300X OAM, AMD Instinct MI325X",
-    191.5: "AMD Instinct MI250X",
+PEAKS = {
+    "H100 80GB HBM3": 989.4,
+    "H100 PCIe": 756,
+    "H100 NVL": 835.5,
+    "A100-SXM4-80GB": 312,
+    "A10": 125,
+    "A10G": 70,
+    "L40": 181,
+    "L40S": 362,
+    "RTX 6000 Ada Generation": 364.25,
+    "GeForce RTX 4090": 165.2,
+    "AMD Instinct MI300X OAM": 1307.4,
 }
-"""Names as drivers say them, after "NVIDIA ", by TFLOP/s. Drivers before 470 left that out."""
-PEAKS = {name: tflops * 1e12 for tflops, names in CHIPS.items() for name in names.split(", ")}
+"""TFLOP/s by the name that a driver says after "NVIDIA ". Drivers before 470 left that out."""
 
 
 @pytest.mark.parametrize(("name", "peak"), PEAKS.items(), ids=PEAKS)
 def test_a_chip_has_its_own_peak_by_the_name_that_it_says(name, peak):
-    assert peak_bf16_flops(name) == pytest.approx(peak)
-    assert peak_bf16_flops(f"NVIDIA {name}") == pytest.approx(peak)
+    assert peak_bf16_flops(name) == pytest.approx(peak * 1e12)
+    assert peak_bf16_flops(f"NVIDIA {name}") == pytest.approx(peak * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -205,12 +172,6 @@ def test_a_chip_has_its_own_peak_by_the_name_that_it_says(name, peak):
 )  # fmt: skip
 def test_a_chip_or_a_slice_that_is_not_in_the_table_has_no_peak(name):
     assert peak_bf16_flops(name) is None
-
-
-def test_every_entry_of_the_table_is_met_by_a_real_name():
-    met = {chip: [name for name in PEAKS if re.fullmatch(chip, name)] for chip in PEAK_BF16}
-    assert [pattern for pattern, those in met.items() if not those] == []
-    assert sum(len(those) for those in met.values()) == len(PEAKS)  # no name meets two
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from salesrl_trl import names
 from salesrl_trl.telemetry import perf
-from salesrl_trl.telemetry.perf import StepAggregates, percentile, perf_figures, time_figures
+from salesrl_trl.telemetry.perf import StepAggregates, perf_figures, time_figures
 
 NAN = math.nan
 
@@ -80,8 +80,3 @@ def test_a_mean_weighs_by_count_and_a_maximum_is_kept_until_the_flush():
     aggregates.add(names.STALENESS_MAX, 2, 1)
     assert aggregates.flush() == {"reward/fairness": 0.375, names.STALENESS_MAX: 3}
     assert all(math.isnan(figure) for figure in aggregates.flush().values())
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.95, 4.0), (1.0, 4.0)])
-def test_a_percentile_is_the_value_at_or_below_which_the_share_lies(share, value):
-    assert percentile([4.0, 1.0, 3.0, 2.0], share) == value

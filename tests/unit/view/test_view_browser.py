@@ -268,21 +268,14 @@ def test_own_functions_stand_with_number_weight_words_and_calls(show, new_rank):
 
 
 HEADS = "[...document.querySelectorAll('details.folded summary')].map(e => e.innerText)"
-FOLDED = "document.querySelectorAll('details.folded').length === 4"
+FOLDED = "document.querySelectorAll('details.folded').length === {}"
 
 
-def test_what_a_tool_was_asked_and_said_is_folded(show, new_rank):
-    asked = {"function": {"name": "look_up", "arguments": {"course": "Python"}}}
-    prompt = [
-        {"role": "user", "content": "The price?"},
-        {"role": "assistant", "content": "", "tool_calls": [asked]},
-        {"role": "tool", "name": "look_up", "content": "5980"},
-    ]
+def test_thoughts_and_calls_of_tools_in_a_text_are_folded(show, new_rank):
     text = 'Well.<think>cheap</think><tool_call>{"name": "book", "arguments": {}}</tool_call>Booked.'
-    rank = new_rank()
-    rank.add(prompt=rank.text(json.dumps(prompt)), text=text)
-    tab = show("completion?id=0-0-1", FOLDED)
-    assert tab.value(HEADS) == ["Call of a tool: look_up", "Answer of a tool", "Thought", "Call of a tool: book"]
+    new_rank().add(text=text)
+    tab = show("completion?id=0-0-1", FOLDED.format(2))
+    assert tab.value(HEADS) == ["Thought", "Call of a tool: book"]
     assert not tab.value("[...document.querySelectorAll('details.folded')].some(e => e.open)")
     assert tab.value("[...document.querySelectorAll('pre.text')].map(e => e.innerText)") == ["Well.", "Booked."]
 
@@ -301,7 +294,7 @@ def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_
         ("tool_search", "turn 1", start + 0.01, 1.5, "tool_search_http_503", rank.text('{"query":"hours"}'), None),
     ]
     rank.add(turns=rank.text(json.dumps(turns)), text="It is 5980.", calls=calls, reward=1.0)
-    tab = show("completion?id=0-0-1", FOLDED)
+    tab = show("completion?id=0-0-1", FOLDED.format(4))
     answers = ["Answer of a tool · 0.25 s", "Answer of a tool · 1.50 s · tool_search_http_503"]
     assert tab.value(HEADS) == [*["Call of a tool: search"] * 2, *answers]
     details = tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)")

@@ -76,17 +76,6 @@ def test_the_vendored_library_is_the_released_file():
     assert "MIT" in (ASSETS / "vendor/preact.LICENSE").read_text("utf-8")
 
 
-def test_a_running_server_tells_of_what_was_written_meanwhile(tmp_path):
-    rank = Rank(tmp_path, 0)
-    rank.add(text="first")
-    with served(tmp_path) as viewer:
-        assert asked(viewer, "api/state")[2]["runs"][0]["many"] == 1
-        rank.add(text="second", step=2)
-        assert asked(viewer, "api/state")[2]["runs"][0]["many"] == 2
-        assert asked(viewer, "api/list")[2]["items"][0]["text"] == "second"
-    rank.file.close()
-
-
 def test_a_failure_is_told_to_the_page_and_the_next_look_goes_on(tmp_path):
     rank = Rank(tmp_path, 0)
     rank.add(prompt=rank.file.execute("INSERT INTO texts VALUES (7, x'', x'00')").lastrowid)  # no zlib

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import salesrl_trl.demo.rows
 from salesrl_trl.data.files import Document, load_documents
-from salesrl_trl.demo.services.rubric import is_chinese, sentences, words
+from salesrl_trl.demo.services.rubric import sentences, words
 from salesrl_trl.demo.services.services_app import KnowledgeIndex
 from salesrl_trl.errors import DataError
 
@@ -38,11 +38,6 @@ def test_words_are_cut_and_folded(text, expected):
 
 def test_overlapping_words_hold_the_parts_of_a_long_one():
     assert words("数据分析", overlapping=True) == ["数据", "分析", "数据分析"]
-
-
-def test_language_is_that_of_most_words():
-    assert is_chinese("customer: Python 课程多少钱")
-    assert not is_chinese("How much is the 书法 course for beginners?")
 
 
 def test_sentences_end_at_full_stops_of_both_languages_but_not_in_figures():
