@@ -70,7 +70,10 @@ ENV HOME=/home/salesrl \
     USER=salesrl
 USER 1000
 
-# Fails the build if a package can't be imported.
-RUN HF_HUB_OFFLINE=1 python -c 'import deepspeed, peft, salesrl_trl, torch, transformers, trl, vllm'
+# Fails the build if a package can't be imported. What the imports write goes, because --user couldn't write beside it.
+RUN folder="$(mktemp -d)" \
+  && HOME="$folder" TMPDIR="$folder" HF_HUB_OFFLINE=1 \
+  python -c 'import deepspeed, peft, salesrl_trl, torch, transformers, trl, vllm' \
+  && rm -rf "$folder"
 
 CMD ["accelerate", "launch", "recipes/own.py"]
