@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Message, Sequenced
+from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
+from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.engine_loop import GivenUp, Turn
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
@@ -47,8 +47,8 @@ class AgentsPart(Part):
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # in a replay the record answers, but not for an environment, whose methods change its state
-        recorded = reward.recorded_call if reward.is_replay and not has_state else None
-        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), recorded)
+        replay = reward if reward.is_replay and not has_state else None
+        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), replay)
         calls.stopped = self._loop.stopped
         self._under_way.add(calls)
         return self._tool_turns.start(prompts, finished, ahead, calls)
@@ -57,7 +57,7 @@ class AgentsPart(Part):
         """Begin an episode with each row, played on the loop of the rewards."""
         if self._endpoint is None:  # before the threads that share it
             self._endpoint, self._access = PolicyEndpoint(), access
-            self._form = ChatForm.of(access.tokenizer, access.template, **access.form).shared()
+            self._form = ChatForm.of(access.tokenizer, access.template, **access.form)
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         prompts = [row["prompt"] for row in rows]
@@ -70,7 +70,7 @@ class AgentsPart(Part):
             finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
             return played
 
-        batch = Episodes(len(rows), access.loop, talk, lambda: playing.cut_off("given_up"))
+        batch = Episodes(len(rows), access.loop, talk, playing)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, batch.results()), ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
@@ -78,7 +78,7 @@ class AgentsPart(Part):
         assert isinstance(episode, Episode) and self._endpoint is not None
         with self._endpoint.open(calls) as key:
             future = self._loop.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
-            reward = playing.reward(episode, future, lambda: calls.idle_s)
+            reward = playing.reward(episode, future, calls)
         if calls.is_full:
             reward = episode.named_full(reward)
         if calls.error is not None:

@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jinja2 import TemplateError
 from trl.chat_template_utils import (
@@ -27,6 +27,15 @@ from salesrl_trl.generation.sampler import guard_parser, is_deep
 from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Message = dict[str, Any]
+Tools = list[Message] | None
+Ask = Callable[[list[int]], Turn]
+"""Asks for the next turn of a conversation, from all its token ids so far. Waits for the turn."""
+
 logger = logging.getLogger(__name__)
 _tell = functools.cache(logger.warning)  # each line once
 
@@ -38,12 +47,10 @@ class ForeignText:
     """Spaces out the marks of one model and its chat template, as `fencing` does for a judge: those that the result of
     a tool and the message of an agent may not contain, because they open or end turns."""
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str | None) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         tags = _TAG.findall(str(template or getattr(tokenizer, "chat_template", "")))
-        marks = dict.fromkeys(tags, False) | {
-            token.content: token.special for token in added if len(token.content) > 1
-        }
+        marks = dict.fromkeys(tags, False) | {each.content: each.special for each in added if len(each.content) > 1}
         self._spaced, nonce = dict[str, str](), make_nonce()
         for mark, is_special in marks.items():
             if (text := neutralise(mark, nonce)) != mark or is_special:  # the fence may not know its form
@@ -54,30 +61,30 @@ class ForeignText:
             for some in (self._spaced, turns)
         )
 
-    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def message(self, message: Message) -> Message:
         """A message without the marks that open or end a turn; from a tool, without any."""
         if is_deep(message):
             message = {**message, "content": "{'error': 'The result is nested too deeply.'}"}
         text = encodable(message, f"a message of the role {message['role']}")
-        made: dict[str, Any] = self.without(text, self._all if message["role"] == "tool" else self._turns)
+        made = self.without(text, self._all if message["role"] == "tool" else self._turns)
         if made != text:
             _tell("marks of the model's turns in results of tools or messages of agents are spaced out")
         return made
 
-    def without(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:
+    def without(self, value: T, marks: re.Pattern[str] | None = None) -> T:
         """A value of JSON, without marks in its texts: by default those that open or end a turn."""
-        marks = marks or self._turns
+        return cast(T, self._without(value, marks or self._turns))
+
+    def _without(self, value: object, marks: re.Pattern[str]) -> object:
         if isinstance(value, str):
-            return marks.sub(lambda mark: self._spaced[mark[0]], value)
+            return marks.sub(self._spaced_out, value)
         if isinstance(value, dict):
-            return {self.without(name, marks): self.without(each, marks) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return (list if isinstance(value, list) else tuple)(self.without(each, marks) for each in value)
-        return value
+            return {self._without(name, marks): self._without(each, marks) for name, each in value.items()}
+        parts = [self._without(each, marks) for each in value] if isinstance(value, list | tuple) else value
+        return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts
 
-
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
+    def _spaced_out(self, mark: re.Match[str]) -> str:
+        return self._spaced[mark[0]]
 
 
 class Refused(Exception):
@@ -88,16 +95,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatForm:
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase"
     foreign: ForeignText
     template: str | None  # `None`: the tokenizer's own
-    kwargs: Mapping[str, Any]  # of the template
+    kwargs: Mapping[str, object]  # of the template
     ends: frozenset[int]  # tokens that end a turn
     most_tokens: int  # of a sequence
     most_completion: int  # of a sequence behind its first prompt
+    lock: threading.RLock = field(default_factory=threading.RLock)  # around the tokenizer, which threads share
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None, **named: Any) -> "ChatForm":
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", template: str | None, **named: Any) -> "ChatForm":
         """The form of a tokenizer, with what TRL knows of its template: how tool calls are read, and one that writes a
         turn in the same way whatever follows it, in place of the tokenizer's own that does not."""
         probes: list[Message] = [{"role": "user", "content": "dummy"}]
@@ -113,9 +121,6 @@ class ChatForm:
                 return replace(form, template=get_training_chat_template(tokenizer))
         return form
 
-    def shared(self) -> "ChatForm":
-        return replace(self, tokenizer=_Locked(self.tokenizer))
-
     def follows(self, message: Message) -> bool:
         """Whether a turn is written in the same way when this message follows it."""
         with contextlib.suppress(Refused):
@@ -124,14 +129,15 @@ class ChatForm:
 
     def encode(self, messages: Sequence[Message], tools: Tools = None, *, starts_turn: bool = True) -> list[int]:
         try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                [self.foreign.message(message) for message in messages], tools=self.foreign.without(tools) or None,
-                chat_template=self.template, add_generation_prompt=starts_turn, tokenize=True, return_dict=False,
-                **self.kwargs,
-            )  # fmt: skip
+            with self.lock:
+                ids = self.tokenizer.apply_chat_template(
+                    [*map(self.foreign.message, messages)], tools=self.foreign.without(tools) or None,
+                    chat_template=self.template, add_generation_prompt=starts_turn, tokenize=True, return_dict=False,
+                    **self.kwargs,
+                )  # fmt: skip
         except (TemplateError, TypeError) as error:
             raise Refused(f"`messages`: the policy's chat template says: {error}") from None
-        return ids
+        return cast(list[int], ids)
 
     def between(self, messages: Sequence[Message]) -> list[int] | None:
         """The tokens of messages that follow a turn, with the start of the next turn: taken from a small conversation,
@@ -147,28 +153,12 @@ class ChatForm:
 
     def read(self, ids: list[int], prefix: list[int], tools: Tools) -> Message:
         """The message of a turn, with its tool calls. Without `tools` what looks like a call is text."""
-        if _reads_calls(self.tokenizer):
-            message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
-            if tools or not message.get("tool_calls"):
-                return message
-        return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-
-
-class _Locked:
-    def __init__(self, shared: object) -> None:
-        self._shared, self._lock = shared, threading.RLock()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._shared, name)
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def locked(*args: object, **kwargs: object) -> object:
-            with self._lock:
-                return value(*args, **kwargs)
-
-        return locked
+        with self.lock:
+            if _reads_calls(self.tokenizer):
+                message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
+                if tools or not message.get("tool_calls"):
+                    return message
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def _reads_calls(tokenizer: object) -> bool:
@@ -201,7 +191,7 @@ class AgentCalls:
     the assistant's, and has the same tools. Any other begins a sequence.
     """
 
-    def __init__(self, form: ChatForm, ask: Callable[[list[int]], Turn]) -> None:
+    def __init__(self, form: ChatForm, ask: Ask) -> None:
         self.form, self._ask = form, ask
         self.answered: list[Sequenced] = []
         self.error: BaseException | None = None
@@ -215,7 +205,7 @@ class AgentCalls:
         """Seconds since the policy answered last; 0 while it is asked."""
         return 0.0 if self._waiting else time.monotonic() - self._last
 
-    def start(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Sequenced:
+    def start(self, messages: Sequence[Message], tools: Tools) -> Sequenced:
         """The sequence up to the start of the turn that answers these messages. Raises `Refused`."""
         if tools and not _reads_calls(self.form.tokenizer):
             raise Refused("`tools`: no tool calls can be read of this policy's chat template.")
@@ -292,7 +282,7 @@ class AgentCalls:
         return sorted(ends, key=attrgetter("sampled"))[::-1]
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _plain(messages: Sequence[Message]) -> list[Message]:
     """Messages of a request as templates take them. Raises `Refused` for what the policy can't read."""
     plain, names = [], dict[str, str]()
     for place, message in enumerate(messages):
@@ -318,7 +308,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return plain
 
 
-def _arguments(call: Mapping[str, Any]) -> Any:
+def _arguments(call: Message) -> object:
     given = call["function"].get("arguments") or "{}"
     try:
         read = json.loads(given) if isinstance(given, str) else given

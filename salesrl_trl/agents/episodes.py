@@ -12,7 +12,7 @@ An episode runs where its tokens are generated (`agents_part`); its reward comes
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ from salesrl_trl.types import Outcome, Reward, missing
 
 if TYPE_CHECKING:
     import openai
+
+    from salesrl_trl.agents.chat_turns import AgentCalls
 
 PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
 
@@ -50,8 +52,9 @@ class Episode(RewardFunction):
 
         if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
             http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
-            options: Any = {"http_client": http, "timeout": None, "max_retries": 0}
-            self._client = openai.AsyncOpenAI(base_url=address, api_key=key, **options)
+            self._client = openai.AsyncOpenAI(
+                base_url=address, api_key=key, http_client=http, timeout=None, max_retries=0
+            )
         client = self._client.with_options(api_key=key)
         try:
             return self._reward(await self._returned({"client": client, "row": row}))
@@ -93,16 +96,15 @@ class Playing:
         for future in list(self._out):
             future.cancel()
 
-    def reward(self, episode: Episode, future: "Future[Reward]", idle_s: Callable[[], float]) -> Reward:
-        """Wait for an episode. `idle_s` returns the seconds for which it has gone on without waiting for the policy;
-        after too many it is cancelled."""
+    def reward(self, episode: Episode, future: "Future[Reward]", calls: "AgentCalls") -> Reward:
+        """Wait for an episode. One that goes on for too long without waiting for the policy is cancelled."""
         self._out.add(future)
         try:
             while self.stopped is None:
                 try:
-                    return future.result(max(episode.deadline_s - idle_s(), 0.01))
+                    return future.result(max(episode.deadline_s - calls.idle_s, 0.01))
                 except TimeoutError:
-                    if idle_s() >= episode.deadline_s:
+                    if calls.idle_s >= episode.deadline_s:
                         words = f"went on for {episode.deadline_s:g} s without a turn"
                         return episode.without_number("timeout", words)
                 except CancelledError:

@@ -11,12 +11,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
+from salesrl_trl.agents.chat_turns import AgentCalls, Message, Refused, Sequenced
 from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import is_deep
 from salesrl_trl.ground.texts import encodable
@@ -24,7 +24,6 @@ from salesrl_trl.service.event_loop import THREADS
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 64 * 1024 * 1024
 HEAD_S = 30.0  # for the head of a connection's next request. Clients keep an idle connection for 5 to 15 s.
 BODY_S = 60.0
@@ -110,8 +109,8 @@ class PolicyEndpoint:
         assert calls is not None
         if any(name not in _READ and value != _USUAL.get(name) for name, value in asked.items()):
             self._tell("off: sampling settings in requests of episodes. The policy samples with the run's own")
-        started = await _in_thread(calls.start, asked["messages"], asked.get("tools"))
-        turn = await _in_thread(calls.turn, started, asked["max_tokens"])
+        started = await asyncio.wrap_future(THREADS.submit(calls.start, asked["messages"], asked.get("tools")))
+        turn = await asyncio.wrap_future(THREADS.submit(calls.turn, started, asked["max_tokens"]))
         answer = _answer(calls, turn)
         calls.answered.append(turn)  # not that of a request that was left
         return web.json_response(answer)
@@ -124,20 +123,16 @@ def _is_tool(tool: object) -> bool:
     return False
 
 
-async def _in_thread(function: Callable[..., object], *arguments: object) -> Any:
-    return await asyncio.wrap_future(THREADS.submit(function, *arguments))
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request) -> Message:
     try:
         async with asyncio.timeout(BODY_S):
-            asked: Any = await request.json()
+            asked: object = await request.json()
     except (ValueError, LookupError, RecursionError, TimeoutError):  # LookupError: of an unknown charset
         asked = None
     if not isinstance(asked, dict) or is_deep(asked):
         raise Refused(f"The body is not a JSON object, is nested too deeply, or took longer than {BODY_S:g} s.")
-    asked = encodable(asked, "a request of an agent")
-    given = {name: value for name, value in asked.items() if value is not None and value != []}
+    sent: Message = encodable(asked, "a request of an agent")
+    given = {name: value for name, value in sent.items() if value is not None and value != []}
     messages, most = given.get("messages"), given.get("max_completion_tokens", given.get("max_tokens"))
     tools = given.get("tools", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
@@ -152,11 +147,11 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return {**given, "max_tokens": most}
 
 
-def _answer(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
+def _answer(calls: AgentCalls, turn: Sequenced) -> Message:
     read, written = turn.messages[-1], turn.own
     prompt = len(turn.prompt_ids) + len(turn.ids) - written
     functions = [call.get("function", call) for call in read.get("tool_calls") or ()]
-    message: dict[str, Any] = {"role": "assistant", "content": read["content"] or (None if functions else "")}
+    message: Message = {"role": "assistant", "content": read["content"] or (None if functions else "")}
     if thought := read.get("reasoning_content"):
         message["reasoning_content"] = thought
     if functions:

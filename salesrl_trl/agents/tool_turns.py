@@ -4,16 +4,16 @@ append, and ask again, as TRL's `_tool_call_loop` goes through a batch (a test c
 
 import asyncio
 from asyncio import run_coroutine_threadsafe
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from trl.chat_template_utils import parse_response
 
-from salesrl_trl.agents.chat_turns import ChatForm, ForeignText, Message
+from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
@@ -22,24 +22,24 @@ from salesrl_trl.telemetry.completion_record import CompletionRecord
 
 T = TypeVar("T")
 
-Ask = Callable[[list[int]], Turn]
-"""Asks for the next turn of a conversation, from all its token ids so far. Waits for the turn."""
+
+class Calls(Protocol):
+    def cut_off(self, reason: str) -> None:
+        """End calls that are under way and all later ones."""
 
 
 class Conversations(TaskBatch[T]):
     """The conversations of one batch. A thread begins when its first turn is there.
 
     `talk` goes through one conversation, in its thread: from its place, its first turn, and the function that asks for
-    more. `end_calls` ends the calls of tools that are out, when the conversations are cancelled.
+    more. `calls` are those of the conversations, which end when these are cancelled.
     """
 
     by_new_weights = True  # so that no turn is older than the rest of the batch
 
-    def __init__(
-        self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], end_calls: Callable[[], object]
-    ) -> None:
+    def __init__(self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls) -> None:
         super().__init__(size, loop)
-        self._talk, self._end_calls = talk, end_calls
+        self._talk, self._calls = talk, calls
         self._params: Sequence[object] = ()
         self._ended: set[int] = set()
 
@@ -87,7 +87,7 @@ class Conversations(TaskBatch[T]):
 
     def cancel(self) -> None:
         super().cancel()
-        self._end_calls()
+        self._calls.cut_off("given_up")
 
 
 class Episodes(Conversations[T]):
@@ -121,7 +121,7 @@ class ToolTurns:
     def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
         tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
-        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
+        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
         access = self._access
@@ -133,7 +133,7 @@ class ToolTurns:
                 finished(place, talked.ids, talked.completion, talked.notes.failed)
             return talked
 
-        batch = Conversations(len(prompts), access.loop, talk, lambda: calls.cut_off("given_up"))
+        batch = Conversations(len(prompts), access.loop, talk, calls)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
 
     def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
@@ -145,7 +145,7 @@ class ToolTurns:
         tools = {tool.__name__: tool for tool in functions}
         talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
         talked.add([], first)
-        message = parse_response(form.tokenizer, first.ids, prefix=prompt_ids, tools=schemas)
+        message = self._message(first.ids, prompt_ids, schemas)
         talked.completion.append(message)
         for _ in range(access.most_turns):
             if not (asked := message.get("tool_calls")):
@@ -168,17 +168,22 @@ class ToolTurns:
             talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
             if not own:
                 break
-            message = parse_response(form.tokenizer, own, prefix=prefix, tools=schemas)
+            message = self._message(own, prefix, schemas)
             talked.completion.append(message)
         return talked
 
+    def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
+        with self._form.lock:
+            message: Message = parse_response(self._form.tokenizer, ids, prefix=prefix, tools=schemas)
+        return message
+
     def _results(
-        self, asked: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
+        self, asked: Sequence[Message], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
     ) -> tuple[list[Message], int]:
         """The messages of calls that are made at once, and how many have failed, as TRL counts them. Those that can't
         be begun come first, as with TRL."""
         early: list[tuple[str, object]] = []
-        begun: list[tuple[str, Any]] = []
+        begun: list[tuple[str, Coroutine[object, object, object]]] = []
         for call in asked:
             if call["type"] != "function":
                 early.append((call.get("name", "unknown"), ValueError(f"Unsupported tool call type: {call['type']}")))
@@ -210,7 +215,7 @@ class ToolTurns:
         loop = (
             [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [list[Any]() for _ in talked],
+            [list[object]() for _ in talked],
         )  # fmt: skip
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None

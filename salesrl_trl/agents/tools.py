@@ -7,8 +7,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,13 +22,11 @@ from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, 
 
 if TYPE_CHECKING:
     from salesrl_trl.judged.rag_client import RagAnswers
+    from salesrl_trl.reward.scorer import Scorer
 
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
 OnFailure = Literal["leave_out", "tell"]
-Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
-"""From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
-service's failure has no answer; an error of the policy has its words. `None`: the tool is called."""
 _SETTINGS = "salesrl_tool"  # attribute of a function that has settings
 
 
@@ -97,14 +94,14 @@ class ConversationNotes:
 
 
 class ToolCalls:
-    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. In a
-    replay, `recorded` takes the place of calls."""
+    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. With
+    `replay`, a record takes the place of calls."""
 
-    def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
+    def __init__(self, names: Iterable[str], replay: "Scorer | None" = None) -> None:
         self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
         self._tasks: set[asyncio.Task[object]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
-        self._recorded = recorded
+        self._replay = replay
 
     @property
     def under_way(self) -> int:
@@ -156,7 +153,7 @@ class ToolCalls:
         turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
         with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
             try:
-                known = None if self._recorded is None else await self._recorded(service, asked)
+                known = None if self._replay is None else await self._replay.recorded_call(service, asked)
                 if known is None:
                     result = await _within(settings, service, tool, arguments)
                 else:
@@ -184,8 +181,7 @@ async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: M
         try:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**arguments), None
-            call: Future[object] = THREADS.submit(lambda: tool(**arguments))
-            return await asyncio.wrap_future(call), None
+            return await asyncio.wrap_future(THREADS.submit(tool, **arguments)), None
         except ServiceError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -246,7 +242,7 @@ class Search:
             answer = await self._rag.search(query)
             return "\n\n".join(passage.text for passage in answer.passages) or answer.text
 
-        self.function: Callable[[str], Awaitable[str]] = tool(deadline_s=deadline_s)(search)
+        self.function: Tool = tool(deadline_s=deadline_s)(search)
 
     def connect(self, rag: "RagAnswers") -> None:
         """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""

@@ -14,15 +14,18 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
+
+from pydantic import TypeAdapter
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
 from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
 
 T = TypeVar("T")
+Ask: TypeAlias = Callable[[], Awaitable[T]]
+Check: TypeAlias = Callable[[T], None]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class AnswerStore:
     while, which is logged once. No call fails because of it, and none waits for a process that locks it.
     """
 
-    def __init__(self, path: Path | None = None, *, most: int = MAX_IN_MEMORY) -> None:
+    def __init__(self, path: Path | None = None, most: int = MAX_IN_MEMORY) -> None:
         self.path = path
         self._most = most
         self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
@@ -62,7 +65,7 @@ class AnswerStore:
         self._logged: set[str] = set()  # faults that were logged
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(AnswerStore, most=self._most), (self.path,)
+        return AnswerStore, (self.path, self._most)
 
     async def get(self, key: str) -> object:
         """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
@@ -165,29 +168,32 @@ class AnswerStore:
 class Cache(Generic[T]):
     """Asks once: equal calls share one that is under way, and later ones get its answer.
 
-    `from_json` makes the answer of a stored value again. It raises `ValueError`, `TypeError` or `KeyError` for a value
-    that another version wrote. The answer is then asked for again, and replaces that value.
+    `form` makes JSON of an answer, and an answer of JSON. An answer whose stored value another version wrote is asked
+    for again, and replaces that value.
     """
 
-    def __init__(self, store: AnswerStore, to_json: Callable[[T], object], from_json: Callable[[object], T]) -> None:
+    def __init__(self, store: AnswerStore, form: TypeAdapter[T]) -> None:
         self._store = store
-        self._to_json = to_json
-        self._from_json = from_json
+        self._form = form
         self._under_way: PerLoop[dict[str, asyncio.Task[T]]] = PerLoop(dict)
         self.hits = 0  # answers that were used, less those that were asked for. The reader sets it back to 0.
 
-    async def get(
-        self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
-    ) -> T:
+    async def get(self, key: str, ask: Ask[T], check: Check[T] | None = None) -> T:
         """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises. `check` refuses, by
         `ValueError` or `ServiceError`, an answer that is not to be kept, or not to be used if it was."""
         answer = await self.fetch(key, ask, check)
         self.hits += 1
         return answer
 
-    async def fetch(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
+    async def fetch(self, key: str, ask: Ask[T], check: Check[T] | None = None) -> T:
         """As `get`, ahead of those who need the answer."""
         under_way = self._under_way.get()
+
+        def forget(task: asyncio.Task[T]) -> None:
+            under_way.pop(key, None)
+            if not task.cancelled():
+                task.exception()  # marked as seen: all who waited may have been cut off
+
         while (task := under_way.get(key)) is not None:
             try:
                 return await asyncio.shield(task)
@@ -195,35 +201,31 @@ class Cache(Generic[T]):
                 if remaining_s() <= 0:
                     raise
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-        task.add_done_callback(partial(_forget, under_way, key))
+        task.add_done_callback(forget)
         return await asyncio.shield(task)  # others wait for it too, and one that is cut off must not cancel it
 
     async def aclose(self) -> None:
         """Cancel what is under way on the running loop."""
         await cancel(self._under_way.get().values())
 
-    async def _ask(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
+    async def _ask(self, key: str, ask: Ask[T], check: Check[T] | None) -> T:
         kept = self._read(await self._store.get(key), check)
         if kept is not None:
             return kept
         answer = await ask()
         self.hits -= 1
-        value = self._to_json(answer)
+        value = self._form.dump_python(answer, warnings=False)  # a warning would quote it
         if self._read(value, check) is not None:
             self._store.put(key, value)
         return answer
 
-    def _read(self, value: object, check: Callable[[T], object]) -> T | None:
+    def _read(self, value: object, check: Check[T] | None) -> T | None:
+        if value is None:
+            return None
         try:
-            answer: T | None = None if value is None else self._from_json(value)
-            if answer is not None:
+            answer = self._form.validate_python(value)
+            if check is not None:
                 check(answer)
-            return answer
         except (ValueError, TypeError, KeyError, ServiceError):
             return None
-
-
-def _forget(under_way: dict[str, asyncio.Task[T]], key: str, task: asyncio.Task[T]) -> None:
-    under_way.pop(key, None)
-    if not task.cancelled():
-        task.exception()  # marked as seen: all who waited may have been cut off
+        return answer

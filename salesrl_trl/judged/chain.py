@@ -94,7 +94,7 @@ class SalesReward(JudgeReward):
     async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
-        asked = (lambda: answers.ask_8b(row, action), lambda: answers.ask_32b(row))
+        asked = (answers.ask_8b(row, action), answers.ask_32b(row))
         results = dict(zip(self._rag.transports, await asyncio.gather(*map(seconds_or_error, asked)), strict=True))
         if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
             results |= await super()._first_questions(row, action)

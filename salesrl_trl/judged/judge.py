@@ -7,7 +7,6 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +91,7 @@ class Judge(ABC):
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> Mapping[str, float | ServiceError]:
         """Ask for one verdict. Returns by service name the seconds it took, or what went wrong."""
-        asked = await seconds_or_error(lambda: self.judge(row.branch, row, action, answer, answer))
+        asked = await seconds_or_error(judged(self, row.branch, row, [(action, answer)], answer))
         return dict.fromkeys(self.places, asked)
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
@@ -225,7 +224,7 @@ class JudgeClient(Judge):
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         material = self.material(row.branch, row, [(action, answer)], answer)
-        asked = [partial(provider.ask, material, order=(0, 1), patient=True) for provider in self._all]
+        asked = [provider.ask(material, order=(0, 1), patient=True) for provider in self._all]
         results = await asyncio.gather(*map(seconds_or_error, asked))
         self.drain_usage()
         return dict(zip(self.transports, results, strict=True))

@@ -66,10 +66,6 @@ class SecondJudge:
     settings: MeterSettings
 
 
-def _kept(verdicts: Sequence[Verdict]) -> object:
-    return _VERDICTS.dump_python(verdicts, warnings=False)  # a warning would quote the judge
-
-
 class JudgeReward(Scorer):
     """The packaged judge as a reward function. It scores the completion itself: no RAG service, no action.
 
@@ -113,7 +109,7 @@ class JudgeReward(Scorer):
         self._judges = (judge,) if second is None else (judge, second.judge)
         self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
         self._store = answers or AnswerStore()
-        self._verdicts = Cache(self._store, _kept, _VERDICTS.validate_python)
+        self._verdicts = Cache(self._store, _VERDICTS)
         self._per = Per.GROUP if judge.orders else Per.COMPLETION
         self._together = Together(self._per, self._verdicts_of)
         self._judged_singly = 0

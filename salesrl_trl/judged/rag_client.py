@@ -148,8 +148,7 @@ class RagAnswers:
         answers: AnswerStore, references: AnswerStore,
     ) -> None:  # fmt: skip
         self.backend = backend
-        self.answer_cache = Cache(answers, kept, ANSWER.validate_python)
-        self.reference_cache = Cache(references, kept, ANSWER.validate_python)
+        self.answer_cache, self.reference_cache = Cache(answers, ANSWER), Cache(references, ANSWER)
         self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
@@ -216,6 +215,7 @@ class RagAnswers:
 
 
 def _check_passages(answer: Answer) -> None:
-    """Refuse to keep an answer without passages. A busy service or an index that is being loaded may answer so."""
-    if not answer.passages:
+    """Refuse to keep an answer without passages, which a busy service or an index that is being loaded may give, or
+    with a score that no service gives."""
+    if not answer.passages or not all(0 <= passage.score <= 1 for passage in answer.passages):
         raise BadServiceResponse("an answer from no passages", code="rag_no_passages")

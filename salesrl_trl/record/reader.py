@@ -25,7 +25,7 @@ import os
 import re
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -110,8 +110,8 @@ def _stand_in(unknown: object) -> str:
     name = type(unknown).__name__
     if isinstance(unknown, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
         return f"<{name} {unknown}>"
-    unknown = getattr(unknown, "numpy", lambda: unknown)()  # of a tensor
-    content = unknown if isinstance(unknown, bytes) else getattr(unknown, "tobytes", bytes)()
+    array = unknown.numpy() if hasattr(unknown, "numpy") else unknown  # of a tensor
+    content = array if isinstance(array, bytes) else getattr(array, "tobytes", bytes)()
     return f"<{name} {hashlib.blake2b(content, digest_size=8).hexdigest()}>" if content else f"<{name}>"
 
 
@@ -183,9 +183,7 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
 
 
-def values_of(
-    file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
-) -> dict[str, Any]:
+def values_of(file: sqlite3.Connection, row: sqlite3.Row, parse_constant: type[str] | None = None) -> dict[str, Any]:
     """The columns of a row of completions by name, JSON and texts as values, and its `verdicts` by rubric.
     `parse_constant` makes a value of what JSON has no number for, such as NaN."""
     values = dict(row)

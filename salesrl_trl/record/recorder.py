@@ -72,7 +72,7 @@ def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: st
 
 def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
     """The values of this rank's completions. Advantages are read later, on another thread."""
-    rollout, advantages, update = batch.rollout, batch.advantages, batch.update
+    rollout, update = batch.rollout, batch.update
     assert rollout.result is not None
     first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
@@ -82,13 +82,6 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
     if sampled is not None and sampled.calls:  # before those of the reward
         own = zip(records, sampled.calls, strict=True)
         records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
-
-    def numbers() -> list[float | None]:
-        if advantages is None:
-            return [None] * len(rewards)
-        known = zip(advantages.tolist(), rewards, strict=True)
-        return [None if reward.value is None else number for number, reward in known]
-
     entries = [
         Entry(
             row=recorded_name(example),
@@ -112,7 +105,7 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
         mode=rollout.mode,
         number=scores.number,
         entries=entries,
-        advantages=numbers,
+        advantages=batch.advantages,
         calls=rollout.result.report.calls,
         order=order if rollout.is_trained_on else None,
     )

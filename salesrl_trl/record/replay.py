@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import sqlite3
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ _ORDERS = """
 SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
 JOIN meta ON name = 'order ' || first ORDER BY first
 """
+_Row = tuple[Any, ...]
 _Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
 
 
@@ -128,7 +129,7 @@ class ReplayReward(Scorer):
             components=json.loads(parts), by_function=json.loads(functions),
         )  # fmt: skip
 
-    def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
+    def _recorded(self, sample: Sample, row: Example) -> _Row | None:
         """What this very completion earned, or else the same text to the same row."""
         origin = sample.origin
         key: tuple[object, ...] = (
@@ -164,11 +165,11 @@ class ReplayReward(Scorer):
         """How a call of a tool ended, by its service and its arguments. `None` where the tool is to be called. Raises
         `ServiceError` without one."""
         if self._calls is None:
-            self._calls = defaultdict(lambda: defaultdict(list))
+            self._calls = {}
             for file in (*self._own, *(each for each in self._files if each not in self._own)):
                 for name, request, *ended in file.execute(_CALLS):
-                    self._calls[name][unpacked(request)].append((file, *ended))
-        calls, key = self._calls[service], asked
+                    self._calls.setdefault(name, {}).setdefault(unpacked(request), []).append((file, *ended))
+        calls, key = self._calls.get(service, {}), asked
         if asked not in calls and calls and self._on_miss == "nearest":
             [key] = difflib.get_close_matches(asked, calls, n=1, cutoff=0.0)
         if key not in calls:
@@ -180,18 +181,18 @@ class ReplayReward(Scorer):
             await asyncio.sleep(seconds)
         return None if answer is None else text_of(file, answer) or "", failure
 
-    def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
+    def _nearest(self, text: str, row: Example) -> _Row | None:
         query = f"SELECT text, {_FIELDS} FROM completions WHERE row = ? ORDER BY id"
         records = self._select(self._files, query, recorded_name(row))
         matcher = difflib.SequenceMatcher(b=text, autojunk=False)
 
-        def similarity(record: tuple[Any, ...]) -> float:
+        def similarity(record: _Row) -> float:
             matcher.set_seq1(record[0])
             return matcher.ratio()
 
         return max(records, key=similarity)[1:] if records else None
 
-    def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[tuple[Any, ...]]:
+    def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[_Row]:
         return [row for file in files for row in file.execute(query, values)]
 
 

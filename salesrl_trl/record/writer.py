@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
@@ -50,6 +50,12 @@ class Entry:
     record: CompletionRecord | None
 
 
+class Advantages(Protocol):
+    """A tensor."""
+
+    def tolist(self) -> list[float]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """The completions of a generation batch, or of a part of an evaluation."""
@@ -58,7 +64,7 @@ class Batch:
     mode: str  # `"train"` or `"eval"`
     number: int
     entries: Sequence[Entry]
-    advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
+    advantages: Advantages | None = None  # by place. Read on the writer's thread: it may wait for a GPU.
     calls: Sequence[Call] = ()  # calls that belong to no completion
     order: object = None  # a JSON value: in which order its parts were trained on, for a replay
     time: float = field(default_factory=time.time)
@@ -84,7 +90,7 @@ class Recorder:
     def __post_init__(self) -> None:
         self._was_evaluated = self.after is None
         self._has_dropped = False
-        self._clean = self.clean or (lambda text: text)
+        self._clean = self.clean or str
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
         self._unfit = 0
@@ -148,8 +154,7 @@ class Recorder:
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
         before = _used_bytes(file)
         try:
-            advantages = batch.advantages()
-            unfit = self._write(file, batch, advantages)
+            unfit = self._write(file, batch, None if batch.advantages is None else batch.advantages.tolist())
         except Exception as error:
             if is_of_the_file(error):
                 raise
@@ -165,21 +170,9 @@ class Recorder:
         if self.most_bytes is not None:
             self._make_room(file, self.most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
 
-    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float | None]) -> list[Exception]:
+    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float] | None) -> list[Exception]:
         """Write a batch. Returns the errors of what can't be written."""
         unfit: list[Exception] = []
-
-        def add(write: Callable[[], None]) -> None:
-            file.execute("SAVEPOINT entry")
-            try:
-                write()
-            except Exception as error:
-                if is_of_the_file(error):
-                    raise
-                file.execute("ROLLBACK TO entry")
-                unfit.append(error)
-            file.execute("RELEASE entry")
-
         with file:  # one transaction: after a kill a batch is there or it is not
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
@@ -188,9 +181,12 @@ class Recorder:
                 first = "(SELECT coalesce(max(id), 0) + 1 FROM completions)"
                 file.execute(f"INSERT OR REPLACE INTO meta VALUES ('order ' || {first}, ?)", [as_json(batch.order)])
             for entry in batch.entries:
-                add(partial(self._add, file, batch, entry, advantages[entry.place]))
+                with _apart(file, unfit):
+                    is_scored = entry.reward.value is not None
+                    self._add(file, batch, entry, advantages[entry.place] if advantages and is_scored else None)
             for call in batch.calls:
-                add(partial(self._add_calls, file, None, [call]))
+                with _apart(file, unfit):
+                    self._add_calls(file, None, [call])
         self._was_evaluated |= batch.mode == "eval"
         return unfit
 
@@ -260,6 +256,20 @@ class Recorder:
                 f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): it has "
                 f"no steps up to {dropped} any more, and drops the oldest from here on"
             )
+
+
+@contextmanager
+def _apart(file: sqlite3.Connection, unfit: list[Exception]) -> Iterator[None]:
+    """What is written inside is undone alone if it can't be written."""
+    file.execute("SAVEPOINT entry")
+    try:
+        yield
+    except Exception as error:
+        if is_of_the_file(error):
+            raise
+        file.execute("ROLLBACK TO entry")
+        unfit.append(error)
+    file.execute("RELEASE entry")
 
 
 UNUSED_TEXTS = """

@@ -64,7 +64,10 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
     return answer, now() - started
 
 
-async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
+async def seconds_or_error(asked: Awaitable[object]) -> float | ServiceError:
+    async def call() -> object:
+        return await asked
+
     result = await clocked(call)
     return result if isinstance(result, ServiceError) else result[1]
 

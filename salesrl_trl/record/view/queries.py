@@ -68,7 +68,7 @@ def _condition(params: Params) -> tuple[str, list[object]]:
     return " AND ".join(terms), values
 
 
-def state(index: Index) -> Answer:
+def state(index: Index, _: Params) -> Answer:
     """Runs, and what there is to choose from, after a look at their files."""
     index.refresh(longest_s=0.5)
     with index.lock:
@@ -160,9 +160,10 @@ def place_of(name: str) -> tuple[int, int, int]:
     return run, rank, number
 
 
-def completion(index: Index, name: str) -> Answer:
-    """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
+def completion(index: Index, params: Params) -> Answer:
+    """Everything about one completion, by its `id` on the page: the columns of its table with texts in place of their
     numbers, and `messages`, `turns`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
+    name = params["id"]
     run, rank, number = place_of(name)
     with closing(open_record(index.path(run, rank))) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()

@@ -25,11 +25,10 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
-    "": lambda *_: page(),
-    "api/state": lambda index, _: queries.state(index),
+    "api/state": queries.state,
     "api/list": queries.listing,
     "api/overview": queries.overview,
-    "api/completion": lambda index, params: queries.completion(index, params.get("id", "")),
+    "api/completion": queries.completion,
     "api/compare": queries.comparison,
     "api/report": queries.report,
 }
@@ -69,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer: object
         try:
             params = dict(parse_qsl(query, max_num_fields=40))
-            answer, status = QUESTIONS[path](self.server.index, params), HTTPStatus.OK
+            answer, status = QUESTIONS[path](self.server.index, params) if path else page(), HTTPStatus.OK
         except KeyError:
             answer, status = {"error": "nothing is here"}, HTTPStatus.NOT_FOUND
         except ValueError as error:

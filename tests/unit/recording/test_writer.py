@@ -212,11 +212,12 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
             raise ValueError(text)
         return text
 
-    def fails():
-        raise RuntimeError("a GPU")
+    class Failing:
+        def tolist(self):
+            raise RuntimeError("a GPU")
 
     entries = [entry(0), entry(1, text="bad for the filter"), entry(2, tokens=2**64)]
-    lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=fails)
+    lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=Failing())
     caplog.set_level(logging.WARNING)
     found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)
     assert [(each.step, each.text) for each in found] == [(1, "an action"), (3, "an action")]

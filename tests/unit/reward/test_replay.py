@@ -43,7 +43,7 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
     ]  # fmt: skip
     batch = {"step": 1, "mode": "train", "number": 0, **given}
     recorder = Recorder(record_file(folder, rank), after=after)
-    recorder.record(Batch(**batch, entries=entries, advantages=lambda: [None] * len(entries)))
+    recorder.record(Batch(**batch, entries=entries))
     recorder.close()
     return folder
 

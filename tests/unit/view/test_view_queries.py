@@ -114,7 +114,7 @@ def test_a_text_in_parts_or_without_messages_is_searched_too(small):
     index.refresh()
     assert [item["text"] for item in every(index, text="left")] == ["a"]
     assert [item["text"] for item in every(index, text="plain")] == ["b"]
-    assert completion(index, "0-0-1")["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
+    assert completion(index, {"id": "0-0-1"})["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
 
 
 def test_the_figures_of_a_step_are_those_of_its_completions(small):
@@ -161,7 +161,7 @@ def test_reading_leaves_the_record_as_it_is(tmp_path):
     before = path.read_bytes()
     with closing(Index([tmp_path / "run"])) as index:
         index.refresh()
-        completion(index, "0-0-1")
+        completion(index, {"id": "0-0-1"})
     assert path.read_bytes() == before
 
 
