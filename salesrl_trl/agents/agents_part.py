@@ -1,6 +1,6 @@
-"""What tools and episodes do in a run: who begins their calls, who ends them, and what a heartbeat reports of them.
+"""Runs tools and episodes in training: starts and cancels their calls and reports them in the heartbeat.
 
-An episode asks the policy by the endpoint for all its turns, and becomes a sequence that trains.
+An episode requests all its turns from the policy endpoint and yields one training sequence.
 """
 
 import copy
@@ -23,9 +23,9 @@ from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    ends: Sequence[Sequenced]  # its sequences. The first trains.
-    completion: list[Message]  # the messages of that one, behind its first prompt
-    reward: dict[str, object]  # as a row keeps it
+    ends: Sequence[Sequenced]  # its sequences; the first is trained on
+    completion: list[Message]  # that sequence's messages after its first prompt
+    reward: dict[str, object]  # as stored in a row
     calls: int
 
 
@@ -39,14 +39,14 @@ class AgentsPart(Part):
         self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
-        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
+        self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
 
     def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin a conversation with each prompt, whose turns may call tools."""
+        """Start a conversation for each prompt; its turns may call tools."""
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
-        # in a replay the record answers, but not for an environment, whose methods change its state
+        # a replay answers from the record, except for environments: their methods change state
         replay = reward if reward.is_replay and not has_state else None
         calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), replay)
         calls.stopped = self._loop.stopped
@@ -54,8 +54,8 @@ class AgentsPart(Part):
         return self._tool_turns.start(prompts, finished, ahead, calls)
 
     def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row, played on the loop of the rewards."""
-        if self._endpoint is None:  # before the threads that share it
+        """Start an episode for each row on the reward's event loop."""
+        if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
             self._form = ChatForm.of(access.tokenizer, access.template, **access.form)
         playing = Playing(self._loop.stopped)
@@ -85,7 +85,7 @@ class AgentsPart(Part):
             raise calls.error
         if ends := calls.ends():
             completion = ends[0].messages[ends[0].prompt_messages :]
-        else:  # a row has a token at least: one that does not train
+        else:  # each row needs at least one token; this one is masked
             completion = [{"role": "assistant", "content": ""}]
             none = Sequenced(
                 messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=prompt_ids,
@@ -94,11 +94,11 @@ class AgentsPart(Part):
             )  # fmt: skip
             ends = [none]
             if reward.value is not None:
-                reward = episode.without_number("no_turn", "has not asked the policy for a turn")
+                reward = episode.without_number("no_turn", "did not request a turn from the policy")
         return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered))
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
-        """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
+        """Pass finished episodes through TRL's `_generate`, as a `rollout_func` would, and add their metrics."""
         trained = [each.ends[0] for each in played]
         logprobs = [sequence.logprobs for sequence in trained if sequence.logprobs is not None]
         rollout = {
@@ -116,8 +116,8 @@ class AgentsPart(Part):
             "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
         }  # fmt: skip
         calls, rewritten, untrained, every = self._access.sums(mine).values()
-        figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
-        metrics = {episode_figure(name): [value] for name, value in figures.items()}
+        numbers = (calls, rewritten, untrained / max(every, 1.0))
+        metrics = {episode_figure(name): [value] for name, value in zip(EPISODE_FIGURES, numbers, strict=True)}
         return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
 
     def cancel(self, reason: str) -> None:

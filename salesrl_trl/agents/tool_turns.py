@@ -1,5 +1,5 @@
-"""Conversations of a batch, each in a thread of its own, whose turns an engine loop answers: parse, call tools,
-append, and ask again, as TRL's `_tool_call_loop` goes through a batch (a test compares them token by token).
+"""Runs a batch's conversations, one thread each, over an engine loop: parse, call tools, append and request again, as
+TRL's `_tool_call_loop` does for a batch (a test compares them token by token).
 """
 
 import asyncio
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 class Calls(Protocol):
     def cut_off(self, reason: str) -> None:
-        """End calls that are under way and all later ones."""
+        """Cancel running and later calls."""
 
 
 class Conversations(TaskBatch[T]):
-    """The conversations of one batch. A thread begins when its first turn is there.
+    """The conversations of one batch. Each thread starts once its first turn has arrived.
 
-    `talk` goes through one conversation, in its thread: from its place, its first turn, and the function that asks for
-    more. `calls` are those of the conversations, which end when these are cancelled.
+    `talk` runs one conversation in its thread, given its place, its first turn and the function that requests more.
+    Cancelling the conversations cancels their `calls`.
     """
 
-    by_new_weights = True  # so that no turn is older than the rest of the batch
+    by_new_weights = True  # no turn is older than the rest of the batch
 
     def __init__(self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls) -> None:
         super().__init__(size, loop)
@@ -72,7 +72,7 @@ class Conversations(TaskBatch[T]):
         except BaseException as raised:  # raised by `results`
             error = raised
         self._ended.add(place)
-        self.loop.cancel(self, place)  # an agent has left requests open
+        self.loop.cancel(self, place)  # requests an agent left open
         with self.loop.changed:
             self.under_way -= 1
             if error is None:
@@ -91,7 +91,7 @@ class Conversations(TaskBatch[T]):
 
 
 class Episodes(Conversations[T]):
-    """Conversations that ask for their first turn too: the engine generates nothing before they begin."""
+    """Conversations that request their first turn themselves."""
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         self._params = params
@@ -103,12 +103,12 @@ class Episodes(Conversations[T]):
 class Talked:
     first: Turn
     notes: ConversationNotes
-    ids: list[int]  # behind the prompt, those of tools' results too
-    mask: list[int]  # 1 for tokens of the policy, 0 for those of results
+    ids: list[int]  # after the prompt, tool results included
+    mask: list[int]  # 1 for the policy's tokens, 0 for tool results
     logprobs: list[float] | None  # 0.0 for results
     completion: list[Message] = field(default_factory=list)
     calls: int = 0
-    failures: int = 0  # of calls, as TRL counts them
+    failures: int = 0  # failed calls, as TRL counts them
 
     def add(self, between: Sequence[int], turn: Turn) -> None:
         self.ids += [*between, *turn.ids]
@@ -120,7 +120,7 @@ class Talked:
 class ToolTurns:
     def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
-        tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
+        tokenizer, template = access.tokenizer, access.template  # TRL chose it for tools
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
@@ -137,7 +137,7 @@ class ToolTurns:
         return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
 
     def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
-        """One conversation, in its thread. A failed call that leaves it out ends it."""
+        """Run one conversation in its thread. A failed call that excludes it from training ends it."""
         access, form = self._access, self._form
         record = CompletionRecord() if access.keeps_records else None
         notes = ConversationNotes(record=record, turns=1)
@@ -154,7 +154,7 @@ class ToolTurns:
             talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
             between = form.between(messages)
             if between is None:
-                raise ValueError("the chat template writes a turn otherwise when results of tools follow it")
+                raise ValueError("the chat template renders a turn differently when tool results follow it")
             size = len(talked.ids) + len(between)
             if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
                 break
@@ -180,8 +180,8 @@ class ToolTurns:
     def _results(
         self, asked: Sequence[Message], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
     ) -> tuple[list[Message], int]:
-        """The messages of calls that are made at once, and how many have failed, as TRL counts them. Those that can't
-        be begun come first, as with TRL."""
+        """Make the calls concurrently. Returns their messages and the number of failures, as TRL counts them; calls
+        that cannot start precede the others, as in TRL."""
         early: list[tuple[str, object]] = []
         begun: list[tuple[str, Coroutine[object, object, object]]] = []
         for call in asked:
@@ -209,7 +209,7 @@ class ToolTurns:
     def _sampled(
         self, prompts: Sequence[object], encoded: Encoded, calls: ToolCalls, talked: Sequence[Talked]
     ) -> Sampled:
-        """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
+        """Pass finished conversations through TRL's `_generate` and add tool metrics over all ranks."""
         access = self._access
         logprobs = [each.logprobs for each in talked if each.logprobs is not None]
         loop = (

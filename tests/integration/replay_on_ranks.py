@@ -18,9 +18,7 @@ import torch
 from support.scripted import build_trainer, default_rows
 
 from salesrl_trl.record.reader import record_file
-from salesrl_trl.record.recorder import RecorderPart
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.functions import per_completion
 
 SLOWEST_S = 0.1  # longest time of a reward: several micro-steps
@@ -44,10 +42,9 @@ def main(policy, out):
         return numbers.random()
 
     def train(name, reward):
-        recorder = Recorder(record_file(Path(out, name), rank), meta={"run": name})
         trainer = build_trainer(
             policy, reward, ("one", "two", "one"), default_rows(), Path(out, name), max_steps=4, ddp_backend="gloo",
-            parts=[RecorderPart(recorder)], kl_law="fixed", per_device_train_batch_size=2,
+            record=True, kl_law="fixed", per_device_train_batch_size=2,
             gradient_accumulation_steps=4, min_valid_reward_fraction=0.0,
         )  # fmt: skip
         trainer.train()

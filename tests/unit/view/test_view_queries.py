@@ -167,9 +167,9 @@ def test_reading_leaves_the_record_as_it_is(tmp_path):
 
 def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ConfigError, match=r"there is no .*runz\. Did you mean '.*runs"):
+    with pytest.raises(ConfigError, match=r"runz does not exist\. Did you mean '.*runs"):
         Index([tmp_path / "runz"])
-    with pytest.raises(ConfigError, match=r"holds no record .*`--record true`"):
+    with pytest.raises(ConfigError, match=r"does not contain a record .*`--record true`"):
         Index([tmp_path / "runs"])
     rank = Rank(tmp_path, 0)
     rank.file.execute("PRAGMA user_version=99")
@@ -180,5 +180,5 @@ def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp
 
 @pytest.mark.parametrize("params", [{"order": "id; DROP"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}])
 def test_a_question_that_makes_no_sense_is_refused(both, params):
-    with pytest.raises(ValueError, match=r"no number|no order|could not convert"):
+    with pytest.raises(ValueError, match=r"not a number|unknown order|could not convert"):
         queries.listing(both, params)
