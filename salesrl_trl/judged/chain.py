@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge import Judge
+from salesrl_trl.judged.judge import Judge, seconds_or_error
 from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, kept
@@ -16,7 +16,7 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import deadline, remaining_s, seconds_or_error
+from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
 from salesrl_trl.types import DEFAULT_FORMAT, SALES, Action, ActionFormat, Answer, Example, InvalidAction, SalesRow

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceEr
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.judged.verdict import MESSAGE_VERSION, Candidates
-from salesrl_trl.service.event_loop import seconds_or_error
+from salesrl_trl.service.event_loop import clocked
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
 
@@ -95,6 +95,14 @@ class Judge(ABC):
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
         """Close the running event loop's resources. The next call reopens them."""
+
+
+async def seconds_or_error(asked: Awaitable[object]) -> float | ServiceError:
+    async def call() -> object:
+        return await asked
+
+    result = await clocked(call)
+    return result if isinstance(result, ServiceError) else result[1]
 
 
 async def judged(

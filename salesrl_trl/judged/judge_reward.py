@@ -183,10 +183,10 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
-                outcome = await self._passed(await self._case(sample, stages), stages, after_judge=False)
+                outcome = await _passed(self._stages, await self._case(sample, stages), stages, after_judge=False)
                 if isinstance(outcome, Case):
                     judged_case = await self._judged(member, judge, outcome, stages)
-                    outcome = await self._passed(judged_case, stages, after_judge=True)
+                    outcome = await _passed(self._stages, judged_case, stages, after_judge=True)
                 if isinstance(outcome, Missing):
                     return missing(Outcome.INFRA, outcome.reason)
                 if isinstance(outcome, InvalidAction):
@@ -194,12 +194,6 @@ class JudgeReward(Scorer):
                 return _by_criteria(self._scoring.score(outcome), outcome)
             except ServiceError as error:
                 return missing(Outcome.INFRA, error.code)
-
-    async def _passed(self, known: Known, stages: StageTimes, *, after_judge: bool) -> Known:
-        for stage in self._stages:
-            if isinstance(known, Case) and bool(stage.after_judge) is after_judge:
-                known = stage.of(known, await stages.timed(stage.run(known), stage.name))
-        return known
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
         """The second judge's score of a completion, bypassing the cache."""
@@ -326,6 +320,13 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
     parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
     metrics = tuple((f"rewards/{JUDGE}/{criterion.name}", score) for criterion, score in scored if criterion.name)
     return replace(reward, components={**parts, **reward.components}, metrics=metrics)
+
+
+async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes, *, after_judge: bool) -> Known:
+    for stage in through:
+        if isinstance(known, Case) and bool(stage.after_judge) is after_judge:
+            known = stage.of(known, await stages.timed(stage.run(known), stage.name))
+    return known
 
 
 def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None:

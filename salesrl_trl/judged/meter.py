@@ -192,6 +192,14 @@ class _SecondCall:
         return self.written.score - ratio * self.second
 
 
+def correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """The correlation; NaN if a side is constant."""
+    try:
+        return statistics.correlation(left, right)
+    except statistics.StatisticsError:
+        return math.nan
+
+
 class Meter:
     def __init__(self, settings: MeterSettings) -> None:
         self.alarms: list[Alarm] = []  # emptied by the reader
@@ -209,10 +217,7 @@ class Meter:
     def agreement(self, branch: str) -> float:
         """Correlation of both judges on the latest randomly drawn completions; NaN if undefined."""
         drawn = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
-        try:
-            return statistics.correlation([call.written.score for call in drawn], [call.second for call in drawn])
-        except statistics.StatisticsError:
-            return math.nan
+        return correlation([call.written.score for call in drawn], [call.second for call in drawn])
 
     def add(self, written: Sequence[Written], size: int) -> dict[int, int]:
         """Add a training batch of `size` completions, some of them in `written`. Returns the second judge's

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from salesrl_trl.data.files import demo_path, load_documents
 from salesrl_trl.demo.services.launcher import ServiceAddresses
 from salesrl_trl.demo.services.rubric import protected_terms
-from salesrl_trl.demo.services.services_app import KnowledgeIndex, create_app, judge_service, rag_service
+from salesrl_trl.demo.services.services_app import KnowledgeIndex, create_app
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.command_line import parser_of
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         index = KnowledgeIndex(load_documents(options.documents or demo_path("knowledge.jsonl")))
-        app = create_app(rag_service(index), judge_service(protected_terms()))
+        app = create_app(index, protected_terms())
         with _listen(options.host, options.rag_port) as rag, _listen(options.host, options.judge_port) as judge:
             asyncio.run(_Server(app, options).serve([rag, judge]))
     except SalesRLError as error:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -130,11 +130,11 @@ class ChatRequest(BaseModel):
     stream: Literal[False] = False
 
 
-def create_app(*services: APIRouter) -> FastAPI:
+def create_app(index: KnowledgeIndex, terms: re.Pattern[str]) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
-    for service in services:
-        app.include_router(service)
+    serve_rag(app, index)
+    serve_judge(app, terms)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -150,9 +150,7 @@ async def _refuse(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": problems}, status_code=422)
 
 
-def rag_service(index: KnowledgeIndex) -> APIRouter:
-    router = APIRouter()
-
+def serve_rag(app: FastAPI, index: KnowledgeIndex) -> None:
     def answer(question: str, query: str, request: ContextRequest) -> dict[str, object]:
         started = time.perf_counter()
         passages = index.search(query, request.top_k, request.score_threshold)
@@ -160,16 +158,14 @@ def rag_service(index: KnowledgeIndex) -> APIRouter:
         took_ms = (time.perf_counter() - started) * 1000
         return {"answer": text, "passages": passages, "took_ms": took_ms, "request_id": request.request_id}
 
-    @router.post("/v1/rag/8b")
+    @app.post("/v1/rag/8b")
     async def answer_action(request: ActionRequest) -> dict[str, object]:
         query = search_text(request.rewritten_query, request.user_profile, request.history_summary)
         return answer(request.rewritten_query, query, request)
 
-    @router.post("/v1/rag/32b")
+    @app.post("/v1/rag/32b")
     async def answer_context(request: ContextRequest) -> dict[str, object]:
         return answer(request.context, request.context, request)
-
-    return router
 
 
 def search_text(query: str, profile: str, summary: str) -> str:
@@ -190,16 +186,15 @@ def answer_from(passages: Sequence[Passage], question: str) -> str:
     return best.text if addition in best.text else f"{best.text} {addition}"
 
 
-def judge_service(terms: re.Pattern[str]) -> APIRouter:
+def serve_judge(app: FastAPI, terms: re.Pattern[str]) -> None:
     """The judge; its fairness branch checks for these terms. Requests may name any model."""
-    router = APIRouter()
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> dict[str, object]:
         model = {"id": "salesrl-judge", "object": "model", "created": 0, "owned_by": "salesrl_trl"}
         return {"object": "list", "data": [model]}
 
-    @router.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     async def complete(request: ChatRequest) -> dict[str, object]:
         asked = next((message.content for message in reversed(request.messages) if message.role == "user"), "")
         sections, content = read_sections(asked), CANNOT_JUDGE
@@ -214,8 +209,6 @@ def judge_service(terms: re.Pattern[str]) -> APIRouter:
             said = {**scores, "reference": first.reference, "reason": first.reason}
             content = json.dumps({"nonce": read_nonce(asked), **said})
         return _completion(request, content)
-
-    return router
 
 
 def _alone(sections: Mapping[str, str], name: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.judged.cache import cache_key
+from salesrl_trl.judged.meter import correlation
 from salesrl_trl.judged.rag_client import ANSWER, RagBackend
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
@@ -189,14 +190,6 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
         advantage_correlation=correlation(made_before, made_after),
         sign_flips=_mean([float(first * second < 0) for first, second in zip(made_before, made_after, strict=True)]),
     )
-
-
-def correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """The correlation; NaN if a side is constant."""
-    try:
-        return statistics.correlation(left, right)
-    except statistics.StatisticsError:
-        return math.nan
 
 
 def _mean(numbers: Sequence[float]) -> float:

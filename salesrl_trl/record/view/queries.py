@@ -150,20 +150,14 @@ def comparison(index: Index, params: Params) -> Answer:
     return {**dict(sums), "rows": [dict(row) for row in rows]}
 
 
-def place_of(name: str) -> tuple[int, int, int]:
-    """A completion's run, rank and id in its file, from its id on the page. Raises `KeyError` for invalid ids."""
-    parts = name.split("-")
-    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
-        raise KeyError(name)
-    run, rank, number = map(int, parts)
-    return run, rank, number
-
-
 def completion(index: Index, params: Params) -> Answer:
     """All data of one completion, by its `id` on the page: its columns with texts resolved, and `messages`, `turns`,
     `verdicts`, `calls` and `group`. Raises `KeyError` if it does not exist."""
     name = params["id"]
-    run, rank, number = place_of(name)
+    parts = name.split("-")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
+        raise KeyError(name)
+    run, rank, number = map(int, parts)
     with closing(open_record(index.path(run, rank))) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
         if row is None:
