@@ -88,8 +88,7 @@ class AgentsPart(Part):
         else:  # each row needs at least one token; this one is masked
             completion = [{"role": "assistant", "content": ""}]
             none = Sequenced(
-                messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=prompt_ids,
-                ids=[self._form.tokenizer.eos_token_id], mask=[0],
+                messages=completion, prompt_ids=prompt_ids, ids=[self._form.tokenizer.eos_token_id], mask=[0],
                 logprobs=[0.0] if self._access.has_logprobs else None,
             )  # fmt: skip
             ends = [none]

@@ -170,18 +170,27 @@ class Sequenced:
     """One sequence of an episode, up to the start or the end of a turn."""
 
     messages: list[Message]  # in the template's format
-    tools: Tools
-    before: "Sequenced | None"  # the sequence it continues
-    prompt_messages: int  # number of messages in the first prompt
+    tools: Tools = None
+    before: "Sequenced | None" = None  # the sequence it continues
+    prompt_messages: int = 0  # number of messages in the first prompt
     prompt_ids: list[int]  # of the first prompt
     ids: list[int]  # of everything after it
     mask: list[int]  # 1 for the policy's tokens, 0 for the rest
     logprobs: list[float] | None  # 0.0 for other tokens; `None` if the engine returns none
-    own: int = 0  # number of tokens in the last turn
+    own: int = 0  # number of tokens in the last part
 
     @property
     def sampled(self) -> int:
         return sum(self.mask)
+
+    def extended(
+        self, messages: Sequence[Message], ids: Sequence[int], logprobs: Sequence[float] | None, *, mask: int
+    ) -> "Sequenced":
+        both = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
+        return replace(
+            self, messages=[*self.messages, *messages], ids=[*self.ids, *ids], mask=[*self.mask, *[mask] * len(ids)],
+            logprobs=both, own=len(ids),
+        )  # fmt: skip
 
 
 class AgentCalls:
@@ -224,8 +233,8 @@ class AgentCalls:
                 break
         if started is None:
             started = Sequenced(
-                messages=plain, tools=tools, before=None, prompt_messages=len(plain),
-                prompt_ids=self.form.encode(plain, tools), ids=[], mask=[], logprobs=[],
+                messages=plain, tools=tools, prompt_messages=len(plain), prompt_ids=self.form.encode(plain, tools),
+                ids=[], mask=[], logprobs=[],
             )  # fmt: skip
         self.is_full = self._room(started) <= 0
         if self.is_full:
@@ -240,11 +249,7 @@ class AgentCalls:
             return None
         if earlier.ids[-1] not in self.form.ends:  # it was truncated
             between = [self.form.tokenizer.eos_token_id, *between]
-        logprobs = None if earlier.logprobs is None else [*earlier.logprobs, *[0.0] * len(between)]
-        return replace(
-            earlier, messages=[*earlier.messages, *new], before=earlier, ids=[*earlier.ids, *between],
-            mask=[*earlier.mask, *[0] * len(between)], logprobs=logprobs,
-        )  # fmt: skip
+        return replace(earlier.extended(new, between, [0.0] * len(between), mask=0), before=earlier)
 
     def _room(self, started: Sequenced) -> int:
         size = len(started.ids)
@@ -267,12 +272,8 @@ class AgentCalls:
         own = own[:room]
         if not own:
             raise Refused("The policy's turn is empty.", code="empty_turn")
-        both = None if logprobs is None or started.logprobs is None else [*started.logprobs, *logprobs[:room]]
         message = self.form.read(own, prefix, started.tools)
-        return replace(
-            started, messages=[*started.messages, message], ids=[*started.ids, *own],
-            mask=[*started.mask, *[1] * len(own)], logprobs=both, own=len(own),
-        )  # fmt: skip
+        return started.extended([message], own, logprobs and logprobs[:room], mask=1)
 
     def ends(self) -> list[Sequenced]:
         """The sequences that no later one continues, longest first by the policy's tokens, the latest first among

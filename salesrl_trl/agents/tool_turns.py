@@ -6,14 +6,14 @@ import asyncio
 from asyncio import run_coroutine_threadsafe
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from typing import Protocol, TypeVar
 
 from trl.chat_template_utils import parse_response
 
-from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message
+from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
@@ -103,18 +103,9 @@ class Episodes(Conversations[T]):
 class Talked:
     first: Turn
     notes: ConversationNotes
-    ids: list[int]  # after the prompt, tool results included
-    mask: list[int]  # 1 for the policy's tokens, 0 for tool results
-    logprobs: list[float] | None  # 0.0 for results
-    completion: list[Message] = field(default_factory=list)
+    sequence: Sequenced  # its messages follow the prompt
     calls: int = 0
     failures: int = 0  # failed calls, as TRL counts them
-
-    def add(self, between: Sequence[int], turn: Turn) -> None:
-        self.ids += [*between, *turn.ids]
-        self.mask += [0] * len(between) + [1] * len(turn.ids)
-        if self.logprobs is not None and turn.logprobs is not None:
-            self.logprobs += [0.0] * len(between) + turn.logprobs
 
 
 class ToolTurns:
@@ -130,7 +121,7 @@ class ToolTurns:
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = self.talk(place, encoded.ids[place], first, ask, calls)
             if not batch.is_cancelled:
-                finished(place, talked.ids, talked.completion, talked.notes.failed)
+                finished(place, talked.sequence.ids, talked.sequence.messages, talked.notes.failed)
             return talked
 
         batch = Conversations(len(prompts), access.loop, talk, calls)
@@ -143,10 +134,10 @@ class ToolTurns:
         notes = ConversationNotes(record=record, turns=1)
         schemas, functions = access.tools_of(place)
         tools = {tool.__name__: tool for tool in functions}
-        talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
-        talked.add([], first)
         message = self._message(first.ids, prompt_ids, schemas)
-        talked.completion.append(message)
+        empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
+        sequence = empty.extended([message], first.ids, first.logprobs, mask=1)
+        talked = Talked(first=first, notes=notes, sequence=sequence)
         for _ in range(access.most_turns):
             if not (asked := message.get("tool_calls")):
                 break
@@ -155,21 +146,22 @@ class ToolTurns:
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
-            size = len(talked.ids) + len(between)
+            size = len(sequence.ids) + len(between)
             if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
                 break
-            talked.completion += messages
-            prefix = [*prompt_ids, *talked.ids, *between]
-            turn = Turn([], None if first.logprobs is None else [])
-            if notes.failed is None:
-                turn = ask(prefix)
-                notes.turns += 1
+            talked.sequence = sequence = sequence.extended(messages, between, [0.0] * len(between), mask=0)
+            if notes.failed is not None:
+                break
+            prefix = [*prompt_ids, *sequence.ids]
+            turn = ask(prefix)
+            notes.turns += 1
             own = turn.ids[: form.most_completion - size]
-            talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
             if not own:
                 break
             message = self._message(own, prefix, schemas)
-            talked.completion.append(message)
+            talked.sequence = sequence = sequence.extended(
+                [message], own, turn.logprobs and turn.logprobs[: len(own)], mask=1
+            )
         return talked
 
     def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
@@ -211,9 +203,10 @@ class ToolTurns:
     ) -> Sampled:
         """Pass finished conversations through TRL's `_generate` and add tool metrics over all ranks."""
         access = self._access
-        logprobs = [each.logprobs for each in talked if each.logprobs is not None]
+        sequences = [each.sequence for each in talked]
+        logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
         loop = (
-            [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
+            [each.mask for each in sequences], [each.messages for each in sequences], [each.ids for each in sequences],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
             [list[object]() for _ in talked],
         )  # fmt: skip
