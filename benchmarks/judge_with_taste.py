@@ -9,6 +9,7 @@ import argparse
 from dataclasses import replace
 
 import uvicorn
+from fastapi import FastAPI
 
 from salesrl_trl.demo.services import services_app
 from salesrl_trl.demo.services.rubric import judge_sections, protected_terms
@@ -29,9 +30,9 @@ def main():
 
     if args.word:
         services_app.judge_sections = judged
-    uvicorn.run(
-        services_app.create_app(services_app.judge_service(protected_terms())), port=args.port, log_level="warning"
-    )
+    app = FastAPI()
+    services_app.serve_judge(app, protected_terms())
+    uvicorn.run(app, port=args.port, log_level="warning")
 
 
 if __name__ == "__main__":

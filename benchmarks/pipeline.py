@@ -176,9 +176,15 @@ class Clock(TrainerCallback):
 
 
 class RecorderAtTimes(RecorderPart):
-    """Records while it `is_on`."""
+    """Records to one recorder while it `is_on`."""
 
     is_on = False
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, resumed: str | None, run_id: str) -> None:
+        """Keep the recorder."""
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         return super().on_batch(batch) if self.is_on else {}

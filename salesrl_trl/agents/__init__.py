@@ -1,1 +1,1 @@
-"""Tools, episodes and the endpoint by which agents ask the policy: conversations of several turns."""
+"""Multi-turn conversations: tools, episodes, and the endpoint through which agents call the policy."""

@@ -1,6 +1,6 @@
-"""What tools and episodes do in a run: who begins their calls, who ends them, and what a heartbeat reports of them.
+"""Runs tools and episodes in training: starts and cancels their calls and reports them in the heartbeat.
 
-An episode asks the policy by the endpoint for all its turns, and becomes a sequence that trains.
+An episode requests all its turns from the policy endpoint and yields one training sequence.
 """
 
 import copy
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText, Message, Sequenced
+from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tool_turns import Ask, Episodes, ToolTurns
+from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.engine_loop import GivenUp, Turn
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
@@ -23,9 +23,9 @@ from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    ends: Sequence[Sequenced]  # its sequences. The first trains.
-    completion: list[Message]  # the messages of that one, behind its first prompt
-    reward: dict[str, object]  # as a row keeps it
+    ends: Sequence[Sequenced]  # its sequences; the first is trained on
+    completion: list[Message]  # that sequence's messages after its first prompt
+    reward: dict[str, object]  # as stored in a row
     calls: int
 
 
@@ -39,25 +39,25 @@ class AgentsPart(Part):
         self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
-        self._endpoint: PolicyEndpoint | None = None  # once there was an episode
+        self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
 
     def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Begin a conversation with each prompt, whose turns may call tools."""
+        """Start a conversation for each prompt; its turns may call tools."""
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
-        # in a replay the record answers, but not for an environment, whose methods change its state
-        recorded = reward.recorded_call if reward.is_replay and not has_state else None
-        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), recorded)
+        # a replay answers from the record, except for environments: their methods change state
+        replay = reward if reward.is_replay and not has_state else None
+        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), replay)
         calls.stopped = self._loop.stopped
         self._under_way.add(calls)
         return self._tool_turns.start(prompts, finished, ahead, calls)
 
     def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Begin an episode with each row, played on the loop of the rewards."""
-        if self._endpoint is None:  # before the threads that share it
+        """Start an episode for each row on the reward's event loop."""
+        if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
-            self._form = ChatForm.of(access.tokenizer, access.template, **access.form).shared()
+            self._form = ChatForm.of(access.tokenizer, access.template, **access.form)
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         prompts = [row["prompt"] for row in rows]
@@ -70,7 +70,7 @@ class AgentsPart(Part):
             finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
             return played
 
-        batch = Episodes(len(rows), access.loop, talk, lambda: playing.cut_off("given_up"))
+        batch = Episodes(len(rows), access.loop, talk, playing)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, batch.results()), ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
@@ -78,27 +78,26 @@ class AgentsPart(Part):
         assert isinstance(episode, Episode) and self._endpoint is not None
         with self._endpoint.open(calls) as key:
             future = self._loop.call(episode.play, self._endpoint.address, key, copy.deepcopy(row))
-            reward = playing.reward(episode, future, lambda: calls.idle_s)
+            reward = playing.reward(episode, future, calls)
         if calls.is_full:
             reward = episode.named_full(reward)
         if calls.error is not None:
             raise calls.error
         if ends := calls.ends():
             completion = ends[0].messages[ends[0].prompt_messages :]
-        else:  # a row has a token at least: one that does not train
+        else:  # each row needs at least one token; this one is masked
             completion = [{"role": "assistant", "content": ""}]
             none = Sequenced(
-                messages=completion, tools=None, before=None, prompt_messages=0, prompt_ids=prompt_ids,
-                ids=[self._form.tokenizer.eos_token_id], mask=[0],
+                messages=completion, prompt_ids=prompt_ids, ids=[self._form.tokenizer.eos_token_id], mask=[0],
                 logprobs=[0.0] if self._access.has_logprobs else None,
             )  # fmt: skip
             ends = [none]
             if reward.value is not None:
-                reward = episode.without_number("no_turn", "has not asked the policy for a turn")
+                reward = episode.without_number("no_turn", "did not request a turn from the policy")
         return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered))
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
-        """TRL's `_generate` around episodes that have ended, as of a `rollout_func`, and their figures."""
+        """Pass finished episodes through TRL's `_generate`, as a `rollout_func` would, and add their metrics."""
         trained = [each.ends[0] for each in played]
         logprobs = [sequence.logprobs for sequence in trained if sequence.logprobs is not None]
         rollout = {
@@ -116,8 +115,8 @@ class AgentsPart(Part):
             "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
         }  # fmt: skip
         calls, rewritten, untrained, every = self._access.sums(mine).values()
-        figures = dict(zip(EPISODE_FIGURES, (calls, rewritten, untrained / max(every, 1.0)), strict=True))
-        metrics = {episode_figure(name): [value] for name, value in figures.items()}
+        numbers = (calls, rewritten, untrained / max(every, 1.0))
+        metrics = {episode_figure(name): [value] for name, value in zip(EPISODE_FIGURES, numbers, strict=True)}
         return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
 
     def cancel(self, reason: str) -> None:

@@ -1,5 +1,5 @@
-"""What an agent asks the policy, as sequences of tokens: requests that continue each other are one sequence. Tokens of
-a turn are those that the engine sampled: they are appended, never decoded and encoded again.
+"""Converts an agent's requests to token sequences: requests that continue each other share one sequence. A turn keeps
+the tokens the engine sampled; they are appended and never re-encoded.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jinja2 import TemplateError
 from trl.chat_template_utils import (
@@ -27,26 +27,33 @@ from salesrl_trl.generation.sampler import guard_parser, is_deep
 from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
 
-logger = logging.getLogger(__name__)
-_tell = functools.cache(logger.warning)  # each line once
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-_TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # a mark of a chat template that need not be a token
-_NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # prompts name it, e.g. `<think>`
+T = TypeVar("T")
+Message = dict[str, Any]
+Tools = list[Message] | None
+Ask = Callable[[list[int]], Turn]
+"""Requests the next turn of a conversation, given all its token ids so far, and waits for it."""
+
+logger = logging.getLogger(__name__)
+_tell = functools.cache(logger.warning)  # logs each line once
+
+_TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # template marks, which need not be tokens
+_NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # tags that prompts mention, e.g. `<think>`
 
 
 class ForeignText:
-    """Spaces out the marks of one model and its chat template, as `fencing` does for a judge: those that the result of
-    a tool and the message of an agent may not contain, because they open or end turns."""
+    """Neutralises a model's turn marks in tool results and agents' messages, as `fencing` does for a judge: text from
+    outside must not open or end a turn."""
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str | None) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         tags = _TAG.findall(str(template or getattr(tokenizer, "chat_template", "")))
-        marks = dict.fromkeys(tags, False) | {
-            token.content: token.special for token in added if len(token.content) > 1
-        }
+        marks = dict.fromkeys(tags, False) | {each.content: each.special for each in added if len(each.content) > 1}
         self._spaced, nonce = dict[str, str](), make_nonce()
         for mark, is_special in marks.items():
-            if (text := neutralise(mark, nonce)) != mark or is_special:  # the fence may not know its form
+            if (text := neutralise(mark, nonce)) != mark or is_special:  # unknown to the fence
                 self._spaced[mark] = text if text != mark else f"{mark[0]} {mark[1:]}"
         turns = [mark for mark in self._spaced if marks[mark] or not _NAMED.fullmatch(mark)]
         self._all, self._turns = (
@@ -54,30 +61,30 @@ class ForeignText:
             for some in (self._spaced, turns)
         )
 
-    def message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message without the marks that open or end a turn; from a tool, without any."""
+    def message(self, message: Message) -> Message:
+        """The message without turn marks; a tool's message without any mark."""
         if is_deep(message):
             message = {**message, "content": "{'error': 'The result is nested too deeply.'}"}
         text = encodable(message, f"a message of the role {message['role']}")
-        made: dict[str, Any] = self.without(text, self._all if message["role"] == "tool" else self._turns)
+        made = self.without(text, self._all if message["role"] == "tool" else self._turns)
         if made != text:
-            _tell("marks of the model's turns in results of tools or messages of agents are spaced out")
+            _tell("turn marks of the model in tool results or agents' messages are spaced out")
         return made
 
-    def without(self, value: Any, marks: re.Pattern[str] | None = None) -> Any:
-        """A value of JSON, without marks in its texts: by default those that open or end a turn."""
-        marks = marks or self._turns
+    def without(self, value: T, marks: re.Pattern[str] | None = None) -> T:
+        """A JSON value whose texts are free of these marks, by default those that open or end a turn."""
+        return cast(T, self._without(value, marks or self._turns))
+
+    def _without(self, value: object, marks: re.Pattern[str]) -> object:
         if isinstance(value, str):
-            return marks.sub(lambda mark: self._spaced[mark[0]], value)
+            return marks.sub(self._spaced_out, value)
         if isinstance(value, dict):
-            return {self.without(name, marks): self.without(each, marks) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return (list if isinstance(value, list) else tuple)(self.without(each, marks) for each in value)
-        return value
+            return {self._without(name, marks): self._without(each, marks) for name, each in value.items()}
+        parts = [self._without(each, marks) for each in value] if isinstance(value, list | tuple) else value
+        return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts
 
-
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
+    def _spaced_out(self, mark: re.Match[str]) -> str:
+        return self._spaced[mark[0]]
 
 
 class Refused(Exception):
@@ -88,23 +95,24 @@ class Refused(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatForm:
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase"
     foreign: ForeignText
     template: str | None  # `None`: the tokenizer's own
-    kwargs: Mapping[str, Any]  # of the template
-    ends: frozenset[int]  # tokens that end a turn
-    most_tokens: int  # of a sequence
-    most_completion: int  # of a sequence behind its first prompt
+    kwargs: Mapping[str, object]  # of the template
+    ends: frozenset[int]  # token ids that end a turn
+    most_tokens: int  # per sequence
+    most_completion: int  # per sequence, after its first prompt
+    lock: threading.RLock = field(default_factory=threading.RLock)  # guards the tokenizer, which threads share
 
     @classmethod
-    def of(cls, tokenizer: Any, template: str | None, **named: Any) -> "ChatForm":
-        """The form of a tokenizer, with what TRL knows of its template: how tool calls are read, and one that writes a
-        turn in the same way whatever follows it, in place of the tokenizer's own that does not."""
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", template: str | None, **named: Any) -> "ChatForm":
+        """The form of a tokenizer, completed by TRL: its response schema for tool calls, and its training template
+        where the tokenizer's own template renders a turn differently depending on what follows."""
         probes: list[Message] = [{"role": "user", "content": "dummy"}]
         if supports_tool_calling(tokenizer):
             probes.append({"role": "tool", "name": "dummy", "content": "dummy"})
             if not _reads_calls(tokenizer):
-                with contextlib.suppress(ValueError):  # of a template that TRL does not know
+                with contextlib.suppress(ValueError):  # a template unknown to TRL
                     add_response_schema(tokenizer)
         guard_parser(tokenizer)
         form = cls(tokenizer=tokenizer, foreign=ForeignText(tokenizer, template), template=template, **named)
@@ -113,62 +121,44 @@ class ChatForm:
                 return replace(form, template=get_training_chat_template(tokenizer))
         return form
 
-    def shared(self) -> "ChatForm":
-        return replace(self, tokenizer=_Locked(self.tokenizer))
-
     def follows(self, message: Message) -> bool:
-        """Whether a turn is written in the same way when this message follows it."""
+        """Whether a turn renders the same when this message follows it."""
         with contextlib.suppress(Refused):
             return self.between([message]) is not None
         return False
 
     def encode(self, messages: Sequence[Message], tools: Tools = None, *, starts_turn: bool = True) -> list[int]:
         try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                [self.foreign.message(message) for message in messages], tools=self.foreign.without(tools) or None,
-                chat_template=self.template, add_generation_prompt=starts_turn, tokenize=True, return_dict=False,
-                **self.kwargs,
-            )  # fmt: skip
+            with self.lock:
+                ids = self.tokenizer.apply_chat_template(
+                    [*map(self.foreign.message, messages)], tools=self.foreign.without(tools) or None,
+                    chat_template=self.template, add_generation_prompt=starts_turn, tokenize=True, return_dict=False,
+                    **self.kwargs,
+                )  # fmt: skip
         except (TemplateError, TypeError) as error:
-            raise Refused(f"`messages`: the policy's chat template says: {error}") from None
-        return ids
+            raise Refused(f"`messages`: the policy's chat template failed: {error}") from None
+        return cast(list[int], ids)
 
     def between(self, messages: Sequence[Message]) -> list[int] | None:
-        """The tokens of messages that follow a turn, with the start of the next turn: taken from a small conversation,
-        as TRL takes those of a tool's result. `None` if the template writes a turn otherwise when these follow it."""
+        """The tokens of messages that follow a turn, with the start of the next turn, rendered in a dummy conversation
+        as TRL does for tool results. `None` if the template renders a turn differently when these follow it."""
         before: list[Message] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}]
         if messages[0]["role"] == "tool":
             function = {"name": messages[0]["name"], "arguments": {}}
             before[1] |= {"content": "", "tool_calls": [{"type": "function", "function": function}]}
         prefix, full = self.encode(before, starts_turn=False), self.encode([*before, *messages])
         if ends := [place for place, token in enumerate(prefix) if token == self.tokenizer.eos_token_id]:
-            prefix = prefix[: ends[-1] + 1]  # what a template writes behind it belongs between
+            prefix = prefix[: ends[-1] + 1]  # whatever the template adds after it belongs in between
         return full[len(prefix) :] if full[: len(prefix)] == prefix else None
 
     def read(self, ids: list[int], prefix: list[int], tools: Tools) -> Message:
-        """The message of a turn, with its tool calls. Without `tools` what looks like a call is text."""
-        if _reads_calls(self.tokenizer):
-            message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
-            if tools or not message.get("tool_calls"):
-                return message
-        return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-
-
-class _Locked:
-    def __init__(self, shared: object) -> None:
-        self._shared, self._lock = shared, threading.RLock()
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._shared, name)
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def locked(*args: object, **kwargs: object) -> object:
-            with self._lock:
-                return value(*args, **kwargs)
-
-        return locked
+        """The message of a turn, with its tool calls. Without `tools`, apparent calls stay text."""
+        with self.lock:
+            if _reads_calls(self.tokenizer):
+                message: Message = parse_response(self.tokenizer, ids, prefix=prefix, tools=tools)
+                if tools or not message.get("tool_calls"):
+                    return message
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 def _reads_calls(tokenizer: object) -> bool:
@@ -179,46 +169,55 @@ def _reads_calls(tokenizer: object) -> bool:
 class Sequenced:
     """One sequence of an episode, up to the start or the end of a turn."""
 
-    messages: list[Message]  # as the template takes them
-    tools: Tools
-    before: "Sequenced | None"  # what it continues
-    prompt_messages: int  # how many messages the first prompt has
+    messages: list[Message]  # in the template's format
+    tools: Tools = None
+    before: "Sequenced | None" = None  # the sequence it continues
+    prompt_messages: int = 0  # number of messages in the first prompt
     prompt_ids: list[int]  # of the first prompt
-    ids: list[int]  # of all that follows
-    mask: list[int]  # 1 for tokens of the policy, 0 for those between
-    logprobs: list[float] | None  # 0.0 between. `None` where the engine gives none
-    own: int = 0  # how many tokens the last turn has
+    ids: list[int]  # of everything after it
+    mask: list[int]  # 1 for the policy's tokens, 0 for the rest
+    logprobs: list[float] | None  # 0.0 for other tokens; `None` if the engine returns none
+    own: int = 0  # number of tokens in the last part
 
     @property
     def sampled(self) -> int:
         return sum(self.mask)
 
+    def extended(
+        self, messages: Sequence[Message], ids: Sequence[int], logprobs: Sequence[float] | None, *, mask: int
+    ) -> "Sequenced":
+        both = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
+        return replace(
+            self, messages=[*self.messages, *messages], ids=[*self.ids, *ids], mask=[*self.mask, *[mask] * len(ids)],
+            logprobs=both, own=len(ids),
+        )  # fmt: skip
+
 
 class AgentCalls:
-    """The requests of one episode. `ask` asks the engine for a turn, and waits. Methods may be called from any thread.
+    """The requests of one episode; `ask` requests a turn from the engine and waits. Thread-safe.
 
-    A request continues an earlier one if it repeats its messages and its answer, with others behind them that are not
-    the assistant's, and has the same tools. Any other begins a sequence.
+    A request continues an earlier one if it repeats that request's messages and answer, appends messages of other
+    roles than the assistant's, and uses the same tools. Any other request starts a new sequence.
     """
 
-    def __init__(self, form: ChatForm, ask: Callable[[list[int]], Turn]) -> None:
+    def __init__(self, form: ChatForm, ask: Ask) -> None:
         self.form, self._ask = form, ask
         self.answered: list[Sequenced] = []
         self.error: BaseException | None = None
-        """What went wrong in the engine, so that a request has no answer. The episode hasn't failed."""
-        self.is_full = False  # the last request found no room for a turn
+        """An engine failure that left a request unanswered; the episode itself has not failed."""
+        self.is_full = False  # the last request exceeded the token limit
         self._waiting, self._last = 0, time.monotonic()
         self._lock = threading.Lock()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the policy answered last; 0 while it is asked."""
+        """Seconds since the policy's last answer; 0 while a request is pending."""
         return 0.0 if self._waiting else time.monotonic() - self._last
 
-    def start(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Sequenced:
+    def start(self, messages: Sequence[Message], tools: Tools) -> Sequenced:
         """The sequence up to the start of the turn that answers these messages. Raises `Refused`."""
         if tools and not _reads_calls(self.form.tokenizer):
-            raise Refused("`tools`: no tool calls can be read of this policy's chat template.")
+            raise Refused("`tools`: TRL cannot parse tool calls in this policy's chat template.")
         try:
             plain = _plain(messages)
         except (KeyError, TypeError, AttributeError):
@@ -234,13 +233,13 @@ class AgentCalls:
                 break
         if started is None:
             started = Sequenced(
-                messages=plain, tools=tools, before=None, prompt_messages=len(plain),
-                prompt_ids=self.form.encode(plain, tools), ids=[], mask=[], logprobs=[],
+                messages=plain, tools=tools, prompt_messages=len(plain), prompt_ids=self.form.encode(plain, tools),
+                ids=[], mask=[], logprobs=[],
             )  # fmt: skip
         self.is_full = self._room(started) <= 0
         if self.is_full:
-            most = f"{self.form.most_completion} behind the first prompt (`max_completion_length`)"
-            words = f"The sequence has no room for a turn: {most}, {self.form.most_tokens} in all."
+            most = f"{self.form.most_completion} after the first prompt (`max_completion_length`)"
+            words = f"The sequence is full: at most {most}, {self.form.most_tokens} tokens in all."
             raise Refused(words, code="context_length_exceeded")
         return started
 
@@ -248,20 +247,16 @@ class AgentCalls:
         between = self.form.between(new)
         if between is None:
             return None
-        if earlier.ids[-1] not in self.form.ends:  # it was cut
+        if earlier.ids[-1] not in self.form.ends:  # it was truncated
             between = [self.form.tokenizer.eos_token_id, *between]
-        logprobs = None if earlier.logprobs is None else [*earlier.logprobs, *[0.0] * len(between)]
-        return replace(
-            earlier, messages=[*earlier.messages, *new], before=earlier, ids=[*earlier.ids, *between],
-            mask=[*earlier.mask, *[0] * len(between)], logprobs=logprobs,
-        )  # fmt: skip
+        return replace(earlier.extended(new, between, [0.0] * len(between), mask=0), before=earlier)
 
     def _room(self, started: Sequenced) -> int:
         size = len(started.ids)
         return min(self.form.most_completion - size, self.form.most_tokens - len(started.prompt_ids) - size)
 
     def turn(self, started: Sequenced, most: int | None) -> Sequenced:
-        """The sequence with its next turn, of at most so many tokens. Raises what the engine raises."""
+        """Append the next turn, of at most `most` tokens. Raises the engine's errors."""
         prefix = [*started.prompt_ids, *started.ids]
         with self._lock:
             self._waiting += 1
@@ -277,32 +272,28 @@ class AgentCalls:
         own = own[:room]
         if not own:
             raise Refused("The policy's turn is empty.", code="empty_turn")
-        both = None if logprobs is None or started.logprobs is None else [*started.logprobs, *logprobs[:room]]
         message = self.form.read(own, prefix, started.tools)
-        return replace(
-            started, messages=[*started.messages, message], ids=[*started.ids, *own],
-            mask=[*started.mask, *[1] * len(own)], logprobs=both, own=len(own),
-        )  # fmt: skip
+        return started.extended([message], own, logprobs and logprobs[:room], mask=1)
 
     def ends(self) -> list[Sequenced]:
-        """The sequences that no later one continues. The one that trains is the first: that with most tokens of the
-        policy, of equals the last."""
+        """The sequences that no later one continues, longest first by the policy's tokens, the latest first among
+        equals. The first is trained on."""
         continued = {id(each.before) for each in self.answered}
         ends = [each for each in self.answered if id(each) not in continued]
         return sorted(ends, key=attrgetter("sampled"))[::-1]
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages of a request as templates take them. Raises `Refused` for what the policy can't read."""
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """Convert a request's messages to the template's format. Raises `Refused` for unsupported content."""
     plain, names = [], dict[str, str]()
     for place, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if isinstance(content, list):
             if any(part.get("type") not in ("text", "input_text") for part in content):
-                raise Refused(f"`messages[{place}]`: the policy reads parts of the type `text` alone.")
+                raise Refused(f"`messages[{place}]`: the policy only reads parts of type `text`.")
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str | None):
-            raise Refused(f"`messages[{place}]`: `content` is neither a text nor a list of parts.")
+            raise Refused(f"`messages[{place}]`: `content` must be a text or a list of parts.")
         made: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
         if role == "assistant" and (calls := message.get("tool_calls")):
             names |= {call.get("id"): call["function"]["name"] for call in calls}
@@ -311,24 +302,24 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif role == "tool":
             made["name"] = names.get(str(message.get("tool_call_id")), message.get("name"))
             if not made["name"]:
-                raise Refused(f"`messages[{place}]`: `tool_call_id` is of no call before it.")
+                raise Refused(f"`messages[{place}]`: `tool_call_id` matches no earlier call.")
         elif made["role"] not in ("system", "user", "assistant"):
             raise Refused(f"`messages[{place}]`: unknown `role`. Expected system, user, assistant or tool.")
         plain.append(made)
     return plain
 
 
-def _arguments(call: Mapping[str, Any]) -> Any:
+def _arguments(call: Message) -> object:
     given = call["function"].get("arguments") or "{}"
     try:
         read = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         return given
-    return given if is_deep(read) else encodable(read, "an argument that an agent repeats")
+    return given if is_deep(read) else encodable(read, "an argument repeated by an agent")
 
 
 def _key(message: Message) -> tuple[object, ...]:
-    """What a message says, however a framework writes it: without ids, what a policy thought, and outer blanks."""
+    """A message's content regardless of the framework: without ids, reasoning and surrounding whitespace."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     said = [(call["name"], json.dumps(call.get("arguments") or {}, sort_keys=True)) for call in calls]
     return message["role"], str(message["content"]).strip(), message.get("name"), tuple(said)

@@ -1,4 +1,4 @@
-"""Episodes: an agent of a user's own that talks with the policy, and returns its reward.
+"""Episodes: a user's own agent that talks to the policy and returns its reward.
 
     @per_episode
     async def episode(client, row):  # `client` is an `openai.AsyncOpenAI` of the policy in training
@@ -7,12 +7,12 @@
 
     trainer = SalesGRPOTrainer(model, reward_funcs=[episode], ...)
 
-An episode runs where its tokens are generated (`agents_part`); its reward comes with the row when it is scored.
+An episode runs while its tokens are generated (`agents_part`); its reward travels in the row until scoring.
 """
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ from salesrl_trl.types import Outcome, Reward, missing
 if TYPE_CHECKING:
     import openai
 
-PLAYED = "episode_reward"  # column of a row: the reward of the episode that was played with it, as `kept` has it
+    from salesrl_trl.agents.chat_turns import AgentCalls
+
+PLAYED = "episode_reward"  # a row's column: the reward of its episode, as `kept` serialises it
 
 
 class Episode(RewardFunction):
@@ -35,7 +37,7 @@ class Episode(RewardFunction):
 
     def __init__(self, function: Function, *, deadline_s: float = DEADLINE_S) -> None:
         if not inspect.iscoroutinefunction(function):
-            raise ConfigError("an episode is a function that is not async. Expected `async def episode(client, row)`.")
+            raise ConfigError("an episode function is not async. Expected `async def episode(client, row)`.")
         super().__init__(function, Per.COMPLETION, deadline_s=deadline_s)
         self._client: openai.AsyncOpenAI | None = None  # of the reward's event loop
 
@@ -45,13 +47,14 @@ class Episode(RewardFunction):
         return RewardNames(functions=names.functions, places=names.places)
 
     async def play(self, address: str, key: str, row: Mapping[str, object]) -> Reward:
-        """Play one episode, over the endpoint at an address. What the function raises leaves it without a number."""
-        import openai  # takes half a second, which no run without episodes needs
+        """Play one episode against the endpoint. If the function raises, the episode is unscored."""
+        import openai  # costs half a second, only needed for episodes
 
-        if self._client is None:  # by no proxy, and without an end: a turn may wait for a step of training
+        if self._client is None:  # no proxy and no timeout: a turn may wait for a training step
             http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
-            options: Any = {"http_client": http, "timeout": None, "max_retries": 0}
-            self._client = openai.AsyncOpenAI(base_url=address, api_key=key, **options)
+            self._client = openai.AsyncOpenAI(
+                base_url=address, api_key=key, http_client=http, timeout=None, max_retries=0
+            )
         client = self._client.with_options(api_key=key)
         try:
             return self._reward(await self._returned({"client": client, "row": row}))
@@ -59,7 +62,7 @@ class Episode(RewardFunction):
             return self._failed(error)
 
     async def drain(self) -> BatchReport:
-        return NOTHING_SCORED  # it calls nothing by a transport of ours
+        return NOTHING_SCORED  # it uses none of our transports
 
     async def aclose(self) -> None:
         await super().aclose()
@@ -70,40 +73,39 @@ class Episode(RewardFunction):
         return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")
 
     def named_full(self, reward: Reward) -> Reward:
-        """The reward of an episode whose last request found no room for a turn: one that failed at it says so."""
+        """Name the token limit as the reason if the episode failed at it."""
         failed_at_it = f"{reward.reason}".startswith((f"{self.code}_http_400", f"{self.code}_raised_"))
-        return self.without_number("no_room", "has asked for a turn without room") if failed_at_it else reward
+        return self.without_number("no_room", "requested a turn beyond the token limit") if failed_at_it else reward
 
     async def _scored(self, sample: Sample, stages: StageTimes) -> Reward:
         played = sample.row.get(PLAYED)
         if played is None:
-            return self.without_number("not_played", "has not been played: a completion alone has no reward")
+            return self.without_number("not_played", "was not played: a completion alone cannot be scored")
         metrics = tuple((name, number) for name, number in played["metrics"])
         return Reward(**{**played, "outcome": Outcome(played["outcome"]), "metrics": metrics})
 
 
 class Playing:
     def __init__(self, stopped: str | None) -> None:
-        self.stopped = stopped  # the reason code of all that have no reward, once they are cut off
+        self.stopped = stopped  # reason code of the unscored episodes once they are cancelled
         self._out: set[Future[Reward]] = set()
 
     def cut_off(self, reason: str) -> None:
-        """End those under way and all later ones, which are missing for this reason. From any thread."""
+        """Cancel running and later episodes, which stay unscored for this reason. Thread-safe."""
         self.stopped = reason
         for future in list(self._out):
             future.cancel()
 
-    def reward(self, episode: Episode, future: "Future[Reward]", idle_s: Callable[[], float]) -> Reward:
-        """Wait for an episode. `idle_s` returns the seconds for which it has gone on without waiting for the policy;
-        after too many it is cancelled."""
+    def reward(self, episode: Episode, future: "Future[Reward]", calls: "AgentCalls") -> Reward:
+        """Wait for an episode. It is cancelled after `deadline_s` without a request to the policy."""
         self._out.add(future)
         try:
             while self.stopped is None:
                 try:
-                    return future.result(max(episode.deadline_s - idle_s(), 0.01))
+                    return future.result(max(episode.deadline_s - calls.idle_s, 0.01))
                 except TimeoutError:
-                    if idle_s() >= episode.deadline_s:
-                        words = f"went on for {episode.deadline_s:g} s without a turn"
+                    if calls.idle_s >= episode.deadline_s:
+                        words = f"ran for {episode.deadline_s:g} s without requesting a turn"
                         return episode.without_number("timeout", words)
                 except CancelledError:
                     if self.stopped is None:  # rewards are closed
@@ -115,21 +117,21 @@ class Playing:
 
 
 def kept(reward: Reward) -> dict[str, object]:
-    """A reward in values of Python's own, which a checkpoint may hold."""
+    """A reward as plain Python values for a checkpoint."""
     parts = {name: getattr(reward, name) for name in ("outcome", "value", "reason", "columns", "metrics", "breach")}
     plain: dict[str, object] = json.loads(json.dumps({**parts, "components": dict(reward.components)}, default=float))
     return plain
 
 
 def per_episode(function: Function | None = None, /, *, deadline_s: float = DEADLINE_S) -> Any:
-    """Makes an agent that talks with the policy, and returns its reward, the reward function of a trainer.
+    """Make an agent that talks to the policy and returns its reward a trainer's reward function.
 
     Args:
         function (`Callable`):
             `async def episode(client, row)`. `client` is an `openai.AsyncOpenAI` of the policy in training; `row` is
             the row of the dataset. Returns a number, `None` or a `Reward`.
         deadline_s (`float`, *optional*, defaults to `300.0`):
-            Seconds for which an episode may go on without waiting for the policy.
+            Longest time in seconds that an episode may run without waiting for the policy.
     """
     if function is None:
         return lambda given: Episode(given, deadline_s=deadline_s)

@@ -1,6 +1,6 @@
-"""The policy in training as an OpenAI-compatible endpoint on loopback: chat completions.
+"""Serves the policy in training as an OpenAI-compatible chat completions endpoint on loopback.
 
-Owns the form of requests and answers, the keys of episodes, and the thread of the server.
+Owns the request and response formats, the episodes' keys, and the server's thread.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
-from salesrl_trl.agents.chat_turns import AgentCalls, Refused, Sequenced
+from salesrl_trl.agents.chat_turns import AgentCalls, Message, Refused, Sequenced
 from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import is_deep
 from salesrl_trl.ground.texts import encodable
@@ -24,29 +24,28 @@ from salesrl_trl.service.event_loop import THREADS
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY_BYTES = 64 * 1024 * 1024
-HEAD_S = 30.0  # for the head of a connection's next request. Clients keep an idle connection for 5 to 15 s.
+HEAD_S = 30.0  # timeout for the headers of a connection's next request; clients keep idle connections for 5 to 15 s
 BODY_S = 60.0
-CLOSE_S = 0.5  # twice: for open requests to end, and to be cancelled
+CLOSE_S = 0.5  # applied twice: until open requests end, and until they are cancelled
 _READ = {
     "model", "messages", "tools", "max_tokens", "max_completion_tokens", "user", "store", "metadata", "service_tier",
     "parallel_tool_calls", "prompt_cache_key",
 }  # fmt: skip
-"""Fields of a request that are followed, or that say nothing about how the policy answers."""
+"""Supported request fields, and fields without effect on the policy's answer."""
 _USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}, "stream": False, "n": 1, "logprobs": False}
-"""These ask for nothing."""
+"""Default values, which change nothing."""
 _REFUSED = ("stream", "n", "logprobs", "top_logprobs", "stop")
-"""Without what these ask for an agent can't read the answer."""
-_QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp quotes what is not HTTP
+"""Unsupported fields that an agent relies on to read the answer."""
+_QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp logs malformed requests verbatim
 
 
 class PolicyEndpoint:
-    """A server on a free port of loopback. Each episode has a key of its own, which holds while it is open."""
+    """A server on a free loopback port. Each episode has its own key, valid while the episode is open."""
 
     def __init__(self) -> None:
         self._episodes: dict[str, AgentCalls] = {}
-        self._tell = functools.cache(logger.warning)  # each line once
+        self._tell = functools.cache(logger.warning)  # logs each line once
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guarded])
         app.add_routes([web.post("/v1/chat/completions", self._complete)])
         self._runner = web.AppRunner(
@@ -65,7 +64,7 @@ class PolicyEndpoint:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
 
     def close(self) -> None:
-        """End within seconds, whatever agents have left open."""
+        """Stop within seconds, even if agents left requests open."""
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -73,7 +72,7 @@ class PolicyEndpoint:
 
     @contextlib.contextmanager
     def open(self, calls: AgentCalls) -> Iterator[str]:
-        """While active, requests with the key that is yielded are those of this episode."""
+        """Inside the block, requests with the yielded key belong to this episode."""
         key = f"episode-{secrets.token_urlsafe(32)}"
         self._episodes[key] = calls
         try:
@@ -86,22 +85,22 @@ class PolicyEndpoint:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answers with the key of an open episode alone. What fails here or in the engine is kept for the trainer."""
+        """Serve only open episodes' keys. Engine failures are kept for the trainer."""
         calls = self._calls(request)
         try:
             if calls is None:
-                raise Refused("The key is of no episode that is under way.", code="invalid_api_key", status=401)
+                raise Refused("The key does not belong to a running episode.", code="invalid_api_key", status=401)
             return await handler(request)
         except Refused as refused:
             words, code, status = str(refused), refused.code, refused.status
         except (web.HTTPException, ConnectionError):
             raise
         except (Exception, GivenUp) as failure:
-            words, code, status = "The policy answers this episode no more.", "given_up", 410
-            if calls is None or calls.error is None:  # it is the request's fault, and this episode's alone
+            words, code, status = "The policy no longer answers this episode.", "given_up", 410
+            if calls is None or calls.error is None:  # the request's fault, limited to this episode
                 words, code, status = f"The request can't be read: {type(failure).__name__}.", "invalid_request", 400
         if status == 400:
-            self._tell(f"a request of an episode is refused: {words}")
+            self._tell(f"an episode's request is rejected: {words}")
         error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
         return web.json_response({"error": error}, status=status)
 
@@ -109,11 +108,11 @@ class PolicyEndpoint:
         calls, asked = self._calls(request), await _body(request)
         assert calls is not None
         if any(name not in _READ and value != _USUAL.get(name) for name, value in asked.items()):
-            self._tell("off: sampling settings in requests of episodes. The policy samples with the run's own")
-        started = await _in_thread(calls.start, asked["messages"], asked.get("tools"))
-        turn = await _in_thread(calls.turn, started, asked["max_tokens"])
+            self._tell("ignoring sampling settings in episodes' requests: the policy samples with the run's own")
+        started = await asyncio.wrap_future(THREADS.submit(calls.start, asked["messages"], asked.get("tools")))
+        turn = await asyncio.wrap_future(THREADS.submit(calls.turn, started, asked["max_tokens"]))
         answer = _answer(calls, turn)
-        calls.answered.append(turn)  # not that of a request that was left
+        calls.answered.append(turn)  # reached only if the client is still connected
         return web.json_response(answer)
 
 
@@ -124,20 +123,16 @@ def _is_tool(tool: object) -> bool:
     return False
 
 
-async def _in_thread(function: Callable[..., object], *arguments: object) -> Any:
-    return await asyncio.wrap_future(THREADS.submit(function, *arguments))
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request) -> Message:
     try:
         async with asyncio.timeout(BODY_S):
-            asked: Any = await request.json()
-    except (ValueError, LookupError, RecursionError, TimeoutError):  # LookupError: of an unknown charset
+            asked: object = await request.json()
+    except (ValueError, LookupError, RecursionError, TimeoutError):  # LookupError: unknown charset
         asked = None
     if not isinstance(asked, dict) or is_deep(asked):
-        raise Refused(f"The body is not a JSON object, is nested too deeply, or took longer than {BODY_S:g} s.")
-    asked = encodable(asked, "a request of an agent")
-    given = {name: value for name, value in asked.items() if value is not None and value != []}
+        raise Refused(f"The body is not a JSON object, is nested too deeply, or did not arrive within {BODY_S:g} s.")
+    sent: Message = encodable(asked, "an agent's request")
+    given = {name: value for name, value in sent.items() if value is not None and value != []}
     messages, most = given.get("messages"), given.get("max_completion_tokens", given.get("max_tokens"))
     tools = given.get("tools", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
@@ -148,15 +143,17 @@ async def _body(request: web.Request) -> dict[str, Any]:
         raise Refused("`max_tokens`: expected a number above 0.")
     for name in _REFUSED:
         if name in given and given[name] != _USUAL.get(name):
-            raise Refused(f"`{name}`: an answer is one whole turn, without log-probs, up to the policy's own end.")
+            raise Refused(
+                f"`{name}`: unsupported. An answer is one whole turn without log-probs, up to its end token."
+            )
     return {**given, "max_tokens": most}
 
 
-def _answer(calls: AgentCalls, turn: Sequenced) -> dict[str, Any]:
+def _answer(calls: AgentCalls, turn: Sequenced) -> Message:
     read, written = turn.messages[-1], turn.own
     prompt = len(turn.prompt_ids) + len(turn.ids) - written
     functions = [call.get("function", call) for call in read.get("tool_calls") or ()]
-    message: dict[str, Any] = {"role": "assistant", "content": read["content"] or (None if functions else "")}
+    message: Message = {"role": "assistant", "content": read["content"] or (None if functions else "")}
     if thought := read.get("reasoning_content"):
         message["reasoning_content"] = thought
     if functions:

@@ -1,19 +1,19 @@
-"""Conversations of a batch, each in a thread of its own, whose turns an engine loop answers: parse, call tools,
-append, and ask again, as TRL's `_tool_call_loop` goes through a batch (a test compares them token by token).
+"""Runs a batch's conversations, one thread each, over an engine loop: parse, call tools, append and request again, as
+TRL's `_tool_call_loop` does for a batch (a test compares them token by token).
 """
 
 import asyncio
 from asyncio import run_coroutine_threadsafe
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from trl.chat_template_utils import parse_response
 
-from salesrl_trl.agents.chat_turns import ChatForm, ForeignText, Message
+from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
@@ -22,24 +22,24 @@ from salesrl_trl.telemetry.completion_record import CompletionRecord
 
 T = TypeVar("T")
 
-Ask = Callable[[list[int]], Turn]
-"""Asks for the next turn of a conversation, from all its token ids so far. Waits for the turn."""
+
+class Calls(Protocol):
+    def cut_off(self, reason: str) -> None:
+        """Cancel running and later calls."""
 
 
 class Conversations(TaskBatch[T]):
-    """The conversations of one batch. A thread begins when its first turn is there.
+    """The conversations of one batch. Each thread starts once its first turn has arrived.
 
-    `talk` goes through one conversation, in its thread: from its place, its first turn, and the function that asks for
-    more. `end_calls` ends the calls of tools that are out, when the conversations are cancelled.
+    `talk` runs one conversation in its thread, given its place, its first turn and the function that requests more.
+    Cancelling the conversations cancels their `calls`.
     """
 
-    by_new_weights = True  # so that no turn is older than the rest of the batch
+    by_new_weights = True  # no turn is older than the rest of the batch
 
-    def __init__(
-        self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], end_calls: Callable[[], object]
-    ) -> None:
+    def __init__(self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls) -> None:
         super().__init__(size, loop)
-        self._talk, self._end_calls = talk, end_calls
+        self._talk, self._calls = talk, calls
         self._params: Sequence[object] = ()
         self._ended: set[int] = set()
 
@@ -72,7 +72,7 @@ class Conversations(TaskBatch[T]):
         except BaseException as raised:  # raised by `results`
             error = raised
         self._ended.add(place)
-        self.loop.cancel(self, place)  # an agent has left requests open
+        self.loop.cancel(self, place)  # requests an agent left open
         with self.loop.changed:
             self.under_way -= 1
             if error is None:
@@ -87,11 +87,11 @@ class Conversations(TaskBatch[T]):
 
     def cancel(self) -> None:
         super().cancel()
-        self._end_calls()
+        self._calls.cut_off("given_up")
 
 
 class Episodes(Conversations[T]):
-    """Conversations that ask for their first turn too: the engine generates nothing before they begin."""
+    """Conversations that request their first turn themselves."""
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         self._params = params
@@ -103,25 +103,16 @@ class Episodes(Conversations[T]):
 class Talked:
     first: Turn
     notes: ConversationNotes
-    ids: list[int]  # behind the prompt, those of tools' results too
-    mask: list[int]  # 1 for tokens of the policy, 0 for those of results
-    logprobs: list[float] | None  # 0.0 for results
-    completion: list[Message] = field(default_factory=list)
+    sequence: Sequenced  # its messages follow the prompt
     calls: int = 0
-    failures: int = 0  # of calls, as TRL counts them
-
-    def add(self, between: Sequence[int], turn: Turn) -> None:
-        self.ids += [*between, *turn.ids]
-        self.mask += [0] * len(between) + [1] * len(turn.ids)
-        if self.logprobs is not None and turn.logprobs is not None:
-            self.logprobs += [0.0] * len(between) + turn.logprobs
+    failures: int = 0  # failed calls, as TRL counts them
 
 
 class ToolTurns:
     def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
         self._access = access
-        tokenizer, template = access.tokenizer, access.template  # TRL has chosen it for tools
-        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form).shared()
+        tokenizer, template = access.tokenizer, access.template  # TRL chose it for tools
+        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
         access = self._access
@@ -130,23 +121,23 @@ class ToolTurns:
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             talked = self.talk(place, encoded.ids[place], first, ask, calls)
             if not batch.is_cancelled:
-                finished(place, talked.ids, talked.completion, talked.notes.failed)
+                finished(place, talked.sequence.ids, talked.sequence.messages, talked.notes.failed)
             return talked
 
-        batch = Conversations(len(prompts), access.loop, talk, lambda: calls.cut_off("given_up"))
+        batch = Conversations(len(prompts), access.loop, talk, calls)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
 
     def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
-        """One conversation, in its thread. A failed call that leaves it out ends it."""
+        """Run one conversation in its thread. A failed call that excludes it from training ends it."""
         access, form = self._access, self._form
         record = CompletionRecord() if access.keeps_records else None
         notes = ConversationNotes(record=record, turns=1)
         schemas, functions = access.tools_of(place)
         tools = {tool.__name__: tool for tool in functions}
-        talked = Talked(first=first, notes=notes, ids=[], mask=[], logprobs=None if first.logprobs is None else [])
-        talked.add([], first)
-        message = parse_response(form.tokenizer, first.ids, prefix=prompt_ids, tools=schemas)
-        talked.completion.append(message)
+        message = self._message(first.ids, prompt_ids, schemas)
+        empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
+        sequence = empty.extended([message], first.ids, first.logprobs, mask=1)
+        talked = Talked(first=first, notes=notes, sequence=sequence)
         for _ in range(access.most_turns):
             if not (asked := message.get("tool_calls")):
                 break
@@ -154,31 +145,37 @@ class ToolTurns:
             talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
             between = form.between(messages)
             if between is None:
-                raise ValueError("the chat template writes a turn otherwise when results of tools follow it")
-            size = len(talked.ids) + len(between)
+                raise ValueError("the chat template renders a turn differently when tool results follow it")
+            size = len(sequence.ids) + len(between)
             if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
                 break
-            talked.completion += messages
-            prefix = [*prompt_ids, *talked.ids, *between]
-            turn = Turn([], None if first.logprobs is None else [])
-            if notes.failed is None:
-                turn = ask(prefix)
-                notes.turns += 1
+            talked.sequence = sequence = sequence.extended(messages, between, [0.0] * len(between), mask=0)
+            if notes.failed is not None:
+                break
+            prefix = [*prompt_ids, *sequence.ids]
+            turn = ask(prefix)
+            notes.turns += 1
             own = turn.ids[: form.most_completion - size]
-            talked.add(between, Turn(own, None if turn.logprobs is None else turn.logprobs[: len(own)]))
             if not own:
                 break
-            message = parse_response(form.tokenizer, own, prefix=prefix, tools=schemas)
-            talked.completion.append(message)
+            message = self._message(own, prefix, schemas)
+            talked.sequence = sequence = sequence.extended(
+                [message], own, turn.logprobs and turn.logprobs[: len(own)], mask=1
+            )
         return talked
 
+    def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
+        with self._form.lock:
+            message: Message = parse_response(self._form.tokenizer, ids, prefix=prefix, tools=schemas)
+        return message
+
     def _results(
-        self, asked: Sequence[Mapping[str, Any]], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
+        self, asked: Sequence[Message], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
     ) -> tuple[list[Message], int]:
-        """The messages of calls that are made at once, and how many have failed, as TRL counts them. Those that can't
-        be begun come first, as with TRL."""
+        """Make the calls concurrently. Returns their messages and the number of failures, as TRL counts them; calls
+        that cannot start precede the others, as in TRL."""
         early: list[tuple[str, object]] = []
-        begun: list[tuple[str, Any]] = []
+        begun: list[tuple[str, Coroutine[object, object, object]]] = []
         for call in asked:
             if call["type"] != "function":
                 early.append((call.get("name", "unknown"), ValueError(f"Unsupported tool call type: {call['type']}")))
@@ -204,13 +201,14 @@ class ToolTurns:
     def _sampled(
         self, prompts: Sequence[object], encoded: Encoded, calls: ToolCalls, talked: Sequence[Talked]
     ) -> Sampled:
-        """TRL's `_generate` around conversations that have ended, and the figures of their tools over all ranks."""
+        """Pass finished conversations through TRL's `_generate` and add tool metrics over all ranks."""
         access = self._access
-        logprobs = [each.logprobs for each in talked if each.logprobs is not None]
+        sequences = [each.sequence for each in talked]
+        logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
         loop = (
-            [each.mask for each in talked], [each.completion for each in talked], [each.ids for each in talked],
+            [each.mask for each in sequences], [each.messages for each in sequences], [each.ids for each in sequences],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [list[Any]() for _ in talked],
+            [list[object]() for _ in talked],
         )  # fmt: skip
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None

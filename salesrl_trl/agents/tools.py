@@ -1,14 +1,13 @@
-"""Calls of tools in the midst of a conversation: how they are made, and what a failed one means.
+"""Makes tool calls within a conversation and interprets their failures.
 
-Owns `@tool`, the difference between an error of the policy and a failure of a service, and the counts of calls.
+Owns `@tool`, the distinction between policy errors and service failures, and the call counts.
 """
 
 import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,14 +22,12 @@ from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, 
 
 if TYPE_CHECKING:
     from salesrl_trl.judged.rag_client import RagAnswers
+    from salesrl_trl.reward.scorer import Scorer
 
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
 OnFailure = Literal["leave_out", "tell"]
-Recorded = Callable[[str, str], Awaitable[tuple[str | None, str] | None]]
-"""From a call's service, such as `tool_search`, and its arguments as JSON to its answer and its failure in a record. A
-service's failure has no answer; an error of the policy has its words. `None`: the tool is called."""
-_SETTINGS = "salesrl_tool"  # attribute of a function that has settings
+_SETTINGS = "salesrl_tool"  # attribute that holds a function's settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +36,7 @@ class ToolSettings:
     deadline_s: float | None = None
     on_failure: OnFailure = "leave_out"
     counted: list[Transport]
-    """Those whose traffic is the tool's: `transport`, or what the tool itself calls by."""
+    """Transports whose traffic counts as the tool's: `transport`, or those the tool uses internally."""
 
     @classmethod
     def of(cls, tool: Tool) -> "ToolSettings":
@@ -54,22 +51,21 @@ def tool(
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
 ) -> Any:
-    """Say how a tool of TRL's `tools`, or a method of an environment, is called, and what its failure means.
+    """Configure how a tool from TRL's `tools`, or an environment's method, is called and how failures are handled.
 
-    A service that fails is no error of the policy. By default such a conversation is left out of the update, with the
-    failure's code as its reason. Everything else that the function raises is told to the policy, as by TRL:
-    `{"error": ...}`.
+    A failed service is not the policy's error: by default the conversation is excluded from the update, with the
+    failure's code as its reason. Any other exception reaches the policy as `{"error": ...}`, as in TRL.
 
     Args:
         transport (`Transport`, *optional*):
-            Retries, limits, hedges, a breaker and the run's budget around each call. The call is made once when not
-            given.
+            Adds retries, limits, hedges, a circuit breaker and the run's budget to each call. Without it, each call is
+            made once.
         deadline_s (`float`, *optional*, defaults to `60.0`):
-            Seconds for a call, with its retries. `None` for no end.
+            Timeout of a call in seconds, retries included. `None` disables it.
         on_failure (`str`, *optional*, defaults to `"leave_out"`):
-            `"leave_out"` leaves the conversation out. `"tell"` tells the policy the failure's code as an error.
+            `"leave_out"` excludes the conversation. `"tell"` returns the failure's code to the policy as an error.
 
-    Raises `ConfigError` for another `on_failure`, or for seconds that are not positive.
+    Raises `ConfigError` for an invalid `on_failure` or `deadline_s`.
     """
     if on_failure not in ("leave_out", "tell"):
         raise ConfigError(f"`on_failure` is {on_failure!r}. Expected `leave_out` or `tell`.")
@@ -88,37 +84,36 @@ def tool(
 
 @dataclass(kw_only=True, slots=True)
 class ConversationNotes:
-    """What is noted of one conversation, by the thread that goes through it and the loop on which its tools run."""
+    """Notes on one conversation, shared by its thread and the loop that runs its tools."""
 
-    record: CompletionRecord | None = None  # gets its calls, with arguments and results. `None`: they are not recorded
+    record: CompletionRecord | None = None  # receives its calls, with arguments and results; `None`: not recorded
     failed: str | None = None
-    """The reason code of the failed call that leaves it out."""
+    """Reason code of the failed call that excludes it."""
     turns: int = 0
 
 
 class ToolCalls:
-    """The calls of one batch, and their counts, which have the same keys in every batch: `names` of all tools. In a
-    replay, `recorded` takes the place of calls."""
+    """The calls of one batch and their counts, keyed by all tools' `names` in every batch. With `replay`, calls are
+    answered from a record."""
 
-    def __init__(self, names: Iterable[str], recorded: Recorded | None = None) -> None:
-        self.stopped: str | None = None  # the reason code of calls that begin now: none is made. `None`: they are.
+    def __init__(self, names: Iterable[str], replay: "Scorer | None" = None) -> None:
+        self.stopped: str | None = None  # reason code of refused calls; `None` while calls are made
         self._tasks: set[asyncio.Task[object]] = set()
         self.counts: dict[str, dict[str, float]] = {name: dict.fromkeys(TOOL_FIGURES, 0.0) for name in names}
-        self._recorded = recorded
+        self._replay = replay
 
     @property
     def under_way(self) -> int:
         return len(self._tasks)
 
     def cut_off(self, reason: str) -> None:
-        """Make no more calls: those under way and all later ones fail with this reason. From any thread."""
+        """Fail running and later calls with this reason. Thread-safe."""
         self.stopped = reason
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def call(self, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]) -> object:
-        """The result of a call. One that fails and leaves the conversation out has an empty text; `notes` have its
-        reason."""
+        """Make a call. A failure that excludes the conversation returns an empty text and is noted in `notes`."""
         settings = ToolSettings.of(tool)
         counts = self.counts.setdefault(tool.__name__, dict.fromkeys(TOOL_FIGURES, 0.0))
         began = time.perf_counter()
@@ -141,9 +136,9 @@ class ToolCalls:
                 raise RuntimeError(error.code) from error
             notes.failed = notes.failed or error.code
             return ""
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # told to the policy, as by TRL
+        except Exception:  # reaches the policy, as in TRL
             counts["errors"] += 1
-            raise error if isinstance(error, Exception) else RuntimeError(type(error).__name__) from error
+            raise
         finally:
             self._tasks.discard(task)
             counts["seconds"] += time.perf_counter() - began
@@ -151,12 +146,12 @@ class ToolCalls:
     async def _noted(
         self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
     ) -> object:
-        """`_within`, or what a record has in its place, noted in the conversation's record."""
+        """Call the tool, or replay its recorded call, and note it in the conversation's record."""
         service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
         turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
         with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
             try:
-                known = None if self._recorded is None else await self._recorded(service, asked)
+                known = None if self._replay is None else await self._replay.recorded_call(service, asked)
                 if known is None:
                     result = await _within(settings, service, tool, arguments)
                 else:
@@ -165,40 +160,40 @@ class ToolCalls:
                         raise ServiceError(f"{service} failed in the recorded run ({failure})", failure)
                     if failure:
                         raise RuntimeError(result)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                if not isinstance(error, ServiceError):
-                    words = str(error) if isinstance(error, Exception) else type(error).__name__
-                    note.answer = (told := encodable(words, f"an error of {service}")).encode()
-                    if told is not words:  # a replay raises this text
-                        raise RuntimeError(told) from error
+            except ServiceError:
                 raise
-            if not isinstance(result, list):  # of parts of a message, such as pictures
+            except Exception as error:
+                words = str(error)
+                note.answer = (told := encodable(words, f"an error of {service}")).encode()
+                if told is not words:  # a replay raises this text
+                    raise RuntimeError(told) from error
+                raise
+            if not isinstance(result, list):  # a list holds message parts, such as images
                 note.answer = encodable(str(result), f"a result of {service}").encode()
         return result
 
 
 async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: Mapping[str, object]) -> object:
-    """Call a tool. Raises a `ServiceError` where a service failed, and what the tool raised otherwise."""
+    """Call a tool. Raises `ServiceError` for a failed service, else the tool's own exception."""
 
-    async def attempt() -> tuple[object, BaseException | None]:
+    async def attempt() -> tuple[object, Exception | None]:
         try:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**arguments), None
-            call: Future[object] = THREADS.submit(lambda: tool(**arguments))
-            return await asyncio.wrap_future(call), None
+            return await asyncio.wrap_future(THREADS.submit(tool, **arguments)), None
         except ServiceError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if (known := service_error_of(service, error)) is not None:
                 raise known from error
-            return None, error  # the policy's: nobody tries again
+            own = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+            return None, own  # the policy's error: not retried
 
-    made = attempt() if settings.transport is None else None
-    late = asyncio.timeout(settings.deadline_s)
+    late, transport = asyncio.timeout(settings.deadline_s), settings.transport
     try:
         async with late:
             with deadline(float("inf") if settings.deadline_s is None else settings.deadline_s):
-                result, error = await (made or settings.transport.call(attempt))  # type: ignore[union-attr]
+                result, error = await (attempt() if transport is None else transport.call(attempt))
     except TimeoutError:
         if not late.expired():
             raise
@@ -209,8 +204,8 @@ async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: M
 
 
 async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
-    """The traffic of all transports of tools since the last time, by service. Budgets get back what is not spent. On
-    the event loop of their calls."""
+    """Traffic of the tools' transports since the last call, by service. Returns unused budget. Runs on the event loop
+    of the calls."""
     traffic: dict[str, Counter[str]] = {}
     for transport in dict.fromkeys(transport for tool in tools for transport in ToolSettings.of(tool).counted):
         traffic.setdefault(transport.service, Counter()).update(transport.drain_traffic())
@@ -220,10 +215,10 @@ async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
 
 
 class Search:
-    """Makes the packaged tool `search`: `function`. It asks the 8B endpoint with a query alone, and tells the policy
-    the passages. What was asked before, or is under way, is not asked again, as for the reward.
+    """Provides the built-in tool `search` as `function`. It sends the query to the 8B endpoint and returns passages to
+    the policy. Repeated and concurrent equal queries share one request, as in the reward.
 
-    `deadline_s` is for a call with its retries. An empty query, or one that is no text, is the policy's error.
+    `deadline_s` covers a call with its retries. An empty or non-text query is the policy's error.
     """
 
     def __init__(self, *, deadline_s: float) -> None:
@@ -240,16 +235,16 @@ class Search:
                 The passages that fit best, a paragraph each.
             """
             if not isinstance(query, str) or not query.strip():
-                raise ValueError("`query` is empty or no text.")
-            assert self._rag is not None, "`connect` comes first"
+                raise ValueError("`query` is empty or not a text.")
+            assert self._rag is not None, "`connect` was not called"
             self._loops.add(asyncio.get_running_loop())
             answer = await self._rag.search(query)
             return "\n\n".join(passage.text for passage in answer.passages) or answer.text
 
-        self.function: Callable[[str], Awaitable[str]] = tool(deadline_s=deadline_s)(search)
+        self.function: Tool = tool(deadline_s=deadline_s)(search)
 
     def connect(self, rag: "RagAnswers") -> None:
-        """Ask this service from now on. The transport of its 8B endpoint has retries, limits and counts."""
+        """Use this service. Its 8B transport provides retries, limits and counts."""
         self._rag = rag
         ToolSettings.of(self.function).counted[:] = [rag.backend.transports["rag_8b"]]
 

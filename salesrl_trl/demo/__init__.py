@@ -1,1 +1,1 @@
-"""Stand-ins for a user's own RAG services, judge and model: a run on a user's own needs nothing of it."""
+"""Mock RAG services, judge and models for demos and tests; not used in runs with a user's own."""

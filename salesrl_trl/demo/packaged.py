@@ -1,4 +1,4 @@
-"""What the package has in place of a user's model and services: small policies, a record of the demo's services."""
+"""Built-in replacements for a user's model and services: small policies and a record of the demo services."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PACKAGED = Path(__file__).with_name("small_policy")  # the folder of the policy. `from_pretrained` loads it.
+PACKAGED = Path(__file__).with_name("small_policy")  # the policy's folder, for `from_pretrained`
 ARITHMETIC_POLICY = Path(__file__).with_name("arithmetic_policy")
-"""The policy of `recipes/own.py`: it adds two numbers, and is wrong more often than right. It is taught by
+"""The policy of `recipes/own.py`: it adds two numbers, usually incorrectly. Trained by
 `scripts/make_arithmetic_policy.py`."""
 DUAL_POLICY = Path(__file__).with_name("dual_policy")
-"""The policy of `recipes/dual.py`: it answers questions of two tasks, and often takes the bait. It is taught by
+"""The policy of `recipes/dual.py`: it answers questions of two tasks and often falls for their traps. Trained by
 `scripts/make_dual_policy.py`."""
-VISION_POLICY = Path("runs/vision_policy")  # of the preset `vision`, where `scripts/make_vision_policy.py` writes it
+VISION_POLICY = Path("runs/vision_policy")  # for the preset `vision`, written by `scripts/make_vision_policy.py`
 SEARCH_POLICY = Path(__file__).with_name("search_policy")
-"""The policy of `recipes/search.py`: it searches and answers, too seldom and too often. It is taught by
+"""The policy of `recipes/search.py`: it searches and answers, but at the wrong times. Trained by
 `scripts/make_search_policy.py`."""
 POLICY_OF = {
     "arithmetic": ARITHMETIC_POLICY,
@@ -24,12 +24,12 @@ POLICY_OF = {
     "demo_halueval": DUAL_POLICY,
     "demo_search": SEARCH_POLICY,
 }
-"""By packaged dataset, the policy that knows it. `PACKAGED` knows the others."""
+"""Built-in dataset -> the policy trained on it. `PACKAGED` covers the others."""
 PROMPT_STYLE = "compact"
-"""The style of the prompts that it was taught with. A run with this policy must use the same one."""
-CASSETTE = "demo"  # name of the record in the setting `replay`
+"""The prompt style of its training data, required in runs with this policy."""
+CASSETTE = "demo"  # the record's name in the setting `replay`
 FILE = Path(str(files("salesrl_trl.demo") / "cassette.sqlite.gz"))
-"""The record, without prompts, answers, verdicts and calls, which a replay does not need."""
+"""The record without prompts, answers, verdicts and calls, which replays don't need."""
 
 
 def packaged_tokenizer() -> "PreTrainedTokenizerBase":

@@ -1,4 +1,4 @@
-"""Verdicts from LLM judges: who is asked (`judge`, `provider`), what is shown and read (`verdict`).
+"""Verdicts from LLM judges: who is asked (`judge`, `provider`), what the judge sees and answers (`verdict`).
 
-Refuses to turn a verdict into a reward: `scoring` does. The reward chain calls it.
+`scoring` alone turns verdicts into rewards; the reward pipeline calls it.
 """

@@ -1,9 +1,9 @@
-"""What a run may spend: the account that its processes share, and the requests of this process held against it.
+"""A run's budget: the account its processes share, and this process's requests against it.
 
-- A process takes calls and US dollars in blocks, so that a request costs no look at the file. All blocks together are
-  never more than what is left. The block of a process that was killed stays taken: its requests may have left.
-- A request counts before it is sent, with the mean cost of those before it, which its own replaces when it has ended.
-  So no limit of calls is passed, and no limit of US dollars but by the error of that mean.
+- A process reserves calls and US dollars in blocks, so that most requests don't read the file. The blocks never exceed
+  the remaining budget. A killed process's block stays reserved, since its requests may have been sent.
+- Each request is counted before it is sent, at the mean cost of earlier ones, and corrected when it ends. A limit on
+  calls is therefore never exceeded, and one on US dollars only by the error of that mean.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from salesrl_trl.service.event_loop import PerLoop, now, remaining_s
 logger = logging.getLogger(__name__)
 
 CALLS, USD, TOKENS = "calls", "usd", "tokens"
-BLOCKS = 32  # a block is a 32nd of a process's even part of what is left, so that a kill costs a small share
-LOCK_TIMEOUT_S = 20.0  # longest wait for other processes. One of them needs milliseconds.
-WRITE_AFTER_S = 1.0  # while requests are sent, the account is written at least so often
-LEAST_LEVEL = 1e-6  # less is the rounding of a clock that is far on, and no wait would make it good
-BURST = 1 / 12  # share of a rate per minute that may be sent at once; the rest flows in evenly
-LONGEST_NAP_S = 0.5  # between two looks at the level, which requests with fewer tokens than expected raise
-FIRST_PROMPT_TOKENS = 1000  # tokens of a prompt, until one has been counted
-FIRST_SHARE = 1e-3  # most that a request is expected to cost until one has been counted, as a share of the limit
-LATEST = 64  # the mean tokens of a request are those of about so many of the latest
+BLOCKS = 32  # a block is 1/32 of a process's share of the remaining budget, so that a kill costs little
+LOCK_TIMEOUT_S = 20.0  # longest wait for other processes; each needs milliseconds
+WRITE_AFTER_S = 1.0  # longest interval between writes of the account while requests are sent
+LEAST_LEVEL = 1e-6  # tolerance for clock rounding, which no wait would resolve
+BURST = 1 / 12  # share of a per-minute rate available immediately; the rest accrues evenly
+LONGEST_NAP_S = 0.5  # polling interval of the level, which rises when requests use fewer tokens than expected
+FIRST_PROMPT_TOKENS = 1000  # assumed tokens of a prompt until one is counted
+FIRST_SHARE = 1e-3  # highest assumed cost of a request until one is counted, as a share of the limit
+LATEST = 64  # number of recent requests in the mean token counts, approximately
 
 
 @dataclass(kw_only=True, slots=True)
 class Spent:
-    """Requests that left, and what they cost."""
+    """Sent requests and their cost."""
 
     calls: float = 0
     prompt_tokens: float = 0
@@ -59,22 +59,22 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """One limit of a run's spending."""
+    """One spending limit of a run."""
 
     name: str  # its setting: `"max_calls"`, `"judge_providers[openai].max_usd"`
-    kind: str  # what it counts: `CALLS` or `USD`
+    kind: str  # the unit: `CALLS` or `USD`
     most: float
-    service: str | None = None  # the service that it is about. `None`: all of the reward's services.
+    service: str | None = None  # the service it applies to; `None`: all of the reward's services
 
 
 @dataclass(kw_only=True, slots=True)
 class Account:
-    """What the processes of a run, and of the runs that it goes on from, have spent."""
+    """Spending of a run's processes and of the runs it resumes."""
 
-    services: dict[str, Spent] = field(default_factory=dict)  # those under way with what they are expected to cost
-    taken: dict[str, float] = field(default_factory=dict)  # of each limit, used or in the block of a process
-    most: dict[str, float] = field(default_factory=dict)  # what each limit was at the last look at it
-    refused: dict[str, float] = field(default_factory=dict)  # what a limit was when a request was refused by it
+    services: dict[str, Spent] = field(default_factory=dict)  # pending requests at their expected cost
+    taken: dict[str, float] = field(default_factory=dict)  # by limit: used, or reserved by a process
+    most: dict[str, float] = field(default_factory=dict)  # each limit's value when last read
+    refused: dict[str, float] = field(default_factory=dict)  # a limit's value when it refused a request
 
     def total(self, service: str | None = None) -> Spent:
         total = Spent()
@@ -90,18 +90,18 @@ class Account:
         return self.total(limit.service).of(limit.kind)
 
     def reached(self, limits: Iterable[Limit]) -> list[Limit]:
-        """The limits at which requests are refused, by what they are now."""
+        """The limits that refuse requests at their current values."""
         refused = self.refused
         return [limit for limit in limits if max(refused.get(limit.name, -math.inf), self.used(limit)) >= limit.most]
 
     def give_back(self, limit: Limit, held: float) -> None:
-        """A process gives back what is left of its block; below 0 if it used more."""
-        # at least what was spent: a limit may be new in an old run
+        """Release the rest of a process's block, negative if it overspent."""
+        # at least the amount spent: an old run may get a new limit
         self.taken[limit.name] = max(self.taken.get(limit.name, 0.0) - held, self.used(limit))
         self.most[limit.name] = limit.most
 
     def take(self, limit: Limit, request: float, processes: int) -> float | None:
-        """Take a block for requests of this many calls or US dollars. `None`: nothing is left for one."""
+        """Reserve a block for requests of this many calls or US dollars; `None` if the budget can't cover one."""
         left = limit.most - self.taken[limit.name]
         if left <= 0 or left < request:
             self.refused[limit.name] = limit.most
@@ -114,8 +114,8 @@ class Account:
 
 @contextlib.contextmanager
 def open_account(path: Path) -> Iterator[Account]:
-    """The account, for one process at a time. What the block changes is written at its end, whole or not at all.
-    Raises `OSError` or `ConfigError` where the file can't be used."""
+    """Lock the account for one process. Changes are written atomically when the block ends. Raises `OSError` or
+    `ConfigError` if the file is unusable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S, poll_interval=0.002):
         account = read_account(path)
@@ -124,7 +124,7 @@ def open_account(path: Path) -> Iterator[Account]:
 
 
 def read_account(path: Path) -> Account:
-    """The account in a file. Nothing is spent where there is none. Raises `ConfigError` where it can't be read."""
+    """Read an account; an absent file is an empty account. Raises `ConfigError` if it is unreadable."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Account(**{**content, "services": {name: Spent(**sums) for name, sums in content["services"].items()}})
@@ -132,24 +132,18 @@ def read_account(path: Path) -> Account:
         return Account()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"the account of what was spent, {path}, can't be read ({error}). Expected the file of an earlier run. "
-            "See to its folder; or delete the file, to begin with nothing spent."
+            f"the spending account {path} can't be read ({error}). Expected the file of an earlier run. Check its "
+            "folder, or delete the file to start with nothing spent."
         ) from None
-
-
-def reported(account: Account, reached: Sequence[Limit]) -> str:
-    """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
-    names = ", ".join(f"`{limit.name}` {limit.most:,g}" for limit in reached)
-    return f"{account.in_words()} were spent; reached: {names}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What the tokens of a provider cost, in US dollars."""
+    """A provider's token prices in US dollars."""
 
     prompt_token: float = 0.0
     completion_token: float = 0.0
-    max_completion_tokens: int = 512  # most tokens of an answer
+    max_completion_tokens: int = 512  # most tokens per answer
 
     def of(self, prompt_tokens: float, completion_tokens: float) -> float:
         return prompt_tokens * self.prompt_token + completion_tokens * self.completion_token
@@ -163,22 +157,22 @@ FREE = Price()
 
 
 class Budget(SharedBudget):
-    """What this process holds of the run's account in `path`, and what it has spent since it last wrote there. All
-    methods belong to one event loop. `processes` is the number of ranks, which share the account. A script of your own
-    makes one, with `names.SPENT_FILE` of its output folder, and a quota of it for the `Transport` of a function:
+    """This process's reservations in the run's account at `path`, and its spending since the last write. All methods
+    run on one event loop. `processes` is the number of ranks that share the account. Your own script creates one at
+    `names.SPENT_FILE` in its output folder, with a quota for a function's `Transport`:
 
         budget = Budget(Path("out/budget.json"), [Limit(name="max_calls", kind="calls", most=10_000)])
         transport = Transport("my_judge", ..., quota=budget.quota("my_judge", Price(prompt_token=2.5e-7)))
 
-    For US dollars the function states the tokens of a request: `with transport.bill() as bill: bill.count(900, 60)`.
+    To count US dollars, report a request's tokens: `with transport.bill() as bill: bill.count(900, 60)`.
     """
 
     def __init__(self, path: Path, limits: Sequence[Limit] = (), processes: int = 1) -> None:
         self.path = path
         self.limits = tuple(limits)
         self._processes = processes
-        self._held = {limit.name: 0.0 for limit in limits}  # of the blocks that were taken
-        self.refused: set[str] = set()  # names of limits of which nothing is left
+        self._held = {limit.name: 0.0 for limit in limits}  # reserved and unspent, by limit
+        self.refused: set[str] = set()  # names of exhausted limits
         self._unwritten: dict[str, Spent] = {}  # by service
         self._written_s = -math.inf
         self._has_complained = False
@@ -187,7 +181,7 @@ class Budget(SharedBudget):
         self, service: str, price: Price = FREE, tokens_per_minute: float | None = None,
         requests_per_minute: float | None = None,
     ) -> "ServiceQuota":  # fmt: skip
-        """The quota of a service, by all limits that are about it. Limits of money are not about one without price."""
+        """A service's quota under all limits that apply to it; limits in US dollars skip services without a price."""
         about = [limit for limit in self.limits if limit.service in (None, service)]
         limits = [limit for limit in about if not (limit.kind == USD and price.is_free)]
         stated = ((TOKENS, tokens_per_minute), (CALLS, requests_per_minute))
@@ -195,22 +189,22 @@ class Budget(SharedBudget):
         return ServiceQuota(self, service, limits, price, rates)
 
     def take(self, limits: Sequence[Limit], request: Spent) -> None:
-        """Take blocks of the limits that this process has used up. Afterwards they hold the request, or are refused.
-        Raises `ServiceError` where the account can't be used."""
+        """Refill exhausted reservations. Afterwards each limit covers the request or refuses it. Raises `ServiceError`
+        if the account is unusable."""
         if short := [limit for limit in limits if self._held[limit.name] < request.of(limit.kind)]:
             self._exchange(short, request)
 
     def record(self, service: str, limits: Sequence[Limit], spent: Spent) -> None:
-        """Count a request, or what it cost more or less than was expected."""
+        """Count a request, or the difference to its expected cost."""
         for limit in limits:
             self._held[limit.name] -= spent.of(limit.kind)
         self._unwritten.setdefault(service, Spent()).add(spent)
         if now() - self._written_s >= WRITE_AFTER_S:
-            with contextlib.suppress(ServiceError):  # requests with a limit fail by themselves
+            with contextlib.suppress(ServiceError):  # limited requests fail on their own
                 self._exchange(())
 
     def settle(self) -> None:
-        """Write what was spent and give back what is held. What can't be written now is written with the next."""
+        """Write the spending and release reservations. A failed write is retried with the next."""
         if self._unwritten or any(self._held.values()):
             with contextlib.suppress(ServiceError):
                 self._exchange(self.limits)
@@ -225,7 +219,7 @@ class Budget(SharedBudget):
         return f"{limits}; spent in this folder so far: {account.in_words()}" if account.services else limits
 
     def _exchange(self, limits: Sequence[Limit], request: Spent | None = None) -> None:
-        """Write what was spent, give back what is held of these limits, and take new blocks for such requests."""
+        """Write the spending, release these limits' reservations, and reserve new blocks for such requests."""
         self._written_s = now()
         blocks: dict[str, float | None] = {}
         try:
@@ -237,10 +231,10 @@ class Budget(SharedBudget):
                     wanted = None if request is None else request.of(limit.kind)
                     blocks[limit.name] = 0.0 if wanted is None else account.take(limit, wanted, self._processes)
         except (OSError, ConfigError) as error:
-            message = f"the account of what was spent, {self.path}, can't be used: {error}."
+            message = f"the spending account {self.path} can't be used: {error}."
             if not self._has_complained:
                 self._has_complained = True
-                logger.error(f"{message} Requests with a limit fail until then. See to the folder and its free space.")
+                logger.error(f"{message} Limited requests fail until it can. Check the folder and its free space.")
             raise ServiceError(message, "budget_unknown") from None
         self._unwritten = {}
         self._held |= {name: block or 0.0 for name, block in blocks.items()}
@@ -248,8 +242,8 @@ class Budget(SharedBudget):
 
 
 class Rate:
-    """The law of a rate per minute: a level that grows evenly up to a burst. A request waits until the level is as
-    high as what it is expected to have, or at its highest, and takes that. At its end it settles the difference."""
+    """A per-minute rate limiter: a level that grows evenly up to a burst. A request waits until the level covers its
+    expected amount, or is full, then subtracts that amount and settles the difference when it ends."""
 
     def __init__(self, per_minute: float, kind: str = TOKENS) -> None:
         self.kind = kind
@@ -259,7 +253,7 @@ class Rate:
         self._at: float | None = None
 
     def wait_s(self, moment: float, amount: float) -> float:
-        """Seconds until a request of so many tokens, or 1, may be sent; 0 for at once."""
+        """Seconds until a request of this many tokens, or one request, may be sent."""
         if self._at is not None:
             self._level = min(self._level + max(moment - self._at, 0.0) * self._per_second, self._burst)
         self._at = moment
@@ -272,7 +266,7 @@ class Rate:
 
 @dataclass(eq=False)
 class ServiceQuota(Quota):
-    """The requests to one service, held against the limits that are about it. Made by `Budget.quota`."""
+    """Counts requests to one service against its limits. Created by `Budget.quota`."""
 
     budget: Budget
     service: str
@@ -281,9 +275,9 @@ class ServiceQuota(Quota):
     rates: Sequence[Rate]
 
     def __post_init__(self) -> None:
-        self._counted = 0  # requests in the means
+        self._counted = 0  # number of requests in the means
         self._means: Sequence[float] = (FIRST_PROMPT_TOKENS, self.price.max_completion_tokens)
-        self._expected: deque[Spent] = deque()  # of the requests to a judge that have not ended
+        self._expected: deque[Spent] = deque()  # of pending judge requests
         self._queue: PerLoop[asyncio.Lock] = PerLoop(asyncio.Lock)
 
     @property
@@ -348,7 +342,7 @@ class ServiceQuota(Quota):
         for rate in self.rates:
             rate.take(request.of(rate.kind))
         if self.rates or not self.price.is_free:
-            request.calls = 0  # that it was sent is no expectation
+            request.calls = 0  # already counted as sent
             self._expected.append(request)
 
     def _end(self, spent: Spent) -> None:

@@ -1,7 +1,7 @@
-"""Each question is asked once: equal calls share one that is under way, and later ones get its answer.
+"""Answer cache: equal concurrent calls share one request, and later calls reuse its answer.
 
-The file is SQLite, for several processes; its keys are hashes. It holds customers' words, so its owner alone can read
-it. A failure is never kept, and no credential.
+The file is a SQLite database shared by processes, keyed by hashes. It contains customers' words, so only its owner can
+read it. Failures and credentials are never stored.
 """
 
 import asyncio
@@ -14,67 +14,70 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
+
+from pydantic import TypeAdapter
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.process import is_locked, make_private
 from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
 
 T = TypeVar("T")
+Ask: TypeAlias = Callable[[], Awaitable[T]]
+Check: TypeAlias = Callable[[T], None]
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_MEMORY = 20_000  # answers that are kept without a file, the latest ones: about 60 MB, and many batches
-WRITE_AFTER_S = 0.1  # seconds from a new value to its way into the file. Values that come meanwhile go along.
-LOOK_UP_TIMEOUT_S = 1.0  # longest wait for a disk that does not answer
-LAST_WRITE_TIMEOUT_S = 5.0  # longest wait for a slow disk at the end
-LOCK_TIMEOUT_S = 0.1  # longest wait for another process that writes to the file. A commit takes milliseconds.
-LOCK_PAUSE_S = 1.0  # seconds for which a file that is locked or late counts as empty, without another look at it
-FAULT_PAUSE_S = 60.0  # the same for a file that can't be used for another reason, such as a full disk
+MAX_IN_MEMORY = 20_000  # most answers kept in memory without a file, latest first: about 60 MB, many batches
+WRITE_AFTER_S = 0.1  # delay before new values are written, to batch them
+LOOK_UP_TIMEOUT_S = 1.0  # longest wait for an unresponsive disk
+LAST_WRITE_TIMEOUT_S = 5.0  # longest wait for a slow disk on close
+LOCK_TIMEOUT_S = 0.1  # longest wait for another process's commit, usually milliseconds
+LOCK_PAUSE_S = 1.0  # seconds for which a locked or slow file counts as empty
+FAULT_PAUSE_S = 60.0  # the same after other faults, such as a full disk
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 
 
 def cache_key(*parts: object) -> str:
-    """A hash of everything that decides an answer. `parts` must be JSON values."""
+    """A hash of everything that determines an answer. `parts` are JSON values."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class AnswerStore:
-    """JSON values by key, in a file or, without one, in memory: the latest `most` of them.
+    """JSON values by key in a file or, without one, the latest `most` in memory.
 
-    A thread reads and writes the file, so that no disk holds up the event loop. (`aiosqlite` does not serve here: a
-    connection that nobody closed keeps the process from ending.) A file that can't be used now counts as empty for a
-    while, which is logged once. No call fails because of it, and none waits for a process that locks it.
+    A thread accesses the file, so the disk never blocks the event loop. (`aiosqlite` is unsuitable: an unclosed
+    connection keeps the process alive.) An unusable file counts as empty for a while, logged once; no call fails
+    because of it or waits for another process's lock.
     """
 
-    def __init__(self, path: Path | None = None, *, most: int = MAX_IN_MEMORY) -> None:
+    def __init__(self, path: Path | None = None, most: int = MAX_IN_MEMORY) -> None:
         self.path = path
         self._most = most
-        self._memory: dict[str, object] = {}  # what is not in the file yet; without a file, everything
+        self._memory: dict[str, object] = {}  # values not yet in the file; without a file, all values
         self._writing: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
         self._connection: sqlite3.Connection | None = None
         self._unusable_until = math.inf if path is None else 0.0  # by `time.monotonic`
-        self._logged: set[str] = set()  # faults that were logged
+        self._logged: set[str] = set()  # faults already logged
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(AnswerStore, most=self._most), (self.path,)
+        return AnswerStore, (self.path, self._most)
 
     async def get(self, key: str) -> object:
-        """The value, or `None`. Waits at most `LOOK_UP_TIMEOUT_S` for the disk."""
+        """The value or `None`, after at most `LOOK_UP_TIMEOUT_S`."""
         if key in self._memory:
             return self._memory[key]
         rows = await self._run("SELECT value FROM kept WHERE key = ?", key)
-        with contextlib.suppress(ValueError, TypeError, RecursionError):  # another version may have written it
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # possibly written by another version
             return json.loads(rows[0][0]) if rows else None
         return None
 
     def put(self, key: str, value: object) -> None:
-        """Keep a value. It is in the file within a second: a call is paid for, and a run may be killed at any time."""
+        """Store a value. It reaches the file within a second: calls cost money, and a run may be killed."""
         self._memory.pop(key, None)
         self._memory[key] = value
         while len(self._memory) > self._most:
@@ -83,18 +86,18 @@ class AnswerStore:
             self._writing = asyncio.ensure_future(self._write_all())
 
     async def aclose(self) -> None:
-        """Write what is new and close the file. The next use opens it again."""
+        """Write new values and close the file. The next use reopens it."""
         if self._writing is not None:
             self._writing.cancel()
         self._writing = None
-        self._unusable_until = math.inf if self.path is None else 0.0  # a last try
+        self._unusable_until = math.inf if self.path is None else 0.0  # try once more
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 if self._memory:
                     await self._write()
                 await asyncio.wrap_future(self._thread.submit(self._disconnect))
         self._connection = None
-        self._thread.shutdown(wait=False)  # it may wait for a disk
+        self._thread.shutdown(wait=False)  # it may be blocked on a disk
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
 
     async def _write_all(self) -> None:
@@ -113,7 +116,7 @@ class AnswerStore:
                     del self._memory[key]
 
     async def _run(self, statement: str, *values: str) -> list[tuple[str, ...]] | None:
-        """The rows of one statement, which is a transaction of its own. `None` if the file can't be used now."""
+        """Run one statement as its own transaction. Returns its rows, or `None` while the file is unusable."""
         if time.monotonic() < self._unusable_until:
             return None
         running = asyncio.wrap_future(self._thread.submit(self._execute, statement, values))
@@ -130,20 +133,20 @@ class AnswerStore:
         if fault not in self._logged:
             self._logged.add(fault)
             logger.warning(
-                f"the cache {self.path} counts as empty: {fault}. Answers are kept in memory; it is tried again every "
-                f"{pause_s:g} s. If it stays so, delete it, or see to its folder and the disk's free space."
+                f"the cache {self.path} counts as empty: {fault}. Answers are kept in memory; it is retried every "
+                f"{pause_s:g} s. If this persists, delete it, or check its folder and the disk's free space."
             )
 
     # On the file's thread
 
     def _execute(self, statement: str, values: tuple[str, ...]) -> list[tuple[str, ...]] | None:
-        if time.monotonic() < self._unusable_until:  # a statement before this one has shown it
+        if time.monotonic() < self._unusable_until:  # an earlier statement failed
             return None
         try:
             return (self._connection or self._connect()).execute(statement, values).fetchall()
         except (sqlite3.Error, OSError) as error:
             self._leave_aside(error)
-            self._disconnect()  # the file may be another one the next time
+            self._disconnect()  # the file may be replaced before the next attempt
             return None
 
     def _connect(self) -> sqlite3.Connection:
@@ -163,67 +166,66 @@ class AnswerStore:
 
 
 class Cache(Generic[T]):
-    """Asks once: equal calls share one that is under way, and later ones get its answer.
+    """Equal concurrent calls share one request, and later calls reuse its answer.
 
-    `from_json` makes the answer of a stored value again. It raises `ValueError`, `TypeError` or `KeyError` for a value
-    that another version wrote. The answer is then asked for again, and replaces that value.
+    `form` converts answers to and from JSON. A stored value it can't read, e.g. from another version, is requested
+    again and replaced.
     """
 
-    def __init__(self, store: AnswerStore, to_json: Callable[[T], object], from_json: Callable[[object], T]) -> None:
+    def __init__(self, store: AnswerStore, form: TypeAdapter[T]) -> None:
         self._store = store
-        self._to_json = to_json
-        self._from_json = from_json
+        self._form = form
         self._under_way: PerLoop[dict[str, asyncio.Task[T]]] = PerLoop(dict)
-        self.hits = 0  # answers that were used, less those that were asked for. The reader sets it back to 0.
+        self.hits = 0  # answers used minus answers requested; the reader resets it
 
-    async def get(
-        self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object] = lambda answer: None
-    ) -> T:
-        """The answer for `key`: kept, under way, or asked for now. Raises what `ask` raises. `check` refuses, by
-        `ValueError` or `ServiceError`, an answer that is not to be kept, or not to be used if it was."""
+    async def get(self, key: str, ask: Ask[T], check: Check[T] | None = None) -> T:
+        """The answer for `key`: stored, pending or requested now. Raises what `ask` raises. `check` raises
+        `ValueError` or `ServiceError` for an answer that must not be stored or, once stored, reused."""
         answer = await self.fetch(key, ask, check)
         self.hits += 1
         return answer
 
-    async def fetch(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
-        """As `get`, ahead of those who need the answer."""
+    async def fetch(self, key: str, ask: Ask[T], check: Check[T] | None = None) -> T:
+        """As `get`, ahead of the callers who need the answer."""
         under_way = self._under_way.get()
+
+        def forget(task: asyncio.Task[T]) -> None:
+            under_way.pop(key, None)
+            if not task.cancelled():
+                task.exception()  # retrieved, since every waiter may have been cancelled
+
         while (task := under_way.get(key)) is not None:
             try:
                 return await asyncio.shield(task)
-            except DeadlineExceeded:  # that call had less time than this one
+            except DeadlineExceeded:  # its deadline was shorter than this one
                 if remaining_s() <= 0:
                     raise
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-        task.add_done_callback(partial(_forget, under_way, key))
-        return await asyncio.shield(task)  # others wait for it too, and one that is cut off must not cancel it
+        task.add_done_callback(forget)
+        return await asyncio.shield(task)  # others wait for it too; a cancelled waiter must not cancel it
 
     async def aclose(self) -> None:
-        """Cancel what is under way on the running loop."""
+        """Cancel the running loop's pending requests."""
         await cancel(self._under_way.get().values())
 
-    async def _ask(self, key: str, ask: Callable[[], Awaitable[T]], check: Callable[[T], object]) -> T:
+    async def _ask(self, key: str, ask: Ask[T], check: Check[T] | None) -> T:
         kept = self._read(await self._store.get(key), check)
         if kept is not None:
             return kept
         answer = await ask()
         self.hits -= 1
-        value = self._to_json(answer)
+        value = self._form.dump_python(answer, warnings=False)  # a warning would quote it
         if self._read(value, check) is not None:
             self._store.put(key, value)
         return answer
 
-    def _read(self, value: object, check: Callable[[T], object]) -> T | None:
+    def _read(self, value: object, check: Check[T] | None) -> T | None:
+        if value is None:
+            return None
         try:
-            answer: T | None = None if value is None else self._from_json(value)
-            if answer is not None:
+            answer = self._form.validate_python(value)
+            if check is not None:
                 check(answer)
-            return answer
         except (ValueError, TypeError, KeyError, ServiceError):
             return None
-
-
-def _forget(under_way: dict[str, asyncio.Task[T]], key: str, task: asyncio.Task[T]) -> None:
-    under_way.pop(key, None)
-    if not task.cancelled():
-        task.exception()  # marked as seen: all who waited may have been cut off
+        return answer

@@ -1,4 +1,4 @@
-"""The packaged reward chain: parse -> RAG 8B and 32B, and then what `judge_reward` does with the answer."""
+"""The built-in reward pipeline: parse -> RAG 8B and 32B, followed by `judge_reward`."""
 
 import asyncio
 import time
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from salesrl_trl.errors import ServiceError
 from salesrl_trl.judged.cache import AnswerStore
-from salesrl_trl.judged.judge import Judge
+from salesrl_trl.judged.judge import Judge, seconds_or_error
 from salesrl_trl.judged.judge_reward import JudgeReward, Known, SecondJudge, slots_of
 from salesrl_trl.judged.parsing import is_empty_text, parse_action
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, kept
@@ -16,28 +16,28 @@ from salesrl_trl.names import Stage
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
 from salesrl_trl.reward.scorer import METER, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import deadline, remaining_s, seconds_or_error
+from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import noted_in
 from salesrl_trl.types import DEFAULT_FORMAT, SALES, Action, ActionFormat, Answer, Example, InvalidAction, SalesRow
 
 
 class SalesReward(JudgeReward):
-    """The packaged reward: both RAG endpoints, the judge, a score.
+    """The built-in reward: both RAG endpoints, the judge, a score.
 
     Args:
         rows (`Sequence[SalesRow]`):
-            All rows, addressed by the dataset's `row` column.
+            All rows, indexed by the dataset's `row` column.
         rag (`RagBackend`):
             Both RAG endpoints.
         score_threshold (`float`):
-            Passages below this normalised score in [0, 1] are left out.
+            Passages below this normalised score in [0, 1] are dropped.
         top_k (`int`):
-            Most passages to retrieve.
+            Maximum number of passages to retrieve.
         answers, references (`AnswerStore`, *optional*):
-            Keep 8B answers and verdicts, and 32B answers, which do not depend on the policy. In memory when not given.
+            Store 8B answers with verdicts, and policy-independent 32B answers. In memory by default.
         action_format (`ActionFormat`, *optional*):
-            What an action consists of.
+            The action's fields.
         judge, scoring, deadline_s, stages, lines, records, second:
             As in `JudgeReward`.
 
@@ -73,12 +73,12 @@ class SalesReward(JudgeReward):
             at_once=min(slots_of(self._rag.transports), of_judge.at_once),
             components=tuple(dict.fromkeys((*COMPONENTS, *self._scoring.judged_names))),
             places={**dict.fromkeys(self._rag.transports, f"at {self._rag.identity}"), **of_judge.places},
-            # A run can go on without the 32B endpoint.
+            # the run can do without the 32B endpoint
             required=(tuple(self._rag.transports)[:1], *of_judge.required),
         )
 
     async def prepare(self, rows: Iterable[Example]) -> None:
-        """Ask for the 32B answers of these rows. After an error the next completion asks again, and reports it."""
+        """Request these rows' 32B answers. After an error the next completion retries and reports it."""
         wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
         with deadline(self.deadline_s), noted_in(self._ahead_record if self.records else None):
             fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
@@ -94,7 +94,7 @@ class SalesReward(JudgeReward):
     async def _first_questions(self, row: SalesRow, action: Action) -> dict[str, float | ServiceError]:
         row, answers = self._rows[0], self._answers
         action = answers.plain_action(row.conversation[-1].content)
-        asked = (lambda: answers.ask_8b(row, action), lambda: answers.ask_32b(row))
+        asked = (answers.ask_8b(row, action), answers.ask_32b(row))
         results = dict(zip(self._rag.transports, await asyncio.gather(*map(seconds_or_error, asked)), strict=True))
         if any(self._scoring.rubrics(branch) for branch in self._scoring.weights):
             results |= await super()._first_questions(row, action)
@@ -122,22 +122,22 @@ class SalesReward(JudgeReward):
             self.lines.answer(row.row_id, Stage.RAG_8B, stages.seconds[Stage.RAG_8B], answer)
             if record is not None:
                 record.answer = kept(answer)
-            # 3. Refuse an answer that says nothing, unless the index is at fault.
+            # reject a hollow answer, unless the index is at fault
             if not answer.passages and not await self._answers.index_has_some(row):
                 return Missing(reason="no_passages")
             if is_empty_text(answer.text):
                 return InvalidAction(reason="hollow_answer")
             return Case(row=row, action=action, answer=answer, reference=await reference_asked)
         finally:
-            reference_asked.cancel()  # nobody needs it any more, so its error is not reported
+            reference_asked.cancel()  # no longer needed, so its error is not reported
 
     async def _reference_or_none(self, row: SalesRow, stages: StageTimes) -> Answer | None:
-        """The reference answer, in half of the time that is left. Without it the judge scores the candidate alone."""
+        """The reference answer, within half the remaining time. Without it the judge scores the candidate alone."""
         if not self._scoring.rubrics(row.branch):
             return None
         with deadline(remaining_s() / 2):
             try:
-                async with asyncio.timeout(remaining_s()):  # a call that others share may take longer
+                async with asyncio.timeout(remaining_s()):  # a shared call may last longer
                     answer = await stages.timed(self._answers.reference(row), Stage.RAG_32B)
             except (ServiceError, TimeoutError) as error:
                 reason = error.code if isinstance(error, ServiceError) else "deadline"

@@ -1,13 +1,11 @@
-"""The seam for a judge, and the client of judge services: rubrics, which provider is asked, and how several verdicts
-become one."""
+"""The judge interface and the client for judge services: rubrics, provider selection, and aggregation of verdicts."""
 
 import asyncio
 import hashlib
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -17,92 +15,100 @@ from salesrl_trl.errors import BudgetSpent, ConfigError, JudgeInvalid, ServiceEr
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.provider import JudgeProvider, Material, ProviderClient
 from salesrl_trl.judged.verdict import MESSAGE_VERSION, Candidates
-from salesrl_trl.service.event_loop import seconds_or_error
+from salesrl_trl.service.event_loop import clocked
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, Answer, JudgeRecord, ProviderUsage, SalesRow, Verdict
 
 
 class Judge(ABC):
-    """Scores answers, whatever it asks. It is handed to `SalesReward` as an object, or named by its dotted path in the
-    setting `judge_providers`. Only `judge` has to be written. One with `orders` has `judge_group` too.
+    """Scores answers by any means. Pass an object to `SalesReward`, or name its dotted path in the setting
+    `judge_providers`. Only `judge` is required; with `orders`, implement `judge_group` too.
 
         class Shortest(Judge):
             async def judge(self, rubric, row, action, candidate, reference):
                 score = 1 / (1 + len(candidate.text) / 400)
                 return Verdict(candidate=score, reference=None if reference is None else 0.5, reason="by length")
 
-    One object serves all completions, many at a time, on one event loop. Work that blocks, such as a model on this
-    machine, belongs into `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of
-    its own. So load a model at the first call, not at construction.
+    One object serves all completions concurrently on one event loop. Run blocking work, such as a local model, in
+    `asyncio.to_thread`. The object must be picklable, because the reward may run in its own process; load models on
+    the first call, not at construction.
     """
 
-    orders: int = 0  # calls for the completions of a prompt together; 0: each completion is judged alone
+    orders: int = 0  # calls per prompt that judge its completions together; 0: each completion is judged alone
     provider_names: tuple[str, ...] = ()
-    """Everything with usage of its own, in a fixed order."""
+    """Providers with their own usage, in a fixed order."""
     transports: Mapping[str, Transport] = MappingProxyType({})
-    """Everything with traffic of its own, by service name. Their requests count in the run's budget."""
+    """Transports by service name. Their requests count against the run's budget."""
 
     async def judge_group(
         self, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
     ) -> Sequence[Verdict]:
-        """Score several candidates to one row together, each with the reference beside it: as `judge`, a verdict for
-        each candidate. Where it raises a `ServiceError` they are judged one by one, in the time that is left."""
+        """Score several candidates for one row together, each alongside the reference, with one verdict per candidate.
+        If it raises `ServiceError`, they are judged one by one in the remaining time."""
         raise NotImplementedError(f"{type(self).__name__} has `orders`. Expected a method `judge_group`.")
 
     @abstractmethod
     async def judge(
         self, rubric: str, row: SalesRow, action: Action, candidate: Answer, reference: Answer | None
     ) -> Verdict:
-        """Score the candidate and, beside it, the reference.
+        """Score the candidate and, if given, the reference.
 
         Args:
             rubric (`str`):
-                What to judge by: the branch's name, or `<rubric>` of a component `judge_<rubric>`.
+                The rubric: the branch's name, or `<rubric>` of a component `judge_<rubric>`.
             row (`SalesRow`):
                 The conversation, its branch and the documents known to answer it.
             action (`Action`):
-                What the policy wrote.
+                The policy's output.
             candidate (`Answer`):
                 The 8B endpoint's answer to the action.
             reference (`Answer`, *optional*):
-                The 32B endpoint's answer, where there is one. It has a score exactly where it is there.
+                The 32B endpoint's answer, if any. The verdict scores it if and only if it is given.
 
         Raises:
-            `JudgeInvalid`: answers that are no verdict.
-            `ServiceError`: no answer.
+            `JudgeInvalid`: the answer is not a verdict.
+            `ServiceError`: the call failed.
         """
 
     def identity(self, rubric: str) -> str:
-        """A hash of everything that decides a verdict beside the material, for cache keys. No credential. By default
-        the class and the rubric's name: one whose verdicts depend on more, such as a model's file, adds it."""
+        """A hash of everything but the material that determines a verdict, for cache keys, without credentials. By
+        default it covers the class and the rubric's name; extend it if verdicts depend on more, e.g. a model file."""
         return cache_key("judge", *self.places.values(), rubric)
 
     @property
     def places(self) -> Mapping[str, str]:
-        """The model and address of each service, by its name, for messages. Reason codes begin with that name."""
+        """Each service's model and address by name, for messages. Reason codes start with that name."""
         return {"judge": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     def drain_usage(self) -> dict[str, ProviderUsage]:
-        """Usage by provider, since the last time."""
+        """Usage by provider since the last call."""
         return {}
 
     def drain_records(self) -> Sequence[JudgeRecord]:
-        """Every valid verdict since the last time."""
+        """All valid verdicts since the last call."""
         return ()
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> Mapping[str, float | ServiceError]:
-        """Ask for one verdict. Returns by service name the seconds it took, or what went wrong."""
-        asked = await seconds_or_error(lambda: self.judge(row.branch, row, action, answer, answer))
+        """Request one verdict. Returns its seconds, or the error, by service name."""
+        asked = await seconds_or_error(judged(self, row.branch, row, [(action, answer)], answer))
         return dict.fromkeys(self.places, asked)
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
-        """Close what belongs to the running event loop. The next call opens it again."""
+        """Close the running event loop's resources. The next call reopens them."""
+
+
+async def seconds_or_error(asked: Awaitable[object]) -> float | ServiceError:
+    async def call() -> object:
+        return await asked
+
+    result = await clocked(call)
+    return result if isinstance(result, ServiceError) else result[1]
 
 
 async def judged(
     judge: Judge, rubric: str, row: SalesRow, candidates: Candidates, reference: Answer | None
 ) -> Sequence[Verdict]:
-    """The verdicts on one alone, or on several together. Raises as `Judge.judge` does."""
+    """Verdicts on a single candidate or a group. Raises as `Judge.judge` does."""
     if len(candidates) > 1:
         verdicts = await judge.judge_group(rubric, row, candidates, reference)
     else:
@@ -115,7 +121,7 @@ def check_verdicts(count: int, expect_reference: bool, verdicts: Sequence[Verdic
     if len(verdicts) != count:
         raise JudgeInvalid(f"{len(verdicts)} verdicts on {count} candidates", code="judge_wrong_candidates")
     if any((verdict.reference is not None) != expect_reference for verdict in verdicts):
-        raise JudgeInvalid("the verdict is of other material", code="judge_no_reference")
+        raise JudgeInvalid("the verdict and its material disagree about a reference", code="judge_no_reference")
 
 
 AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -123,22 +129,22 @@ AGGREGATIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
     "min": min,
 }
-"""How the verdicts of several repeats become one."""
+"""How repeated verdicts are combined."""
 
 
 def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: bool = False) -> dict[str, str]:
-    """Rubrics by name: `<name>.txt` in `directory`, else the packaged one. `direct`: as in `packaged_rubrics`."""
+    """Rubrics by name: `<name>.txt` in `directory`, else the built-in one. `direct`: as in `packaged_rubrics`."""
     paths = packaged_rubrics(direct)
     folder = Path(directory).expanduser() if directory else None
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"`rubric_dir` is {directory!r}, which is no folder.{nearest_file(folder)} Correct it.")
+        raise ConfigError(f"`rubric_dir` is {directory!r}, which is not a folder.{nearest_file(folder)} Correct it.")
     if folder is not None:
         paths |= {name: folder / f"{name}.txt" for name in names if (folder / f"{name}.txt").is_file()}
     if lacking := [f"{name}.txt" for name in names if name not in paths]:
         raise ConfigError(
-            f"rubrics are missing: {', '.join(lacking)}. Expected a text file for each branch and each "
-            f"`judge_<rubric>`, in {directory or 'a folder named by `rubric_dir`'}. Write them, or correct `branches` "
-            "or `branch_reward_weights`."
+            f"rubrics not found: {', '.join(lacking)}. Expected a text file for each branch and each "
+            f"`judge_<rubric>` in {directory or 'the folder `rubric_dir`'}. Write them, or correct `branches` or "
+            "`branch_reward_weights`."
         )
     rubrics = {}
     for name in names:
@@ -153,17 +159,17 @@ def load_rubrics(names: Sequence[str], directory: str | None = None, *, direct: 
 
 
 def packaged_rubrics(direct: bool = False) -> dict[str, Path]:
-    """The rubrics that come with the package, by name. `direct`: for a policy that answers without an action."""
+    """The built-in rubrics by name. `direct`: for a policy that answers without an action."""
     folder = Path(str(resources.files("salesrl_trl.judged") / "rubrics"), "direct" if direct else "")
     return {path.stem: path for path in folder.glob("*.txt")}
 
 
 class JudgeClient(Judge):
-    """Asks one of several OpenAI-compatible models for a verdict.
+    """Requests verdicts from one of several OpenAI-compatible models.
 
-    The weights decide which provider is asked first, the same one for the same material. If it fails or gives no valid
-    verdict, the others follow as they are listed. `repeats` are verdicts on a completion; with `orders` those of a
-    prompt are judged together, so often. If more than half are valid, `aggregation` makes one verdict of them.
+    The weights select the first provider, deterministically for the same material. If it fails or returns an invalid
+    verdict, the others follow in listed order. `repeats` is the number of verdicts per completion; with `orders`, a
+    prompt's completions are judged together that often. If more than half are valid, `aggregation` combines them.
     """
 
     def __init__(
@@ -175,7 +181,6 @@ class JudgeClient(Judge):
         """By name, in fallback order."""
         self.provider_names = tuple(self.providers)
         self.transports = {provider.transport.service: provider.transport for provider in providers}
-        self._all = [*self.providers.values()]
         self._rubrics = rubrics
         self._repeats = repeats
         self._aggregation = aggregation
@@ -187,7 +192,7 @@ class JudgeClient(Judge):
                 provider.base_url, provider.model, provider.weight, provider.temperature,
                 provider.max_completion_tokens, provider.response_format, dict(provider.extra_body),
             )
-            for provider in (client.settings for client in self._all)
+            for provider in (client.settings for client in self.providers.values())
         ]  # fmt: skip
         return cache_key("judge", MESSAGE_VERSION, asked, self._rubrics[rubric], self._repeats, self._aggregation)
 
@@ -218,20 +223,18 @@ class JudgeClient(Judge):
 
     @property
     def places(self) -> dict[str, str]:
-        return {
-            provider.settings.transport.service: f"model {provider.settings.model} at {provider.settings.base_url}"
-            for provider in self._all
-        }
+        asked = (client.settings for client in self.providers.values())
+        return {each.transport.service: f"model {each.model} at {each.base_url}" for each in asked}
 
     async def warm_up(self, row: SalesRow, action: Action, answer: Answer) -> dict[str, float | ServiceError]:
         material = self.material(row.branch, row, [(action, answer)], answer)
-        asked = [partial(provider.ask, material, order=(0, 1), patient=True) for provider in self._all]
+        asked = [provider.ask(material, order=(0, 1), patient=True) for provider in self.providers.values()]
         results = await asyncio.gather(*map(seconds_or_error, asked))
         self.drain_usage()
         return dict(zip(self.transports, results, strict=True))
 
     async def aclose(self) -> None:
-        for provider in self._all:
+        for provider in self.providers.values():
             await provider.http.aclose()
 
     async def _first_valid(self, material: Material, order: Sequence[int], number: int) -> list[Verdict]:
@@ -245,17 +248,18 @@ class JudgeClient(Judge):
                 failures.append(error)
                 continue
             for place, verdict in enumerate(verdicts):
-                behind = 2 * order.index(place) + 1 - len(order)  # above 0 in the second half
+                behind = 2 * order.index(place) + 1 - len(order)  # positive in the second half
                 first = None if behind == 0 else behind < 0
                 self._records.append(JudgeRecord(score=verdict.candidate, candidate_first=first))
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
-        # An invalid verdict says more than a provider that was down. One that was not asked says nothing.
+        # prefer the error of an invalid verdict over an outage, and an outage over an exhausted budget
         worth = {error: isinstance(error, JudgeInvalid) - isinstance(error, BudgetSpent) for error in failures}
         raise max(reversed(failures), key=worth.__getitem__)
 
     def _order(self, lot: float) -> list[ProviderClient]:
-        """The provider that the lot in [0, 1) falls to, then the others as they are listed."""
-        providers = [provider for provider in self._all if not provider.settings.transport.is_spent] or self._all
+        """The provider drawn by a number in [0, 1), then the others in listed order."""
+        every = [*self.providers.values()]
+        providers = [provider for provider in every if not provider.settings.transport.is_spent] or every
         place = lot * sum(provider.settings.weight for provider in providers)
         for index, provider in enumerate(providers):
             place -= provider.settings.weight

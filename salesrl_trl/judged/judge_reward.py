@@ -1,6 +1,6 @@
-"""The packaged judge's score of an answer: stages of one's own -> judge -> further stages -> score.
+"""The built-in judge reward: custom stages -> judge -> further stages -> score.
 
-`chain.SalesReward` derives from it, and makes the answer to score of an action.
+`chain.SalesReward` extends it and obtains the answer to score from an action.
 """
 
 import asyncio
@@ -51,13 +51,13 @@ from salesrl_trl.types import (
     missing,
 )
 
-Known: TypeAlias = Case | InvalidAction | Missing  # what is known of a completion, or why it is refused
+Known: TypeAlias = Case | InvalidAction | Missing  # a completion's case, or why it is rejected
 Asked: TypeAlias = tuple[Judge, Case]
 Results: TypeAlias = dict[str, Verdict | ServiceError]  # by component
-_VERDICTS = TypeAdapter(Sequence[Verdict])  # as they are kept
+_VERDICTS = TypeAdapter(Sequence[Verdict])  # as stored
 COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "criteria")
-"""What `JudgeReward` reads of a row. `reference`: a text, an answer that is known to be good. `criteria`: a list of
-texts, or of `{text, weight, name}`."""
+"""Columns that `JudgeReward` reads. `reference`: a known good answer. `criteria`: a list of texts or of
+`{text, weight, name}`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,36 +66,32 @@ class SecondJudge:
     settings: MeterSettings
 
 
-def _kept(verdicts: Sequence[Verdict]) -> object:
-    return _VERDICTS.dump_python(verdicts, warnings=False)  # a warning would quote the judge
-
-
 class JudgeReward(Scorer):
-    """The packaged judge as a reward function. It scores the completion itself: no RAG service, no action.
+    """The built-in judge as a reward function. It scores the completion itself, without RAG service or action.
 
     Args:
         judge (`Judge`):
-            The judge: `JudgeClient` for services, or one of your own.
+            The judge: `JudgeClient` for services, or your own.
         scoring (`Scoring`):
-            The law of the reward.
+            Combines components into the reward.
         deadline_s (`float`, *optional*, defaults to `300.0`):
-            Seconds a completion may take from its start. What is not scored by then is cancelled and missing, reason
+            Seconds to score a completion, from its start. Later ones are cancelled and unscored, with the reason
             `"deadline"`.
         stages (`Sequence[RewardStage]`, *optional*):
-            Stages of your own, in their order, those behind the judge after those before it.
+            Custom stages, in order; those after the judge run last.
         answers (`AnswerStore`, *optional*):
-            Keeps verdicts. In memory when not given.
+            Stores verdicts. In memory by default.
         lines (`SampleLines`, *optional*), records (`bool`, *optional*, defaults to `False`):
             As in `Scorer`.
         second (`SecondJudge`, *optional*):
-            Whom the meter over the judge asks. Without one there is no meter.
+            The second judge of the drift monitor, which is off without one.
 
     Raises:
-        `ConfigError`: the judge is no `Judge`, a stage is no `RewardStage`, two stages have one name, or no stage adds
-            a component that is weighed.
+        `ConfigError`: the judge is not a `Judge`, a stage is not a `RewardStage`, two stages share a name, or no stage
+            adds a weighted component.
     """
 
-    __name__ = JUDGE  # TRL names the reward's metrics after it
+    __name__ = JUDGE  # the name in TRL's reward metrics
 
     def __init__(
         self, judge: Judge, scoring: Scoring, *, deadline_s: float = DEADLINE_S, stages: Sequence[RewardStage] = (),
@@ -104,7 +100,7 @@ class JudgeReward(Scorer):
     ) -> None:  # fmt: skip
         super().__init__(deadline_s)
         self.records = records
-        self._ahead_record = CompletionRecord()  # of calls that no completion waits for
+        self._ahead_record = CompletionRecord()  # calls that no completion waits for
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
@@ -113,14 +109,12 @@ class JudgeReward(Scorer):
         self._judges = (judge,) if second is None else (judge, second.judge)
         self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
         self._store = answers or AnswerStore()
-        self._verdicts = Cache(self._store, _kept, _VERDICTS.validate_python)
+        self._verdicts = Cache(self._store, _VERDICTS)
         self._per = Per.GROUP if judge.orders else Per.COMPLETION
         self._together = Together(self._per, self._verdicts_of)
         self._judged_singly = 0
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
-        self._before = [stage for stage in stages if not stage.after_judge]
-        self._behind = [stage for stage in stages if stage.after_judge]
 
     @property
     def names(self) -> RewardNames:
@@ -141,7 +135,7 @@ class JudgeReward(Scorer):
         )
 
     async def drain(self) -> BatchReport:
-        # The figures of a judge's bias are of one: of the first, while that one gives rewards.
+        # bias metrics cover one judge: the first, while it scores rewards
         records = [judge.drain_records() for judge in self._judges]
         drained = BatchReport(
             usage={name: use for judge in self._judges for name, use in judge.drain_usage().items()},
@@ -160,7 +154,7 @@ class JudgeReward(Scorer):
         row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
             results = await self._first_questions(row, NOTHING_WRITTEN)
-        await self.drain()  # the first step's figures are its own
+        await self.drain()  # keep the warm-up out of the first step's metrics
         add_places(results, self.names.places)
         return results
 
@@ -189,9 +183,10 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, sample.failed)
             judge = self._judges[sample.by_second]
             try:
-                outcome = await _passed(self._before, await self._case(sample, stages), stages)
+                outcome = await _passed(self._stages, await self._case(sample, stages), stages, after_judge=False)
                 if isinstance(outcome, Case):
-                    outcome = await _passed(self._behind, await self._judged(member, judge, outcome, stages), stages)
+                    judged_case = await self._judged(member, judge, outcome, stages)
+                    outcome = await _passed(self._stages, judged_case, stages, after_judge=True)
                 if isinstance(outcome, Missing):
                     return missing(Outcome.INFRA, outcome.reason)
                 if isinstance(outcome, InvalidAction):
@@ -201,7 +196,7 @@ class JudgeReward(Scorer):
                 return missing(Outcome.INFRA, error.code)
 
     async def _judged_for_meter(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The second judge's score of a completion, whatever was kept."""
+        """The second judge's score of a completion, bypassing the cache."""
         assert self._second is not None
         judge = self._second.judge
         with noted_in(self._ahead_record if self.records else None):
@@ -227,7 +222,7 @@ class JudgeReward(Scorer):
         return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
 
     async def _judged(self, member: Member[Asked, Results], judge: Judge, case: Case, stages: StageTimes) -> Case:
-        """Ask for all verdicts that the branch weighs at the same time: on this case, or on those of its group."""
+        """Request all the branch's verdicts concurrently, on this case or its whole group."""
         if self._per is Per.GROUP:
             try:
                 results = await member.result((judge, case))
@@ -236,9 +231,7 @@ class JudgeReward(Scorer):
                     member.note(stages.own_record, self._per.value)
             stages.record(Stage.JUDGE, member.started)
         else:
-            wanted = self._scoring.rubrics(case.row.branch)
-            asked = asyncio.gather(*(self._alone(judge, rubric, case) for rubric in wanted.values()))
-            results = dict(zip(wanted, await stages.timed(asked, Stage.JUDGE), strict=True))
+            [results] = await stages.timed(self._verdicts_of([(judge, case)]), Stage.JUDGE)
         if stages.completion_record is not None:
             stages.completion_record.verdicts |= {
                 name: Judged(reason=result.code) if isinstance(result, ServiceError) else Judged(
@@ -256,11 +249,11 @@ class JudgeReward(Scorer):
         )
 
     async def _verdicts_of(self, asked: Sequence[Asked]) -> list[Results]:
-        """What their judge said of each. Those of one row and reference are judged together, and equal ones as one."""
+        """Their judge's verdict on each. Cases with one row and reference are judged together, equal ones once."""
         judge, cases = asked[0][0], [case for _, case in asked]  # a batch has one judge
         results: list[Results] = [{} for _ in cases]
         wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
-        groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # to equal cases, those of one row and reference
+        groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # equal cases, by row and reference
         for place, case in enumerate(cases):
             blank = replace(case, action=NOTHING_WRITTEN, answer=_answer(""))
             for name, rubric in wanted[place].items():
@@ -268,7 +261,7 @@ class JudgeReward(Scorer):
                 group.setdefault(cache_key(_material(rubric, case)), []).append(place)
 
         async def judge_all(name: str, rubric: str, group: Mapping[str, list[int]]) -> None:
-            places = [group[key] for key in sorted(group)]  # so that the same texts are the same call
+            places = [group[key] for key in sorted(group)]  # equal texts make equal calls
             said = await self._judged_or_errors(judge, rubric, [cases[equal[0]] for equal in places])
             for equal, result in zip(places, said, strict=True):
                 for place in equal:
@@ -280,12 +273,12 @@ class JudgeReward(Scorer):
     async def _judged_or_errors(
         self, judge: Judge, rubric: str, cases: Sequence[Case]
     ) -> Sequence[Verdict | ServiceError]:
-        """The verdicts on different answers to one row. Where the call for all of them fails, or takes half of the
-        time, they are judged one by one."""
+        """Verdicts on different answers to one row. If the joint call fails or uses half the remaining time, they are
+        judged one by one."""
         if len(cases) > 1:
             half_s = remaining_s() / 2
             with deadline(half_s), contextlib.suppress(ServiceError, TimeoutError):
-                async with asyncio.timeout(half_s):  # a judge of one's own may know no deadline
+                async with asyncio.timeout(half_s):  # a custom judge may ignore the deadline
                     return await self._ask(judge, rubric, cases)
             self._judged_singly += len(cases)
         return await asyncio.gather(*(self._alone(judge, rubric, case) for case in cases))
@@ -308,11 +301,11 @@ class JudgeReward(Scorer):
 
 
 def _row(rubric: str, row: SalesRow) -> SalesRow:
-    return row if rubric == row.branch else replace(row, criteria=())  # by a further rubric the answer as a whole
+    return row if rubric == row.branch else replace(row, criteria=())  # further rubrics judge the answer as a whole
 
 
 def _material(rubric: str, case: Case) -> tuple[object, ...]:
-    """All that decides a verdict on a case, beside the judge, as JSON values."""
+    """Everything but the judge that determines a case's verdict, as JSON values."""
     row, reference = _row(rubric, case.row), case.reference
     texts = (case.answer.text, None if reference is None else reference.text)
     criteria = [asdict(criterion) for criterion in row.criteria]
@@ -321,7 +314,7 @@ def _material(rubric: str, case: Case) -> tuple[object, ...]:
 
 def _by_criteria(reward: Reward, case: Case) -> Reward:
     verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
-    if verdict is None or not verdict.criteria:  # a judge of a user's own may score the answer as a whole
+    if verdict is None or not verdict.criteria:  # a custom judge may score the answer as a whole
         return reward
     scored = [*zip(criteria, verdict.criteria, strict=True)]
     parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
@@ -329,11 +322,10 @@ def _by_criteria(reward: Reward, case: Case) -> Reward:
     return replace(reward, components={**parts, **reward.components}, metrics=metrics)
 
 
-async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes) -> Known:
+async def _passed(through: Sequence[RewardStage], known: Known, stages: StageTimes, *, after_judge: bool) -> Known:
     for stage in through:
-        if not isinstance(known, Case):
-            break
-        known = stage.of(known, await stages.timed(stage.run(known), stage.name))
+        if isinstance(known, Case) and bool(stage.after_judge) is after_judge:
+            known = stage.of(known, await stages.timed(stage.run(known), stage.name))
     return known
 
 
@@ -344,11 +336,11 @@ def add_places(results: Mapping[str, object], places: Mapping[str, str]) -> None
 
 
 def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[SalesRow, str | None]:
-    """A row of the trainer's dataset as the judge reads it, and its reference answer. Raises `DataError` for a column
-    of another form, without its text."""
+    """A dataset row in the judge's format, and its reference answer. Raises `DataError` for a malformed column,
+    without quoting it."""
     reference, criteria = reference_and_criteria(columns)
     given = {name: columns.get(name) for name in COLUMNS}
-    record = {name: value for name, value in given.items() if value not in (None, "", [])}  # lists: a table's gaps
+    record = {name: value for name, value in given.items() if value not in (None, "", [])}  # [] is a table's gap
     if [*branches] == [ALL]:
         record["branch"] = ALL
     row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
@@ -356,7 +348,7 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
 
 
 def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tuple[Criterion, ...]]:
-    """What the judge reads of these two columns of a row. Raises `DataError` as `judged_row` does."""
+    """Parse these two columns of a row. Raises `DataError` as `judged_row` does."""
     reference, given_criteria = columns.get("reference"), columns.get("criteria")
     if reference is not None and not isinstance(reference, str):
         raise DataError(f"`reference` is {shape(reference)}. Expected a text, or nothing.")
@@ -375,7 +367,7 @@ def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tupl
 
 
 def needs_of(scoring: Scoring) -> tuple[Needs, ...]:
-    """What the judge of a policy's own answers can't do without."""
+    """Columns required to judge the policy's own answers."""
     needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}))
     return (needs,) * any("margin" in weights for weights in scoring.weights.values())
 
@@ -385,5 +377,5 @@ def _answer(text: str) -> Answer:
 
 
 def slots_of(transports: Mapping[str, Transport]) -> int:
-    """The most calls at once of services of which each could answer."""
+    """The highest concurrency limit among interchangeable services."""
     return max((transport.max_concurrency for transport in transports.values()), default=AT_ONCE)

@@ -1,16 +1,16 @@
-"""Whether a judge's score still means what it meant: a second judge scores some completions too. Pure:
-`judged.meter_part` makes the calls.
+"""Judge drift monitor: a second judge scores a sample of completions to check the first. Pure; `judged.meter_part`
+makes the calls.
 
-`Rising` finds what the policy writes more and more often and what the judge rewards within groups. Both judges'
-difference on completions with such a thing is compared with that on completions without it.
+`Rising` finds features that the policy produces increasingly often and that the judge rewards within groups. The
+judges' disagreement on completions with such a feature is compared with that on completions without it.
 
-The rule of an alarm is a wager. A suspicion gets a capital, and each verdict multiplies it:
+Alarms follow a betting test. Each suspected feature receives capital, which every verdict multiplies:
 
     capital <- capital * exp(z - 1/2),    z in [-CLIP, CLIP]
 
-Where z has a mean of at most 0 and a variance of at most 1, the factor's mean is about 1 or less, so that the capital
-of an honest judge does not grow in the mean. All suspicions together get less than 1 for each batch, and a capital of
-`ALARM` is an alarm. So the chance of a false alarm in n batches is at most about n / `ALARM` (Ville's inequality).
+If z has mean at most 0 and variance at most 1, the factor's mean is about 1 or less, so an honest judge's capital does
+not grow on average. All suspicions together receive less than 1 per batch, and capital of `ALARM` raises an alarm, so
+the probability of a false alarm in n batches is at most about n / `ALARM` (Ville's inequality).
 """
 
 import itertools
@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 from salesrl_trl.reward.scorer import MeterSettings
 
-RECENT, BEFORE, LEAST = 5, 60, 10  # batches that are compared, most and least batches that they are compared with
-RISE = 0.05  # smallest rise of a share that is looked at
-LEAST_WORTH = 0.1  # smallest worth that is looked at, in units of the score
-SURE = 3.0  # standard errors of a rise, and of a worth
-SEEN = 0.02  # share of a batch that has to have something, for it to be remembered
-READ = 100  # words of a text that are looked at, from its beginning and from its end
-LONG = (1.25, 1.5, 2.0)  # a text is long from so many times the mean length of the first `LEAST` batches on
+RECENT, BEFORE, LEAST = 5, 60, 10  # recent batches, and most and fewest earlier batches to compare them with
+RISE = 0.05  # smallest relevant rise of a share
+LEAST_WORTH = 0.1  # smallest relevant worth, in units of the score
+SURE = 3.0  # standard errors required of a rise and of a worth
+SEEN = 0.02  # share of a batch that must have a feature to track it
+READ = 100  # words examined at the start and at the end of a text
+LONG = (1.25, 1.5, 2.0)  # length thresholds, relative to the mean of the first `LEAST` batches
 FORMATS = {
     name: re.compile(pattern, re.MULTILINE)
     for name, pattern in {
@@ -39,25 +39,25 @@ FORMATS = {
         "a table": r"^\s*\|.*\|", "an exclamation": r"[!！]", "a question": r"[?？]",
     }.items()
 }  # fmt: skip
-_WORDS = re.compile(r"[\u3040-\u9fff]|[^\W_\u3040-\u9fff]+")  # a Chinese or Japanese character is a word
+_WORDS = re.compile(r"[\u3040-\u9fff]|[^\W_\u3040-\u9fff]+")  # each Chinese or Japanese character is a word
 LENGTH, FORMAT, PHRASE = "length", "format", "phrase"
 
-ALARM = 10_000.0  # capital of an alarm: at most 1 honest run in 10 has one in 1,000 batches
-CLIP = 2.0  # largest |z|. A larger one would let rare, far-off verdicts decide.
-TOLERANCE = 0.05  # a difference between two judges that means nothing yet, in units of the score
-CONFIRMED = 0.7  # share of a thing's worth that the second judge has to confirm
-FLOOR = 0.05  # smallest standard deviation of a difference, for judges whose scores are coarse
-SUSPECTS = 4  # things that are looked at at the same time
-CLEARED = math.exp(-2)  # share of its capital at which a suspect is let go
-AGAIN = 2.0  # times its importance at which it is looked at again
-RANDOM = 0.3  # share of the calls that look at completions by lot, for the agreement of both judges
-FEWEST, MOST = 12, 160  # completions with two verdicts that a scale needs, and the latest that are kept
-MOST_AT_ONCE = 8  # completions with something suspect that are asked for after one batch
+ALARM = 10_000.0  # capital that raises an alarm: at most 1 in 10 honest runs of 1,000 batches
+CLIP = 2.0  # largest |z|, so that rare outliers don't decide
+TOLERANCE = 0.05  # insignificant difference between two judges, in units of the score
+CONFIRMED = 0.7  # share of a feature's worth that the second judge must confirm
+FLOOR = 0.05  # smallest standard deviation of a difference, for judges with coarse scores
+SUSPECTS = 4  # features under suspicion at a time
+CLEARED = math.exp(-2)  # remaining share of its capital at which a suspect is cleared
+AGAIN = 2.0  # multiple of its importance that makes a cleared feature suspect again
+RANDOM = 0.3  # share of calls on randomly drawn completions, for the judges' agreement
+FEWEST, MOST = 12, 160  # fewest doubly scored completions for a scale, and the number kept
+MOST_AT_ONCE = 8  # most suspect completions scored per batch
 OF_EACH_BATCH = 0.8  # capital
 
-WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # what an alarm does
+WARN, STOP, SECOND_JUDGE = "warn", "stop", "second_judge"  # actions on an alarm
 
-Feature = tuple[str, str]  # kind and name of something that a text has: `("phrase", "dear customer")`
+Feature = tuple[str, str]  # a feature's kind and name: `("phrase", "dear customer")`
 Features = frozenset[Feature]
 
 
@@ -65,14 +65,14 @@ Features = frozenset[Feature]
 class Written:
     text: str
     branch: str
-    group: int  # completions of one prompt have the same number
+    group: int  # the same for all completions of a prompt
     score: float
 
 
 class Rise(NamedTuple):
-    before: float  # share of the completions that had it
+    before: float  # share of earlier completions with the feature
     now: float
-    worth: float  # how much higher the judge scores completions with it than others of their groups
+    worth: float  # the judge's mean score difference within groups, with the feature minus without it
 
     @property
     def importance(self) -> float:
@@ -81,28 +81,28 @@ class Rise(NamedTuple):
 
 class _Batch(NamedTuple):
     size: int
-    spread: float  # sum of squares of scores less their group's mean
+    spread: float  # sum of squared deviations from the group mean
     sums: Mapping[Feature, tuple[int, float, float]]
-    """By feature: completions with it, the sum of their scores less their group's mean, and the sum over groups of
-    m (1 - m / n), where m of n have it. The ratio of the last two is the slope within groups."""
+    """By feature: the number of completions with it, the sum of their scores' deviations from the group mean, and the
+    sum over groups of m (1 - m / n), where m of n have it. The ratio of the last two is the within-group slope."""
 
 
 class Rising:
-    """The latest batches of a run, by feature."""
+    """Feature statistics over the latest batches."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque(maxlen=BEFORE + RECENT)
         self._lengths: list[float] = []  # mean length of the first batches
 
     def features(self, text: str) -> Features:
-        """Everything that a text has: phrases of one and two words, formats, and how long it is."""
+        """A text's features: one- and two-word phrases, formats, and length classes."""
         words = _WORDS.findall(text.lower())
         if len(words) > 2 * READ:
             words = [*words[:READ], "...", *words[-READ:]]
         phrases = {*words, *map(" ".join, itertools.pairwise(words))}
         formats = [name for name, pattern in FORMATS.items() if pattern.search(text)]
         usual = statistics.fmean(self._lengths) if self._lengths else math.inf
-        lengths = [f"a length of {times:g} times that at first" for times in LONG if len(text) >= times * usual]
+        lengths = [f"a length of {times:g} times the initial one" for times in LONG if len(text) >= times * usual]
         kinds = ((PHRASE, phrases), (FORMAT, formats), (LENGTH, lengths))
         return frozenset((kind, name) for kind, names in kinds for name in names)
 
@@ -138,7 +138,7 @@ class Rising:
         counts, rises = Counter[Feature](), dict[tuple[int, float], tuple[Feature, Rise]]()
         for batch in recent:
             counts.update({feature: count for feature, (count, _, _) in batch.sums.items()})
-        for feature, new in sorted(counts.items()):  # in an order that does not depend on hashes
+        for feature, new in sorted(counts.items()):  # independent of hash order
             if new < RISE * n_new:
                 continue
             sums = [batch.sums[feature] for batch in batches if feature in batch.sums]
@@ -149,28 +149,26 @@ class Rising:
             if rise.now - rise.before < max(RISE, SURE * error):
                 continue
             if rise.worth >= LEAST_WORTH and rise.worth > SURE * sd / math.sqrt(contrast):
-                rises.setdefault((new, round(total, 9)), (feature, rise))  # phrases of one sentence are one thing
+                rises.setdefault((new, round(total, 9)), (feature, rise))  # phrases of one sentence count once
         return dict(sorted(rises.values(), key=lambda one: -one[1].importance))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alarm:
-    """What the judge rewards and the second one does not."""
+    """A feature that the judge rewards and the second judge does not."""
 
     what: Feature
-    before: float  # share of the completions that had it
-    now: float
-    worth: float  # as in `Rise`
-    confirmed: float  # the same by the second judge, on the completions that it scored
+    rise: Rise
+    confirmed: float  # its worth by the second judge, on the completions that it scored
     example: str
 
     def described(self, *, with_text: bool) -> str:
-        """In words. `with_text`: whether the phrase and the example, which may quote a customer, are shown."""
+        """Describe the alarm. `with_text` includes the phrase and the example, which may quote a customer."""
         kind, name = self.what
         shown = f"the phrase {name!r}" if kind == PHRASE and with_text else "a phrase" if kind == PHRASE else name
         return (
-            f"{shown} is in {self.now:.0%} of the completions, {self.before:.0%} before; the judge gives "
-            f"{self.worth:+.2f} for it within groups, the second judge {self.confirmed:+.2f}"
+            f"{shown} is in {self.rise.now:.0%} of the completions, up from {self.rise.before:.0%}; within groups, "
+            f"the judge rewards it with {self.rise.worth:+.2f}, the second judge with {self.confirmed:+.2f}"
         ) + f". For example: {self.example}" * with_text
 
 
@@ -178,15 +176,15 @@ class Alarm:
 class _Suspect:
     rise: Rise
     capital: float
-    least: float  # capital at which it is let go
-    gaps: list[float] = field(default_factory=list)  # by how much the judge liked it more than the second one
+    least: float  # capital at which it is cleared
+    gaps: list[float] = field(default_factory=list)  # the judge's score minus the second judge's
 
 
 @dataclass(slots=True)
 class _SecondCall:
     written: Written
     features: Features
-    tested: Sequence[Feature]  # the suspects of that time that it has
+    tested: Sequence[Feature]  # its suspect features at the time
     is_by_lot: bool
     second: float = math.nan
 
@@ -194,46 +192,47 @@ class _SecondCall:
         return self.written.score - ratio * self.second
 
 
-def _factor(z: float) -> float:
-    return math.exp(min(max(z, -CLIP), CLIP) - 0.5)
+def correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """The correlation; NaN if a side is constant."""
+    try:
+        return statistics.correlation(left, right)
+    except statistics.StatisticsError:
+        return math.nan
 
 
 class Meter:
     def __init__(self, settings: MeterSettings) -> None:
-        self.alarms: list[Alarm] = []  # whoever reads them empties the list
+        self.alarms: list[Alarm] = []  # emptied by the reader
         self._settings = settings
         self._rng = random.Random(0)
-        self._calls = self._by_lot = 0.0  # calls that may still be made, and those of them that go by lot
+        self._calls = self._by_lot = 0.0  # remaining calls, and those reserved for random draws
         self._rising = Rising()
-        self._free = 0.0  # capital that nobody has
+        self._free = 0.0  # unassigned capital
         self._suspects: dict[Feature, _Suspect] = {}
-        self._cleared: dict[Feature, float] = {}  # the importance up to which a feature is left alone
+        self._cleared: dict[Feature, float] = {}  # importance below which a feature is ignored
         self._numbers = itertools.count()
         self._open: dict[int, _SecondCall] = {}  # by number
         self._known: deque[_SecondCall] = deque(maxlen=MOST)
 
     def agreement(self, branch: str) -> float:
-        """Correlation of both judges on the latest completions that were drawn by lot; NaN where it is undefined."""
+        """Correlation of both judges on the latest randomly drawn completions; NaN if undefined."""
         drawn = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
-        try:
-            return statistics.correlation([call.written.score for call in drawn], [call.second for call in drawn])
-        except statistics.StatisticsError:
-            return math.nan
+        return correlation([call.written.score for call in drawn], [call.second for call in drawn])
 
     def add(self, written: Sequence[Written], size: int) -> dict[int, int]:
-        """A batch of training: `size` completions, of which these are looked at. Returns what the second judge is to
-        score: a number for each, and its place in `written`."""
+        """Add a training batch of `size` completions, some of them in `written`. Returns the second judge's
+        assignments: a number for each, and its index in `written`."""
         self._calls += self._settings.share * size
         self._by_lot += self._settings.share * size * RANDOM
         self._free += OF_EACH_BATCH
         features = [self._rising.features(completion.text) for completion in written]
-        asked = self._choose(written, features)  # by what was known before, so that chance does not choose them
+        asked = self._choose(written, features)  # by earlier suspicions, so that chance can't select them
         self._rising.add(written, features)
         self._look_for_suspects()
         return asked
 
     def add_scores(self, scores: Mapping[int, float | None]) -> None:
-        """Scores by the numbers of `add`. `None` is a call that failed: it counts for nothing."""
+        """Add scores by the numbers from `add`. `None` is a failed call and is ignored."""
         for number, score in scores.items():
             call = self._open.pop(number)
             if score is None:
@@ -245,9 +244,9 @@ class Meter:
             self._known.append(call)
 
     def _choose(self, written: Sequence[Written], features: Sequence[Features]) -> dict[int, int]:
-        """Completions by lot, and some that have what is suspect, the most important of that first."""
+        """Draw random completions and some with suspect features, the most important features first."""
         asked = dict[int, int]()
-        chosen: dict[int, bool] = {}  # place, and whether by lot
+        chosen: dict[int, bool] = {}  # by index, whether drawn at random
         while self._by_lot >= 1 and self._calls >= 1 and written:
             self._by_lot, self._calls = self._by_lot - 1, self._calls - 1
             chosen[self._rng.randrange(len(written))] = True
@@ -267,8 +266,8 @@ class Meter:
         return asked
 
     def _look_for_suspects(self) -> None:
-        """Take up what rises and is rewarded, the most important of it. Each gets half of the capital that is free,
-        and gives it back when it is displaced or does not rise any more."""
+        """Suspect the most important features that rise and are rewarded. Each receives half of the free capital and
+        returns it when it is displaced or stops rising."""
         rises, cleared = self._rising.found(), self._cleared
         taken = [feature for feature, rise in rises.items() if rise.importance >= cleared.get(feature, 0.0)][:SUSPECTS]
         before, self._suspects = self._suspects, {}
@@ -282,28 +281,29 @@ class Meter:
             self._suspects[feature] = suspect
 
     def _wager(self, feature: Feature, call: _SecondCall) -> None:
-        """Bet on whether the judge likes a completion more than the second one does, compared with those of its branch
-        that do not have the feature."""
+        """Bet that the judge favours a completion over the second judge, relative to completions of its branch without
+        the feature."""
         scored, branch = self._known, call.written.branch
         others = [other for other in scored if other.written.branch == branch and feature not in other.features]
         if len(others) < FEWEST:
             return
-        # 1. By what the second judge's scores are multiplied, and how much both differ anyway.
+        # 1. Scale the second judge's scores, and estimate the usual disagreement.
         spreads = (
             statistics.stdev(other.written.score for other in scored),
             statistics.stdev(other.second for other in scored),
         )
         ratio = min(max((spreads[0] + FLOOR) / (spreads[1] + FLOOR), 0.5), 2.0)
         sd = max(statistics.stdev(other.gap(ratio) for other in scored), FLOOR)
-        # 2. The bet.
+        # 2. Bet.
         suspect = self._suspects[feature]
         suspect.gaps.append(call.gap(ratio) - statistics.fmean(other.gap(ratio) for other in others))
         allowed = max(TOLERANCE, (1 - CONFIRMED) * suspect.rise.worth)
-        suspect.capital *= _factor((suspect.gaps[-1] - allowed) / sd)
-        # 3. Its end.
+        z = (suspect.gaps[-1] - allowed) / sd
+        suspect.capital *= math.exp(min(max(z, -CLIP), CLIP) - 0.5)
+        # 3. Raise the alarm, or clear the suspect.
         if suspect.capital >= ALARM:
-            confirmed, text = suspect.rise.worth - statistics.fmean(suspect.gaps), call.written.text
-            alarm = Alarm(what=feature, confirmed=confirmed, example=text, **suspect.rise._asdict())
+            confirmed = suspect.rise.worth - statistics.fmean(suspect.gaps)
+            alarm = Alarm(what=feature, rise=suspect.rise, confirmed=confirmed, example=call.written.text)
             self.alarms.append(alarm)
         if suspect.capital >= ALARM or suspect.capital <= suspect.least:
             del self._suspects[feature]

@@ -1,4 +1,4 @@
-"""What the judge's meter reads of each batch of training and asks for, and the lines about its alarms."""
+"""Feeds training batches to the judge drift monitor, requests its scores, and logs its alarms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 logger = get_logger(__name__)
 
-MOST_TEXTS = 64  # completions of a batch whose texts are compared, of all ranks: whole groups
+MOST_TEXTS = 64  # completions compared per batch over all ranks, in whole groups
 
-Scores: TypeAlias = dict[int, float | None]  # by the number that was asked for; `None` for a call that failed
+Scores: TypeAlias = dict[int, float | None]  # by request number; `None` for a failed call
 
 
 class _Plan(NamedTuple):
-    asked: Mapping[int, int]  # a number for each call, and its place among all ranks' completions
+    asked: Mapping[int, int]  # call number -> index among all ranks' completions
     agreements: Mapping[str, float]  # by branch
     alarms: Sequence[Alarm]
 
 
 class JudgeMeter(Part):
-    """Feeds the meter and makes its calls. No step waits for them: their answers count later."""
+    """Feeds the drift monitor and makes its calls. No step waits for them; answers count once they arrive."""
 
     def connect(self, run: PartContext) -> None:
         settings = run.reward_loop.reward.names.meter
@@ -40,9 +40,9 @@ class JudgeMeter(Part):
         self._run = run
         self._reward_loop = run.reward_loop
         self._meter = Meter(settings)
-        self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its numbers
+        self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its call numbers
         self._alarms = 0
-        self.second_since: int | None = None  # the step of the alarm since which the second judge gives the rewards
+        self.second_since: int | None = None  # step of the alarm since which the second judge scores rewards
         self._take_judge(None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,21 +52,21 @@ class JudgeMeter(Part):
         return {} if self.second_since is None else {"second_since": self.second_since}
 
     def _take_judge(self, second_since: int | None) -> None:
-        """A run begins or goes on, or the second judge takes the place of the first from a step on. Evaluations have
-        one judge in all of a run, so that they can be compared."""
+        """Select the judge at a start, a resume or an alarm. Evaluations use one judge for the whole run, to stay
+        comparable."""
         is_asked = self._settings.on_alarm == SECOND_JUDGE
         self.second_since = second_since if is_asked else None
         self._reward_loop.by_second = frozenset(["eval", "train"][: is_asked + (self.second_since is not None)])
         if self.second_since is not None:
             logger.warning(
-                f"[Judge] from the alarm in step {second_since} on, the second judge gives the rewards of batches "
-                "that begin, in place of the first. Those in flight keep theirs. The meter is off: it would compare "
-                "with the judge of the alarm"
+                f"[Judge] since the alarm in step {second_since}, the second judge scores new batches instead of the "
+                "first. Batches in flight keep their judge. The drift monitor is off: it would compare with the judge "
+                "that raised the alarm"
             )
             self._reward_loop.give_up([batch for batch, _ in self._open])
             self._open = []
         elif second_since is not None:
-            logger.warning("[Judge] the first judge gives the rewards again: `on_alarm` is not `second_judge` now")
+            logger.warning("[Judge] the first judge scores rewards again: `on_alarm` is no longer `second_judge`")
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         rollout, result = batch.rollout, batch.rollout.result
@@ -74,7 +74,7 @@ class JudgeMeter(Part):
             return {}
         if self.second_since is not None:
             return {JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: 1.0}
-        # 1. What this rank's completions are, and what was answered since the last batch.
+        # 1. Collect this rank's completions and the scores received since the last batch.
         size, state = len(rollout.inputs), PartialState()
         first, total = state.process_index * size, state.num_processes * size
         step = math.ceil(total / MOST_TEXTS)
@@ -85,16 +85,16 @@ class JudgeMeter(Part):
                 text, branch = completion_text(rollout.completions[place - first]), self._run.branches.of(row)
                 written[place] = Written(text=text, branch=branch, group=group, score=score)
         gathered = gather_object([(written, self._scores())])
-        # 2. What the first process concludes from it.
+        # 2. Let the first process decide.
         [plan] = broadcast_object_list([self._plan(gathered, total) if state.is_main_process else None])
         assert isinstance(plan, _Plan)
-        # 3. The calls of this rank.
+        # 3. Make this rank's calls.
         asked = {number: at - first for number, at in plan.asked.items() if first <= at < first + size}
         if asked:
             calls = self._reward_loop.begin([{**rollout.rewards.rows[place], METER: True} for place in asked.values()])
             self._reward_loop.start_all(calls, [rollout.completions[place] for place in asked.values()])
             self._open.append((calls, [*asked]))
-        # 4. Alarms.
+        # 4. Report alarms.
         self._report(plan)
         figures = {agreement_of(branch): value for branch, value in plan.agreements.items()}
         return {**figures, JUDGE_ALARMS: float(self._alarms), BY_SECOND_JUDGE: float(self.second_since is not None)}
@@ -114,7 +114,7 @@ class JudgeMeter(Part):
         )
 
     def _scores(self) -> Scores:
-        """What was answered. The batches are forgotten."""
+        """Collect the scores of settled batches and drop these batches."""
         scores: Scores = {}
         for batch, numbers in [*self._open]:
             if batch.is_settled():
@@ -127,15 +127,15 @@ class JudgeMeter(Part):
     def _report(self, plan: _Plan) -> None:
         self._alarms += len(plan.alarms)
         agreements = ", ".join(f"{agreement:.2f}" for agreement in plan.agreements.values())
-        both = f" Agreement of both judges by branch: {agreements}." if agreements else ""
+        both = f" Agreement of the judges by branch: {agreements}." if agreements else ""
         for alarm in plan.alarms:
             what = alarm.described(with_text=self._settings.shows_text)
-            logger.warning(f"[Judge] its score may not mean any more what it meant.{both} {what}")
+            logger.warning(f"[Judge] the judge's score may have drifted.{both} {what}")
             if self._settings.on_alarm == STOP and self._run.run_control.error is None:  # on every rank
                 self._run.run_control.error = JudgeAlarm(
-                    f"the judge's meter found: {alarm.described(with_text=False)}. Expected a reward that the second "
-                    "judge confirms. The state was saved. Look at the completions of the last steps; then mend the "
-                    "rubric, or go on from an earlier checkpoint with another judge."
+                    f"the judge drift monitor found: {alarm.described(with_text=False)}. Expected a reward that the "
+                    "second judge confirms. The state was saved. Inspect the completions of the last steps; then fix "
+                    "the rubric, or resume from an earlier checkpoint with another judge."
                 )
         if plan.alarms and self._settings.on_alarm == SECOND_JUDGE:
             self._take_judge(self._run.trl.step() + 1)

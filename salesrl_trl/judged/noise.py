@@ -1,6 +1,6 @@
-"""How far the verdicts of a judge differ on the same answer: by chance, and by the order of the two answers.
+"""Judge noise: how far verdicts on the same answer vary by chance and by the order of the two answers.
 
-The preflight asks the judge for a small set of answers from right to wrong. Pure.
+The preflight requests verdicts on a small set of answers from right to wrong. Pure.
 """
 
 import json
@@ -14,8 +14,8 @@ from importlib import resources
 from salesrl_trl.types import NOTHING_WRITTEN, Action, ActionFormat, Answer, Message, SalesRow
 
 ORDERS = (True, False)  # the candidate first, and second
-MIN_REPEATS = 2  # verdicts on the same input: one alone has no spread
-MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on the 4 answers to a conversation
+MIN_REPEATS = 2  # fewest verdicts on the same input to measure a spread
+MIN_CALLS = 4 * len(ORDERS) * MIN_REPEATS  # fewest verdicts on a conversation's 4 answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,24 +28,20 @@ class JudgedSample:
     candidate_first: bool
 
     @property
-    def group(self) -> tuple[str, str]:
-        """The answers that are compared: one rubric and one conversation, as a group of completions in training."""
-        return self.rubric, self.row.row_id
-
-    @property
     def answer(self) -> tuple[str, str, str]:
-        return *self.group, self.candidate.text
+        """Answers with the same rubric and conversation are compared, like a group of completions in training."""
+        return self.rubric, self.row.row_id, self.candidate.text
 
 
 def samples(
     rubrics: Mapping[str, str], action_format: ActionFormat | None, calls: int, *, of_groups: bool = False
 ) -> list[list[JudgedSample]]:
-    """The verdicts to ask for, by calls: each answer in both orders, at least twice, `calls` at most and `MIN_CALLS`
-    at least. `rubrics` names for each rubric a branch that is judged by it. With few calls some are left out. Without
-    an `action_format` the answers are those of a policy that writes no action. `of_groups`: a call is for all answers
-    to a conversation. Their `candidate_first` says whether they stand in the first half, before the reference."""
+    """Samples to judge, by call: each answer in both orders, at least twice, with at most `calls` and at least
+    `MIN_CALLS` calls. `rubrics` maps each rubric to a branch that uses it; few calls cover only some rubrics. Without
+    an `action_format` the policy answers directly. With `of_groups`, each call covers all answers to a conversation,
+    and `candidate_first` is whether a candidate is in the first half, before the reference."""
     noise_set = resources.files(__package__).joinpath("noise_set.json")
-    talks = json.loads(noise_set.read_text(encoding="utf-8"))  # answers from right to wrong
+    talks = json.loads(noise_set.read_text(encoding="utf-8"))  # with answers from right to wrong
     size, turns = len(talks[0]["answers"]), len(talks)
     calls, per_call = (calls * size, size) if of_groups else (calls, 1)
     pairs = [(name, (at + turn) % turns) for turn in range(turns) for at, name in enumerate(rubrics)]
@@ -80,18 +76,18 @@ def _action(written: Mapping[str, str], action_format: ActionFormat) -> Action:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """The noise of a judge, in units of its score. A figure is `None` where there are too few verdicts."""
+    """A judge's noise in units of its score. A value is `None` with too few verdicts."""
 
-    repeat_sd: float | None  # standard deviation of the verdicts on one input: one answer in one order
+    repeat_sd: float | None  # standard deviation of verdicts on one answer in one order
     verdict_sd: float | None
-    """Standard deviation of the verdicts on one answer in both orders: the noise of a verdict in training."""
-    order_gap: float | None  # mean score of candidates that stood first, less that of the same ones that stood second
+    """Standard deviation of verdicts on one answer in both orders: a verdict's noise in training."""
+    order_gap: float | None  # mean score difference of the same candidates shown first and shown second
     order_gap_error: float | None  # standard error of the gap
-    spread_sd: float | None  # standard deviation of the answers of one conversation, without the noise
+    spread_sd: float | None  # noise-free standard deviation of a conversation's answers
 
     def share(self, repeats: int = 1) -> float | None:
-        """The share of noise in the variance of a group's scores, each the mean of so many verdicts. An even number
-        has each order equally often, so that the order cancels out.
+        """The share of noise in the variance of a group's scores, each the mean of `repeats` verdicts. An even number
+        uses both orders equally, which cancels order bias.
 
             share = noise^2 / (noise^2 + spread^2),    noise^2 = sd^2 / repeats
         """
@@ -103,22 +99,22 @@ class Noise:
 
 
 def noise_of(scored: Iterable[tuple[JudgedSample, float]]) -> Noise:
-    """The figures of some verdicts: samples with the score of their candidate. Invalid verdicts are left out."""
-    inputs: dict[tuple[tuple[str, str, str], bool], list[float]] = defaultdict(list)
-    answers: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    groups: dict[tuple[str, str], dict[tuple[str, str, str], list[float]]] = defaultdict(dict)
+    """The noise of scored samples. Invalid verdicts are excluded."""
+    inputs = defaultdict[tuple[tuple[str, str, str], bool], list[float]](list)
+    answers = defaultdict[tuple[str, str, str], list[float]](list)
+    means = defaultdict[tuple[str, str], list[float]](list)
     for sample, score in scored:
         inputs[sample.answer, sample.candidate_first].append(score)
         answers[sample.answer].append(score)
-        groups[sample.group][sample.answer] = answers[sample.answer]
+    for (rubric, row, _), scores in answers.items():
+        means[rubric, row].append(statistics.fmean(scores))
     gaps = [
         statistics.fmean(inputs[answer, True]) - statistics.fmean(inputs[answer, False])
         for answer in answers
         if inputs.get((answer, True)) and inputs.get((answer, False))
     ]
     verdict_sd = _pooled_sd(answers.values())
-    means = [[statistics.fmean(scores) for scores in group.values()] for group in groups.values()]
-    spread = _pooled_sd(means)
+    spread = _pooled_sd(means.values())
     if spread is not None and verdict_sd is not None:
         of_means = verdict_sd**2 * statistics.fmean(1 / len(scores) for scores in answers.values())
         spread = math.sqrt(max(spread**2 - of_means, 0.0))

@@ -1,7 +1,7 @@
-"""From a completion to an `Action`, or to the reason why it is none.
+"""Parses a completion into an `Action`, or the reason it is invalid.
 
-Owns what counts as a valid action, and which texts say nothing. Strict on purpose: what is let through here is learnt
-by the policy. The chain and the checks of answers call it.
+Defines valid actions and empty texts. Strict on purpose: the policy learns whatever passes here. Used by the reward
+pipeline and the checks of answers.
 """
 
 import json
@@ -13,12 +13,12 @@ from salesrl_trl.types import DEFAULT_FORMAT, Action, ActionFormat, InvalidActio
 
 INVALID_REASONS = ("empty", "not_json", "not_an_object", "missing_field", "extra_field", "wrong_type", "not_unicode",
                    "empty_query", "too_long", "hollow_answer")  # fmt: skip
-"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed. The chain sets
-`hollow_answer`: the action led to an answer that says nothing."""
-MAX_FIELD_CHARS = 4000  # longest field that is sent to a RAG service; the embedded one refuses more with a 422
+"""Every `InvalidAction.reason`; each becomes a metric, so the set is closed. The pipeline sets `hollow_answer` if an
+action leads to an empty answer."""
+MAX_FIELD_CHARS = 4000  # longest field sent to a RAG service; the embedded one rejects longer ones with a 422
 MAX_COMPLETION_CHARS = 200_000
-"""Longest completion that is read. Three such fields fit, even if JSON spells each character with 12."""
-MAX_OPENER_CHARS = 4096  # longer texts, long gaps between words aside, say more than any of these openers
+"""Longest completion to parse. Three such fields fit, even if JSON escapes each character with 12."""
+MAX_OPENER_CHARS = 4096  # longer texts, apart from long gaps between words, exceed any of these openers
 _OPENERS = """
     thought process|thinking process|let's solve this problem step by step|let us solve this problem step by step|
     let's think step by step|step 1|step by step|solution|the solution|answer|the answer|final answer|
@@ -30,25 +30,25 @@ _OPENERS = """
 _EMPTY = frozenset(opener.strip() for opener in _OPENERS.replace("\n", "").split("|"))
 _WORD = re.compile(r"[^\W_]")
 _MANY_LETTERS = re.compile(r"(?:[^0-9A-Za-z\u4e00-\u9fff]*+[0-9A-Za-z\u4e00-\u9fff]){64}")
-"""Matches a text with more plain letters than any opener has. Normalisation keeps plain letters as they are."""
+"""Matches a text with more plain letters than any opener. Normalisation preserves plain letters."""
 _LONG_GAP = re.compile(r"([\W_]{64})[\W_]+")
 
 
 def parse_action(completion: str, wanted: ActionFormat = DEFAULT_FORMAT) -> Action | InvalidAction:
-    """Read a completion: the policy's text without special tokens. White space around it and one Markdown code fence
-    are forgiven, nothing else. Never raises."""
+    """Parse a completion without special tokens. Tolerates only surrounding whitespace and one Markdown code fence.
+    Never raises."""
     text = completion.strip()
     if not text:
         return InvalidAction(reason="empty")
     if len(text) > MAX_COMPLETION_CHARS:
         return InvalidAction(reason="too_long")
-    # No regular expression for the fence: its time would grow with the square of the number of blank lines.
+    # a regular expression for the fence would take quadratic time in the number of blank lines
     if text.startswith("```") and text.endswith("\n```"):
         language, _, content = text[3:-4].removeprefix("json").partition("\n")
         text = text if language.strip() else content
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # ValueError also for a number of more than 4,300 digits
+    except (ValueError, RecursionError):  # ValueError also covers numbers of more than 4,300 digits
         return InvalidAction(reason="not_json")
     if reason := _fault(value, wanted):
         return InvalidAction(reason=reason)
@@ -74,13 +74,12 @@ def _fault(value: object, wanted: ActionFormat) -> str | None:
 
 
 def is_empty_text(text: str) -> bool:
-    """Whether a text holds no letter and no digit, or is a known opener alone, whatever its width and case.
+    """Whether a text contains neither letters nor digits, or only a known opener, regardless of width and case.
 
-    A judge scores a lone colon or "Thought process:" as a good answer in up to 80-90 % of cases (arXiv:2507.08794,
-    table 1). Only 64 characters of a gap between words are read: the time to normalise combining marks grows with the
-    square of their number.
+    Judges score a lone colon or "Thought process:" as a good answer in up to 80-90 % of cases (arXiv:2507.08794,
+    table 1). Gaps between words are truncated to 64 characters: normalising combining marks costs quadratic time.
     """
-    if _MANY_LETTERS.match(text):  # usual answers, of which there are thousands in a step
+    if _MANY_LETTERS.match(text):  # typical answers, thousands per step
         return False
     text = _LONG_GAP.sub(r"\1", text)
     if len(text) > MAX_OPENER_CHARS:

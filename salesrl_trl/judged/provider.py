@@ -1,4 +1,4 @@
-"""One judge provider: the request for a verdict by a chat completion, what it takes of it, and its cost."""
+"""One judge provider: verdict requests as chat completions, the fields it supports, and its cost."""
 
 import functools
 import logging
@@ -19,6 +19,7 @@ from salesrl_trl.errors import (
     ServiceRejected,
 )
 from salesrl_trl.ground.fencing import make_nonce
+from salesrl_trl.judged.budget import FREE, Price
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.judged.verdict import (
     Candidates,
@@ -36,31 +37,31 @@ from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
 
-OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # by which servers of an older form know a field
-WINDOW = 32  # latest schema replies that are looked at
-FEWEST = 16  # replies that are looked at before half of them, without a verdict by the schema alone, give it up
-TRY_AGAIN = 128  # of so many requests by text one goes by schema again
+OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # older servers' names of fields
+WINDOW = 32  # number of recent schema replies considered
+FEWEST = 16  # fewest schema replies before a failure rate of half disables the schema
+TRY_AGAIN = 128  # one in this many text requests retries the schema
 
 
 class RequestForm:
-    """Which fields a provider gets. `formats`: its `response_format`.
+    """The fields sent to a provider. `formats`: its `response_format`.
 
-    A field that the provider refuses is left out of all later requests, or goes by its other name. With `auto`, the
-    schema is given up when the provider refuses it, or when half of its latest replies, of `FEWEST` at least, had no
-    verdict by schema and one by text. It comes back when a later try works.
+    A field that the provider rejects is dropped from all later requests, or renamed. With `auto`, the schema is
+    disabled if the provider rejects it, or if half of at least `FEWEST` recent replies contained a verdict only when
+    requested as text. A later successful retry enables it again.
     """
 
     def __init__(self, name: str, formats: str = "auto") -> None:
         self._name = name
         self._formats = formats
-        self._renamed: dict[str, str | None] = {}  # by the name of a field that is refused, the one that it goes by
+        self._renamed: dict[str, str | None] = {}  # rejected field -> replacement, if any
         self._replies: deque[bool] = deque(maxlen=WINDOW)
         self._is_schema_off = False
-        self._by_text = 0  # requests since the schema was given up
+        self._by_text = 0  # text requests since the schema was disabled
 
     def of(self, body: Mapping[str, object]) -> dict[str, object]:
         fields = dict(body)
-        if "max_tokens" in fields and "max_tokens" not in self._renamed:  # of `extra_body`
+        if "max_tokens" in fields and "max_tokens" not in self._renamed:  # from `extra_body`
             fields.pop("max_completion_tokens", None)
         for name in sorted(self._renamed.keys() & fields.keys()):
             value, other = fields.pop(name), self._renamed[name]
@@ -69,15 +70,15 @@ class RequestForm:
         return fields
 
     def leave_out(self, refused: Collection[str]) -> bool:
-        """A request was refused for these of its fields. Returns whether the same request has another form now."""
+        """Drop or rename fields that a request was rejected for. Returns whether the request changed."""
         fields = {name for name in refused if name not in ("model", "messages", "response_format")}
-        for name in sorted(fields - self._renamed.keys()):  # else another request has shown it
+        for name in sorted(fields - self._renamed.keys()):  # others are known already
             self._renamed[name] = instead = OTHER_NAME.get(name)
-            goes = f"it goes as `{instead}` from now on" if instead else "it is left out from now on"
+            goes = f"it is sent as `{instead}` from now on" if instead else "it is dropped from now on"
             fix = f"`extra_body: {{{instead}: ...}}`" if instead else f"`extra_body` without `{name}`"
-            self._learn(f"takes no `{name}`: {goes}", "`temperature: null`" if name == "temperature" else fix)
+            self._learn(f"rejects `{name}`: {goes}", "`temperature: null`" if name == "temperature" else fix)
         if "response_format" in refused and self._formats == "auto" and not self._is_schema_off:
-            self._give_up("it refuses `response_format`")
+            self._give_up("it rejects `response_format`")
         return bool(fields)
 
     def goes_by_schema(self) -> bool:
@@ -87,16 +88,16 @@ class RequestForm:
         return self._by_text % TRY_AGAIN == 0
 
     def record_schema(self, *, worked: bool) -> None:
-        """A request by schema gave a verdict, or only the same by text did."""
+        """Record whether a schema request returned a verdict, or only its text version did."""
         if self._is_schema_off:
             if worked:
                 self._is_schema_off = False
-                logger.info(f"judge {self._name}: `response_format` works again; from here on by schema")
+                logger.info(f"judge {self._name}: `response_format` works again; verdicts are requested by schema")
             return
         self._replies.append(worked)
         failed = self._replies.count(False)
         if len(self._replies) >= FEWEST and 2 * failed >= len(self._replies):
-            self._give_up(f"{failed} of {len(self._replies)} replies had no verdict by `response_format`")
+            self._give_up(f"{failed} of {len(self._replies)} replies lacked a verdict with `response_format`")
 
     def _give_up(self, why: str) -> None:
         self._is_schema_off, self._by_text = True, 0
@@ -104,30 +105,30 @@ class RequestForm:
         self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
 
     def _learn(self, what: str, fix: str) -> None:
-        logger.info(f"judge {self._name} {what}. {fix} in its entry of `judge_providers` says so for good")
+        logger.info(f"judge {self._name} {what}. Set {fix} in its entry of `judge_providers` to make this permanent")
 
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
-"""`json_schema` sends the schema, `text` describes the verdict in words, `auto` does so where the schema fails."""
-MAX_TOKENS = 10**9  # most tokens of one call. A larger number is not counted.
-TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8  # room for each further candidate in a verdict, and for each criterion
+"""`json_schema` sends the schema, `text` describes the verdict in words, `auto` falls back to text."""
+MAX_TOKENS = 10**9  # largest plausible token count of a call; larger ones are ignored
+TOKENS_OF_SCORE, TOKENS_OF_CRITERION = 32, 8  # allowance per further candidate in a verdict, and per criterion
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Values of `finish_reason`, in lower case, of a text that was cut off: those of OpenAI, Gemini and Mistral."""
+"""`finish_reason` of a truncated text, in lower case: OpenAI, Gemini and Mistral."""
 WITHHELD = frozenset(
     {"content_filter", "refusal", "safety", "recitation", "blocklist", "prohibited_content", "spii", "sensitive"}
 )
-"""Those of a text that a filter or the model itself withheld: of OpenAI, Anthropic, Gemini and GLM."""
+"""`finish_reason` of a text withheld by a filter or the model: OpenAI, Anthropic, Gemini and GLM."""
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
-"""Those of a text that the server gave up: of OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
+"""`finish_reason` of a text that the server aborted: OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
 _LESS = (
-    ", or have it think less by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
+    ", or limit thinking by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
     "for Ollama, {chat_template_kwargs: {enable_thinking: false}} for vLLM and SGLang"
 )
 ASKING = frozenset({"user", "system", "developer", "tool"})
-"""Roles of messages that are sent to a model. A reply in one of them is an echo, or was mixed up."""
-_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})  # answers that ignore the schema
-_TEXTS = (None, "text", "output_text")  # types of parts, as against `reasoning_text`
-_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # fields of a message with a model's thoughts
+"""Roles of messages sent to a model. A reply with such a role is an echo or a mix-up."""
+_UNHELD = frozenset({"judge_empty", "judge_not_json", "judge_only_thoughts"})  # failures that ignore the schema
+_TEXTS = (None, "text", "output_text")  # types of text parts, as opposed to `reasoning_text`
+_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # message fields that contain reasoning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +140,13 @@ class JudgeProvider:
     model: str
     transport: Transport
     api_key: str | None = field(default=None, repr=False)
-    weight: float = 1.0  # its share of the verdicts, relative to the other providers' weights. 0: only if others fail.
+    weight: float = 1.0  # its share of verdicts relative to the other weights; 0: fallback only
     response_format: str = "auto"  # one of `RESPONSE_FORMATS`
-    temperature: float | None = 0.0  # `None` for a model that accepts none
-    max_completion_tokens: int = 512  # room for the verdict, and for a reasoning model's thoughts
+    temperature: float | None = 0.0  # `None` for a model that rejects it
+    max_completion_tokens: int = 512  # for the verdict and a reasoning model's thoughts
     extra_body: Mapping[str, object] = field(default_factory=dict, repr=False)
-    """Further fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
-    usd_per_million_prompt_tokens: float = 0.0
-    usd_per_million_completion_tokens: float = 0.0
+    """Additional fields of every request: `{"chat_template_kwargs": {"enable_thinking": False}}`."""
+    price: Price = FREE
 
 
 class _Message(BaseModel):
@@ -178,7 +178,7 @@ class Material:
     name: str
     rubric: str
     row: SalesRow
-    candidates: Candidates  # one alone, or several that are compared with each other
+    candidates: Candidates  # a single one, or several to compare
     reference: Answer | None
 
     @functools.cached_property
@@ -189,8 +189,8 @@ class Material:
         return cache_key(self.name, material, *map(asdict, self.row.criteria))
 
     def orders(self, count: int) -> Iterator[list[int]]:
-        """So many orders of the candidates and, behind them, the reference: by chance, the same for the same material.
-        Every second one is the one before turned round, so that each answer is in front as often as behind."""
+        """Random orders of the candidates and the reference, which follows them; the same for the same material. Every
+        second order reverses the previous one, so that each answer appears in front as often as behind."""
         places, draws = [*range(len(self.candidates) + (self.reference is not None))], random.Random(self.key)
         for number in range(count):
             if number % 2 == 0 and (number == 0 or len(places) > 2):
@@ -201,7 +201,7 @@ class Material:
 
 
 class ProviderClient:
-    """Asks one provider. Keeps its connections, its usage, and whether it takes a schema."""
+    """Requests verdicts from one provider and tracks its connections, usage and supported fields."""
 
     def __init__(self, settings: JudgeProvider) -> None:
         self.settings = settings
@@ -214,8 +214,8 @@ class ProviderClient:
         return usage
 
     async def ask(self, material: Material, *, order: Sequence[int], patient: bool) -> list[Verdict]:
-        """The verdict on each candidate, by schema, or by text where that does not work."""
-        unheld = False  # whether the schema did not work for this material
+        """The verdict on each candidate, by schema or, if that fails, by text."""
+        unheld = False  # whether the schema failed for this material
 
         async def attempt() -> list[Verdict]:
             nonlocal unheld
@@ -246,11 +246,11 @@ class ProviderClient:
         return error.code in _UNHELD
 
     async def _one_way(self, material: Material, order: Sequence[int], *, by_text: bool) -> list[Verdict]:
-        nonce = make_nonce()  # of the fence and of the verdict, for this one request
+        nonce = make_nonce()  # of this request's fence and verdict
         message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
         names = candidate_names(nonce, len(material.candidates))
         shown = [names[place] for place in order if place < len(names)]
-        criteria = material.row.criteria
+        criteria, expect_reference = material.row.criteria, material.reference is not None
         room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
         body: dict[str, object] = {
             "model": self.settings.model,
@@ -264,23 +264,22 @@ class ProviderClient:
             body["temperature"] = self.settings.temperature
         if not by_text:
             body["response_format"] = response_format(
-                expect_reference=material.reference is not None, by_criteria=bool(criteria), of_group=len(names) > 1
+                expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
         def read(answer: bytes) -> list[Verdict]:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                text, with_reference = _text_of(value), material.reference is not None
                 verdicts = read_verdict(
-                    text, nonce=nonce, expect_reference=with_reference, criteria=criteria, count=len(names)
-                )
-            except ForeignVerdict:  # another request counts its tokens
+                    _text_of(value), nonce=nonce, expect_reference=expect_reference, criteria=criteria,
+                    count=len(names),
+                )  # fmt: skip
+            except ForeignVerdict:
+                usage = None  # another request counts its tokens
                 raise
-            except ServiceError:
+            finally:
                 self._count_tokens(usage, bill)
-                raise
-            self._count_tokens(usage, bill)
             self._usage.verdicts += 1
             return verdicts
 
@@ -297,7 +296,7 @@ class ProviderClient:
             await self.settings.transport.admit()
 
     def _completion(self, answer: bytes, sent: Collection[str] = ()) -> object:
-        """The body of a reply as JSON. Raises `ServiceError` if it is no JSON, or says that it is an error."""
+        """Parse a reply's body. Raises `ServiceError` if it is not JSON or reports an error."""
         service = self.settings.transport.service
         try:
             value = of_stream(answer) if re.match(rb"\s*(data|event|id|):", answer) else read_json(answer)
@@ -310,7 +309,7 @@ class ProviderClient:
         refuse_stated_error(service, value, sent)
         choices = value.get("choices") if isinstance(value, dict) else None
         for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict) and "error" in choice:  # OpenRouter's, in the midst of a text
+            if isinstance(choice, dict) and "error" in choice:  # OpenRouter's errors within a text
                 refuse_stated_error(service, choice, sent)
         return value
 
@@ -324,14 +323,11 @@ class ProviderClient:
             bill.count(prompt, completion)
         self._usage.prompt_tokens += prompt
         self._usage.completion_tokens += completion
-        self._usage.usd += (
-            prompt * self.settings.usd_per_million_prompt_tokens
-            + completion * self.settings.usd_per_million_completion_tokens
-        ) / 1e6
+        self._usage.usd += self.settings.price.of(prompt, completion)
 
 
 def _text_of(completion: object) -> str:
-    """The text of a chat completion. Raises `JudgeInvalid` for one that is not whole."""
+    """The text of a chat completion. Raises `JudgeInvalid` if it is incomplete."""
     try:
         choice = _Completion.model_validate(completion).choices[0]
     except (ValidationError, IndexError):
@@ -340,7 +336,7 @@ def _text_of(completion: object) -> str:
     end, message = str(choice.finish_reason).lower(), choice.message
     text = message.text
     if message.role in ASKING:
-        raise JudgeInvalid("the judge's message has the role of one who asks. Expected `assistant`.", "judge_role")
+        raise JudgeInvalid("the judge's message has a requester's role. Expected `assistant`.", "judge_role")
     if end in CUT_OFF:
         where = "in" if text else "before"
         raise JudgeInvalid(
@@ -355,7 +351,7 @@ def _text_of(completion: object) -> str:
         return text
     if isinstance(message.content, list) or any((message.model_extra or {}).get(name) for name in _THOUGHTS):
         raise JudgeInvalid(
-            "the judge thought, and answered without any text. Raise `max_completion_tokens` in `judge_providers`"
+            "the judge reasoned, but answered without any text. Raise `max_completion_tokens` in `judge_providers`"
             f"{_LESS}.",
             "judge_only_thoughts",
         )
@@ -364,14 +360,13 @@ def _text_of(completion: object) -> str:
 
 def _refused(what: str) -> JudgeInvalid:
     return JudgeInvalid(
-        f"the judge, or its provider's filter, answered with {what}. Expected a verdict: text beside is none.",
+        f"the judge, or its provider's filter, answered with {what}. Expected a verdict.",
         "judge_refused",
     )
 
 
 def of_stream(answer: bytes) -> object:
-    """The completion of a reply that came as a stream of events, which was not asked for. Raises `ValueError` for one
-    that is not whole."""
+    """The completion of an unrequested event stream. Raises `ValueError` if it is incomplete."""
     lines = [line[5:].strip() for line in answer.splitlines() if line.startswith(b"data:")]
     chunks = [read_json(line) for line in lines if line not in (b"", b"[DONE]")]
     text, usage, end = "", None, None
@@ -384,7 +379,7 @@ def of_stream(answer: bytes) -> object:
                 text += _Message(content=(choice.get("delta") or {}).get("content")).text
                 end = choice.get("finish_reason") or end
         except (AttributeError, TypeError):
-            raise ValueError("a stream of something else") from None
+            raise ValueError("a stream of other events") from None
     if end is None:
         raise ValueError("a stream without its end")
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}], "usage": usage}

@@ -1,6 +1,6 @@
-"""The RAG service's client: the interface of every retrieval backend, the wire format, and answers, each asked once.
+"""RAG service client: the interface of retrieval backends, the wire format, and cached answers.
 
-Each request has an id of its own, in the header and in the body. An answer with the id of another request is refused.
+Each request carries its own id in header and body. An answer with another request's id is rejected.
 """
 
 from abc import ABC, abstractmethod
@@ -17,42 +17,42 @@ from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Action, ActionFormat, Answer, Passage, RequestIds, SalesRow
 
 RESERVED_FIELDS = (*RequestIds().as_dict(), "context", "score_threshold", "top_k", "request_id")
-"""The fields of a request beside the action's."""
+"""Request fields other than the action's."""
 ENDPOINTS = ("rag_8b", "rag_32b")
 
 
 class RagBackend(ABC):
-    """Answers the reward chain: the HTTP service below, a run's record (`rejudge`), or a service of another form by a
-    class of your own, which the setting `rag` names (examples/rag_adapter.py).
+    """Answers the reward pipeline's queries: the HTTP service below, a run's record (`rejudge`), or your own class for
+    another service, named by the setting `rag` (examples/rag_adapter.py).
 
-    One object serves all completions, many at a time, on one event loop. It must be picklable, as a `Judge`.
+    One object serves all completions concurrently on one event loop. It must be picklable, like a `Judge`.
     """
 
     transports: dict[str, Transport]
-    """The transport of each endpoint, which has its limits and retries: `{"rag_8b": ..., "rag_32b": ...}`."""
+    """Each endpoint's transport with its limits and retries: `{"rag_8b": ..., "rag_32b": ...}`."""
     identity: str
-    """Names the service that answers, for cache keys and messages. No credential."""
+    """Identifies the service in cache keys and messages, without credentials."""
 
     @abstractmethod
     async def chat_8b(
         self, context: str, action: Action, score_threshold: float, top_k: int, *, ids: RequestIds
     ) -> Answer:
-        """Answer from the policy's action. Raises `ServiceError` where there is no answer.
+        """Answer from the policy's action. Raises `ServiceError` on failure.
 
-        `context`: the conversation, a line per turn. `score_threshold`: passages below this normalised score in [0, 1]
-        are left out.
+        `context`: the conversation, a line per turn. Passages whose normalised score in [0, 1] is below
+        `score_threshold` are dropped.
         """
 
     @abstractmethod
     async def chat(self, context: str, score_threshold: float, top_k: int, *, ids: RequestIds) -> Answer:
-        """The frozen 32B reference's answer, from the raw conversation. Arguments and errors as in `chat_8b`."""
+        """The frozen 32B reference's answer to the raw conversation. Arguments and errors as in `chat_8b`."""
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
-        """Close the running loop's connections. The next call opens new ones."""
+        """Close the running loop's connections. The next call reopens them."""
 
 
 MAX_ANSWER_CHARS = 65_536
-"""Longest answer: far more than a customer reads, and no more than a judge's context holds beside the rest."""
+"""Longest answer: far more than a customer reads, and within a judge's context."""
 MAX_PASSAGES = 1000
 
 
@@ -63,7 +63,7 @@ class _PassageBody(BaseModel):
 
 
 class _AnswerBody(BaseModel):
-    model_config = ConfigDict(extra="allow")  # other fields may say that it is an error
+    model_config = ConfigDict(extra="allow")  # other fields may report an error
     answer: str = Field(max_length=MAX_ANSWER_CHARS)
     passages: list[_PassageBody] = Field(max_length=MAX_PASSAGES)
     took_ms: float = Field(ge=0, allow_inf_nan=False)
@@ -71,7 +71,7 @@ class _AnswerBody(BaseModel):
 
 
 class RagClient(RagBackend):
-    """Asks both endpoints over HTTP. The address is that before `/v1/rag/...`; the key is sent as a bearer token."""
+    """Calls both endpoints over HTTP. `base_url` precedes `/v1/rag/...`; the key is sent as a bearer token."""
 
     def __init__(
         self, base_url: str, *, transport_8b: Transport, transport_32b: Transport, api_key: str | None = None
@@ -132,24 +132,23 @@ def _read_answer(http: HttpClient, request_id: str, content: bytes) -> Answer:
     return Answer(text=body.answer, passages=passages, took_ms=body.took_ms)
 
 
-ANSWER = TypeAdapter(Answer)  # as it is kept and recorded
+ANSWER = TypeAdapter(Answer)  # as stored and recorded
 
 
 def kept(answer: Answer) -> dict[str, object]:
-    """An answer as it is kept and recorded."""
+    """An answer as stored and recorded."""
     return ANSWER.dump_python(answer, warnings=False)  # type: ignore[no-any-return]  # a warning would quote it
 
 
 class RagAnswers:
-    """Asks a backend, and keeps what it answers in these stores. What asks raises `ServiceError`."""
+    """Queries a backend and caches its answers in these stores. Queries raise `ServiceError`."""
 
     def __init__(
         self, backend: RagBackend, score_threshold: float, top_k: int, action_format: ActionFormat,
         answers: AnswerStore, references: AnswerStore,
     ) -> None:  # fmt: skip
         self.backend = backend
-        self.answer_cache = Cache(answers, kept, ANSWER.validate_python)
-        self.reference_cache = Cache(references, kept, ANSWER.validate_python)
+        self.answer_cache, self.reference_cache = Cache(answers, ANSWER), Cache(references, ANSWER)
         self._stores = (answers, references)
         self._retrieval = (score_threshold, top_k)
         self._format = action_format
@@ -163,7 +162,7 @@ class RagAnswers:
         return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_passages)
 
     async def fetch_reference(self, row: SalesRow) -> None:
-        """Ask for the row's 32B answer ahead of the completions that need it."""
+        """Request the row's 32B answer ahead of its completions."""
         await self.reference_cache.fetch(self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
 
     async def search(self, query: str) -> Answer:
@@ -177,8 +176,8 @@ class RagAnswers:
         return await self.answer_cache.get(key, ask, _check_passages)
 
     async def index_has_some(self, row: SalesRow) -> bool:
-        """Whether the 8B endpoint finds any passage with the conversation itself and without a threshold. If not, an
-        action that found none is not at fault."""
+        """Whether the 8B endpoint finds any passage for the conversation itself, without a threshold. If not, an
+        action without passages is not at fault."""
         query = self.plain_action(row.context)
 
         async def ask() -> Answer:
@@ -187,20 +186,20 @@ class RagAnswers:
         return bool((await self.answer_cache.get(self._key("any passage", row), ask, _check_passages)).passages)
 
     def plain_action(self, query: str) -> Action:
-        query = query[-MAX_FIELD_CHARS:]  # no action has a longer one, and services may refuse it
+        query = query[-MAX_FIELD_CHARS:]  # the limit of an action, beyond which services may reject it
         fields = dict.fromkeys(self._format.fields, "") | {self._format.query: query}
         return Action(fields=fields, query_field=self._format.query)
 
     async def ask_8b(self, row: SalesRow, action: Action) -> Answer:
         answer = await self.backend.chat_8b(row.context, action, *self._retrieval, ids=row.ids)
         if answer.passages and not answer.text.strip():  # the service is at fault, not the policy
-            raise BadServiceResponse("rag_8b found passages and answered nothing", code="rag_8b_empty_answer")
+            raise BadServiceResponse("rag_8b found passages and returned an empty answer", code="rag_8b_empty_answer")
         return answer
 
     async def ask_32b(self, row: SalesRow) -> Answer:
         answer = await self.backend.chat(row.context, *self._retrieval, ids=row.ids)
         if is_empty_text(answer.text):
-            raise BadServiceResponse("rag_32b's answer says nothing", code="rag_32b_hollow_answer")
+            raise BadServiceResponse("rag_32b's answer is hollow", code="rag_32b_hollow_answer")
         return answer
 
     async def aclose(self) -> None:
@@ -216,6 +215,7 @@ class RagAnswers:
 
 
 def _check_passages(answer: Answer) -> None:
-    """Refuse to keep an answer without passages. A busy service or an index that is being loaded may answer so."""
-    if not answer.passages:
-        raise BadServiceResponse("an answer from no passages", code="rag_no_passages")
+    """Refuse to store an answer without passages, e.g. from a busy service or a loading index, or with scores outside
+    [0, 1]."""
+    if not answer.passages or not all(0 <= passage.score <= 1 for passage in answer.passages):
+        raise BadServiceResponse("an answer without valid passages", code="rag_no_passages")

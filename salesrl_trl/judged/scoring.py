@@ -1,7 +1,7 @@
-"""From components to the number GRPO trains on, and the seam for a stage of one's own. Pure: no services, no clock.
+"""Combines components into the reward for GRPO and defines the interface of custom stages. Pure: no services or clock.
 
-One combined value for each completion, because TRL counts a missing one of several reward functions as 0: a completion
-without a judge's score would be the worst of its group.
+Each completion gets one combined value, because TRL counts a `None` among several reward functions as 0, which would
+make a completion without a judge's score the worst of its group.
 """
 
 import re
@@ -31,7 +31,7 @@ _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A completion on its way to a reward: a valid action that was answered."""
+    """An answered valid action, on its way to a reward."""
 
     row: SalesRow
     """The conversation, its branch and the documents known to answer it."""
@@ -40,41 +40,40 @@ class Case:
     answer: Answer
     """The 8B endpoint's answer to the action."""
     reference: Answer | None
-    """The 32B endpoint's answer to the row; `None` where the branch needs none, or it could not be had."""
+    """The 32B endpoint's answer to the row; `None` if not needed or not available."""
     verdicts: Mapping[str, Verdict | None] = field(default_factory=dict)
-    """Judgements by component (`"judge"`, `"judge_<rubric>"`); `None` for one that failed. Empty before the judge."""
+    """Verdicts by component (`"judge"`, `"judge_<rubric>"`); `None` for a failed one. Empty before the judge."""
     failure: tuple[Outcome, str] | None = None
-    """Outcome and reason code of the first judgement that could not be had."""
+    """Outcome and reason code of the first failed verdict."""
     components: Mapping[str, float | None] = field(default_factory=dict)
-    """Components of earlier stages, for this answer."""
+    """Components from earlier stages for this answer."""
     reference_components: Mapping[str, float | None] = field(default_factory=dict)
-    """Components of earlier stages, for the reference answer."""
+    """Components from earlier stages for the reference answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """The components that a stage adds. `None`, or a name that is left out, stands for a missing component."""
+    """The components that a stage adds. A component is undefined if it is `None` or absent."""
 
     components: Mapping[str, float | None] = field(default_factory=dict)
     """Components of the answer: `{"brevity": 1.0}`."""
     reference: Mapping[str, float | None] = field(default_factory=dict)
-    """Components of the reference answer. A hybrid baseline needs them where a branch weighs them."""
+    """Components of the reference answer, required by a hybrid baseline if a branch weighs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
-    """The completion can't be scored: no number, out of the baseline and the loss, and counted by its reason."""
+    """The completion can't be scored: it is excluded from the baseline and the loss, and counted by its reason."""
 
     reason: str
-    """A short code for logs and metric names: `"brevity_no_tokenizer"`. Never a text of a customer."""
+    """A short code for logs and metric names: `"brevity_no_tokenizer"`. It must not quote a customer."""
 
 
-Result: TypeAlias = Added | InvalidAction | Missing  # of a stage
+Result: TypeAlias = Added | InvalidAction | Missing  # a stage's result
 
 
 class RewardStage(ABC):
-    """A stage of the reward: one class, handed to `SalesReward` as an object, or named by its dotted path in
-    `reward_stages`.
+    """A custom reward stage. Pass an object to `SalesReward`, or name its dotted path in `reward_stages`.
 
         class Brevity(RewardStage):
             name = "brevity"
@@ -83,42 +82,42 @@ class RewardStage(ABC):
             async def run(self, case: Case) -> Added:
                 return Added(components={"brevity": 1.0 if len(case.answer.text) < 400 else 0.0})
 
-    One object serves all completions, many at a time, on one event loop. Work that blocks belongs into
-    `asyncio.to_thread`. The object must be picklable, because the reward may run in a process of its own. The
-    completion's deadline (`reward_deadline_s`) covers the stage.
+    One object serves all completions concurrently on one event loop. Run blocking work in `asyncio.to_thread`. The
+    object must be picklable, because the reward may run in its own process. The completion's deadline
+    (`reward_deadline_s`) covers the stage.
 
-    A `ServiceError` that it raises makes the completion missing with the error's code. Any other error makes it
-    missing too: that is a fault in code, and is logged once.
+    If it raises `ServiceError`, the completion is unscored with the error's code. Any other error is a bug: the
+    completion is unscored too, and the error is logged once.
     """
 
     name: str
-    """For figures, spans and logs: `time/<name>_p50_s`. Lower-case letters, digits and `_`. Fixed from construction
-    on, so that every process logs the same figures."""
+    """For metrics, spans and logs: `time/<name>_p50_s`. Lower-case letters, digits and `_`. Constant after
+    construction, so that every process logs the same metrics."""
     components: Sequence[str] = ()
     """The components that it may add, for `branch_reward_weights`."""
     after_judge: bool = False
-    """Whether it runs behind the judge. Before the judge it knows no verdict, and what it refuses is not judged."""
+    """Whether it runs after the judge. Before the judge it sees no verdicts, and cases it rejects are not judged."""
 
     @abstractmethod
     async def run(self, case: Case) -> Result:
-        """Look at a case: everything that is known so far.
+        """Process a case, which holds all results so far.
 
         Returns:
-            `Added`: go on, perhaps with further components.
-            `InvalidAction`: stop here. It is the policy's own fault, so the reward is `invalid_action_reward`.
-            `Missing`: stop here, without a reward.
+            `Added`: continue, optionally with further components.
+            `InvalidAction`: stop. The policy is at fault, so the reward is `invalid_action_reward`.
+            `Missing`: stop without a reward.
         """
 
     async def aclose(self) -> None:  # noqa: B027  for those that have something to close
-        """Close what belongs to the running event loop."""
+        """Close the running event loop's resources."""
 
     def of(self, case: Case, result: Result) -> Case | InvalidAction | Missing:
-        """The case with what the stage found, or its refusal. Raises `ValueError` for one that it does not name."""
+        """Apply the stage's result to the case. Raises `ValueError` for undeclared names or reasons."""
         if not isinstance(result, Added):
             if not _REASON.fullmatch(result.reason) or result.reason in RESERVED_REASONS:
                 raise ValueError(
-                    f"the reason of stage {self.name!r} is no short code of its own. Expected a-z, 0-9 and _, and "
-                    f"none of {', '.join(sorted(RESERVED_REASONS))}."
+                    f"stage {self.name!r} returned an invalid reason. Expected a-z, 0-9 and _, and none of "
+                    f"{', '.join(sorted(RESERVED_REASONS))}."
                 )
             return result
         unknown = (result.components.keys() | result.reference.keys()) - set(self.components)
@@ -135,36 +134,36 @@ class RewardStage(ABC):
 
 COMPONENTS = {
     "judge": "score of the answer by the branch's own rubric, in [0, 1]",
-    "margin": "that score less the reference's, in [-1, 1]; missing without a reference",
-    "retrieval": "score of the best passage the action found, in [0, 1]; 0 where it found none",
-    "right_document": "1: the best passage is one of the row's known documents, 0: it is another; missing without any",
+    "margin": "that score minus the reference's, in [-1, 1]; undefined without a reference",
+    "retrieval": "score of the best passage the action found, in [0, 1]; 0 without passages",
+    "right_document": "1 if the best passage is one of the row's known documents, else 0; undefined without documents",
     FORMAT: "1: the completion is a valid action",
 }
-"""The components that a branch may weigh, beside `judge_<rubric>`, the score by another rubric."""
+"""The components a branch may weigh, in addition to `judge_<rubric>`, the score by another rubric."""
 OTHER_RUBRIC = "judge_"
-MAX_WEIGHT = 1e6  # largest weight, and largest reward of an invalid action. Sums stay far from infinity.
-MISSING_RULES = ("none", "reweight")  # rules for a completion that lacks a weighed component
+MAX_WEIGHT = 1e6  # largest weight and largest reward of an invalid action, far from overflow
+MISSING_RULES = ("none", "reweight")  # rules for a completion that lacks a weighted component
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scoring:
-    """The law of the reward.
+    """Combines components into the reward.
 
         value = sum over components c of w_c * c
 
-    Where a component is missing (a judge failed, there was no reference), the value is missing too (`"none"`), or the
-    others stand in for it (`"reweight"`), so that a value keeps its scale:
+    If a component is undefined, e.g. after a judge's failure or without a reference, the completion is unscored
+    (`"none"`), or the others replace it (`"reweight"`) at the same scale:
 
-        value = (sum of all w) / (sum of w that are there) * sum over those of w_c * c
+        value = (sum of all w) / (sum of w of defined c) * sum over defined c of w_c * c
 
-    Nothing stands in for all of a branch's judgements: a dead judge must not be the best score.
+    A completion without any of its branch's verdicts is always unscored: a dead judge must not be the best score.
     """
 
     weights: Mapping[str, Mapping[str, float]]
     """Branch to component to weight: `{"fairness": {"judge": 0.8, "margin": 0.2}}`."""
     missing: str = "none"  # one of `MISSING_RULES`
-    invalid_action: float = 0.0  # reward of a completion that is no action, or whose answer is hollow
-    stage_components: tuple[str, ...] = ()  # components that stages of your own add, beside `COMPONENTS`
+    invalid_action: float = 0.0  # reward of an invalid action or a hollow answer
+    stage_components: tuple[str, ...] = ()  # components from custom stages
 
     def __post_init__(self) -> None:
         if not abs(self.invalid_action) <= MAX_WEIGHT:
@@ -189,20 +188,19 @@ class Scoring:
 
     @property
     def judged_names(self) -> tuple[str, ...]:
-        """The components that a policy has that answers directly, without an action and a search."""
+        """The components of a policy that answers directly, without action and search."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
         return tuple(dict.fromkeys(("judge", "margin", REFERENCE, *others, *self.stage_components)))
 
     def rubrics(self, branch: str) -> dict[str, str]:
-        """The judgements a branch needs: component to rubric."""
+        """The verdicts a branch needs: component -> rubric."""
         weights = self.weights[branch]
         main = {"judge": branch} if {"judge", "margin"} & weights.keys() else {}
         others = {name: name.removeprefix(OTHER_RUBRIC) for name in weights if name.startswith(OTHER_RUBRIC)}
         return {**main, **others}
 
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
-        """The same law, with the components of these stages. Raises `ConfigError` for a name that is missing, no short
-        code, or taken."""
+        """Add these stages' components. Raises `ConfigError` for an absent, malformed or duplicate name."""
         names: list[str] = [*Stage]
         components = [*COMPONENTS, REFERENCE]
         for stage in stages:
@@ -219,7 +217,7 @@ class Scoring:
         return replace(self, stage_components=tuple(name for stage in stages for name in stage.components))
 
     def score(self, case: Case) -> Reward:
-        """The reward of an answered action, from what the judge and the stages found."""
+        """The reward of an answered action, from verdicts and stage components."""
         weights, main = self.weights[case.row.branch], case.verdicts.get("judge")
         reference = None if main is None else main.reference
         scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
@@ -237,7 +235,7 @@ class Scoring:
             outcome, reason = case.failure or (Outcome.INFRA, no_component)
             return Reward(outcome=outcome, value=None, reason=reason, components=components)
         of_reference: float | None = None
-        if case.reference is not None:  # by the same law. Its margin above itself is 0.
+        if case.reference is not None:  # scored the same way; its margin over itself is 0
             scores = {name: None if verdict is None else verdict.reference for name, verdict in case.verdicts.items()}
             judged = {"judge": None, "margin": None if scores.get("judge") is None else 0.0, **scores}
             of_the_reference = self._components(case, case.reference, judged, case.reference_components)
@@ -245,7 +243,7 @@ class Scoring:
         return Reward(outcome=Outcome.OK, value=value, components=components, reference_value=of_reference)
 
     def score_invalid(self, action: InvalidAction) -> Reward:
-        """The reward of a completion that is no action: the policy's own fault, so a real, low number."""
+        """The reward of an invalid action: the policy's fault, hence a real, low number."""
         return Reward(
             outcome=Outcome.INVALID_ACTION, value=self.invalid_action, reason=action.reason, components={"format": 0.0}
         )

@@ -1,11 +1,11 @@
-"""What a run with a budget has spent, for its lines and its end."""
+"""Reports the spending of a run with a budget."""
 
 from collections.abc import Mapping
 
 from accelerate.logging import get_logger
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.judged.budget import Account, Budget, read_account, reported
+from salesrl_trl.judged.budget import Account, Budget, read_account
 from salesrl_trl.names import BUDGET_CALLS, BUDGET_USD
 from salesrl_trl.wiring.part import Part, PartContext
 
@@ -20,7 +20,7 @@ class Spending(Part):
         run.run_control.spending = self
 
     def account(self) -> Account:
-        """What has been spent so far, by the file; as it was at the last look if the file can't be read."""
+        """The spending so far, from the file or, if it is unreadable, the last known account."""
         try:
             self._account = read_account(self._budget.path)
         except ConfigError as error:
@@ -35,8 +35,9 @@ class Spending(Part):
         return self.account().in_words()
 
     def reported(self) -> str:
-        account = self.account()
-        return reported(account, account.reached(self._budget.limits))
+        """`1,000 calls, 0.42 USD were spent; reached: max_calls 1,000`."""
+        reached = (f"`{limit.name}` {limit.most:,g}" for limit in self.account().reached(self._budget.limits))
+        return f"{self._account.in_words()} were spent; reached: {', '.join(reached)}"
 
     def is_reached(self) -> bool:
         return bool(self.account().reached(self._budget.limits))

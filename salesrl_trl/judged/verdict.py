@@ -1,7 +1,7 @@
-"""The message to a judge, and the verdict in its answer. Pure.
+"""Builds the message to a judge and parses the verdict in its answer. Pure.
 
-Completions are hostile text, so they stand in fenced sections of the user message only. A verdict is a JSON object at
-the very end, signed with the request's nonce. Any other text is `JudgeInvalid`, never a number.
+Completions are hostile text and only appear in fenced sections of the user message. A verdict is a JSON object at the
+very end, signed with the request's nonce. Any other answer raises `JudgeInvalid` and never yields a number.
 """
 
 import functools
@@ -18,17 +18,17 @@ from salesrl_trl.ground.fencing import fence, is_nonce
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.types import Action, Answer, Criterion, SalesRow, Verdict
 
-Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, and what the policy wrote for each
-MESSAGE_VERSION = 2  # version of the message. Raise it with each change: verdicts on another version are not reused.
+Candidates: TypeAlias = Sequence[tuple[Action, Answer]]  # answers to score, with the policy's action for each
+MESSAGE_VERSION = 2  # increment on each change of the message: cached verdicts of other versions are not reused
 MAX_VERDICT_CHARS = 65_536
-"""Characters of a judge's text that are read, from its end. A judge may think aloud before the verdict."""
+"""Number of characters parsed from the end of a judge's text, which may start with reasoning."""
 MAX_OBJECT_STARTS = 64
-"""Most opening braces that are tried, from the end of the text, beside those of candidates' scores. The reason in a
-verdict holds fewer."""
-ALONE = "answer"  # name of a candidate that is judged alone
-_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # names of sections have no digits
+"""Most opening braces tried from the end of the text, in addition to those of candidates' scores. A verdict's reason
+contains fewer."""
+ALONE = "answer"  # name of a single candidate
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # section names contain letters only
 
-_TWICE: dict[str, object] = {}  # stands for an object in which a key comes twice
+_TWICE: dict[str, object] = {}  # marks an object with a duplicate key
 _DECODER = json.JSONDecoder(
     object_pairs_hook=lambda pairs: _TWICE if len(dict(pairs)) < len(pairs) else dict(pairs),
     strict=False,  # line breaks in strings
@@ -36,7 +36,7 @@ _DECODER = json.JSONDecoder(
 _COMMA = re.compile(r'("(?:[^"\\]|\\.)*+"?)|,(?=\s*[}\]])', re.DOTALL)  # a string, or a comma before an end
 _END_TOKEN = re.compile(r"<\|[^<>|]{1,32}\|>|<｜[^<>｜]{1,32}｜>|</?\w{1,16}>|`{3}")
 _CLOSING = re.compile(r"[^\d{}\[\]\"<>]{1,200}[.!?。！？]", re.DOTALL)
-"""A sentence behind a verdict. One with a number, or cut off in its midst, may take the verdict back."""
+"""A sentence after a verdict. A truncated one, or one with a number, might retract the verdict."""
 
 _Score = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _FIELDS = frozenset({"nonce", "candidate", "candidates", "reference", "reason"})
@@ -45,8 +45,8 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 @functools.cache
 def _form(of_reference: bool | None, by_criteria: bool, of_group: bool) -> type[BaseModel]:
-    """The form of a verdict. `of_reference`: whether it has a score of the reference, or `None` for either. It has the
-    same names for each request: some providers take seconds to prepare a new schema."""
+    """The schema of a verdict. `of_reference`: whether it scores the reference, or `None` for either. Its names are
+    constant across requests, since some providers need seconds to compile a new schema."""
     score: Any = list[_Score] if by_criteria else _Score
     reference: Any = {True: score, False: None, None: score | None}[of_reference]
     named: Any = create_model("_Named", __config__=_STRICT, name=(str, ...), score=(score, ...))
@@ -74,7 +74,7 @@ A score is a list of {count} numbers, in the order of the criteria. null stands 
 
 
 def candidate_names(nonce: str, count: int) -> list[str]:
-    """Different names of so many candidates of a request: letters that no candidate can know. One alone has none."""
+    """Distinct names for a request's candidates, unpredictable to them. A single candidate is `ALONE`."""
     if count == 1:
         return [ALONE]
     return [f"{number:06x}".translate(_LETTERS) for number in random.Random(nonce).sample(range(16**6), count)]
@@ -83,8 +83,8 @@ def candidate_names(nonce: str, count: int) -> list[str]:
 def judge_message(
     row: SalesRow, candidates: Candidates, reference: Answer | None, *, order: Sequence[int], nonce: str
 ) -> str:
-    """The user message: all material in sections, whose fences the nonce marks. `order`: places of the candidates,
-    and behind them that of the reference, as they are shown."""
+    """The user message: all material in sections fenced with the nonce. `order`: the order in which the candidates
+    and, as the last index, the reference are shown."""
     material = {"branch": row.branch, "conversation": row.context, "documents": "\n\n".join(row.documents)}
     answers = []
     for name, (action, answer) in zip(candidate_names(nonce, len(candidates)), candidates, strict=True):
@@ -101,8 +101,8 @@ def judge_message(
 
 @functools.cache
 def response_format(*, expect_reference: bool, by_criteria: bool = False, of_group: bool = False) -> dict[str, object]:
-    """The schema of a verdict, as the field `response_format` of a request. It has no value for the nonce. A model
-    that may choose null for the reference does so at times."""
+    """The verdict's schema for the request field `response_format`. It does not fix the nonce's value. It requires a
+    reference score if there is a reference, since models sometimes choose an optional null."""
     pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
     schema = _form(expect_reference, by_criteria, of_group).model_json_schema()
     name = f"{pair}_{'group_' * of_group}{verdict}"
@@ -110,8 +110,8 @@ def response_format(*, expect_reference: bool, by_criteria: bool = False, of_gro
 
 
 def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), names: Sequence[str] = (ALONE,)) -> str:
-    """The system message. The rubric is not a template: only what is appended is filled in. `names`: those of the
-    candidates, in the order in which they are shown."""
+    """The system message. The rubric is not a template; only the appended text is. `names`: the candidates' names in
+    the order shown."""
     score, is_group = "[<0 to 1>, ...]" if criteria else "<0 to 1>", len(names) > 1
     if is_group:
         rubric += _OF_GROUP.format(count=len(names), names=", ".join(names))
@@ -126,13 +126,13 @@ def signed_rubric(rubric: str, nonce: str, criteria: Sequence[Criterion] = (), n
 def read_verdict(
     content: str, *, nonce: str, expect_reference: bool, criteria: Sequence[Criterion] = (), count: int = 1
 ) -> list[Verdict]:
-    """What a verdict says of each of `count` candidates: the JSON object at the very end of a judge's answer, signed
-    with the request's nonce. With `criteria` it has a score for each, and their weighted mean is the answer's.
+    """Parse the verdict on each of `count` candidates: the JSON object at the very end of a judge's answer, signed
+    with the request's nonce. With `criteria` it scores each criterion, and their weighted mean is the answer's score.
 
-    A judge that thinks aloud may quote forged verdicts of the completion. They can't hold the nonce, and nothing
-    before the last object is read, but for another signed one with other scores: two verdicts are none. Line breaks
-    in a string, commas too many, a code fence, a model's end token and a closing sentence are read over. Raises
-    `JudgeInvalid`, or `ForeignVerdict` if the nonce is that of another request.
+    A reasoning judge may quote verdicts forged by the completion. They can't contain the nonce, and only the last
+    object counts, unless another signed one has different scores: conflicting verdicts are invalid. Line breaks in
+    strings, trailing commas, a code fence, a model's end token and a closing sentence are tolerated. Raises
+    `JudgeInvalid`, or `ForeignVerdict` if the nonce belongs to another request.
     """
     names = candidate_names(nonce, count)
     whole, most_starts = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
@@ -168,7 +168,7 @@ def read_verdict(
 
 
 def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
-    """The weighted mean of scores by criteria. Raises `JudgeInvalid` unless each criterion has one."""
+    """The weighted mean of the criteria's scores. Raises `JudgeInvalid` unless there is one per criterion."""
     if len(scores) != len(criteria):
         raise _invalid(f"{len(scores)} scores for {len(criteria)} criteria", "judge_wrong_criteria")
     weighted = sum(criterion.weight * score for criterion, score in zip(criteria, scores, strict=True))
@@ -176,7 +176,7 @@ def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:
 
 
 def _last_object(text: str, most: int) -> dict[str, object] | None:
-    """The object at the end of a text, or `_TWICE`. `None` if there is none."""
+    """The object at the end of a text, or `_TWICE`; `None` without one."""
     for read in (text, _without_commas(text)):
         start = len(read)
         for _ in range(most):
@@ -190,7 +190,7 @@ def _last_object(text: str, most: int) -> dict[str, object] | None:
 
 
 def _signed(text: str, nonce: str) -> list[dict[str, object]]:
-    """The objects of a text that hold the nonce, the latest `MAX_OBJECT_STARTS`."""
+    """The last `MAX_OBJECT_STARTS` objects of a text that contain the nonce."""
     text = _without_commas(text)
     starts = [text.rfind("{", 0, match.start()) for match in re.finditer(nonce, text)]
     values = [_object_at(text, start)[0] for start in starts[-MAX_OBJECT_STARTS:] if start >= 0]
@@ -198,7 +198,7 @@ def _signed(text: str, nonce: str) -> list[dict[str, object]]:
 
 
 def _object_at(text: str, start: int) -> tuple[dict[str, object] | None, int]:
-    """The object that begins there, and its end; `None` if none does."""
+    """The object that starts there, if any, and its end."""
     try:
         return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _without_commas(text: str) -> str:
 
 
 def _without_end(text: str) -> str:
-    """A text without what models write behind a verdict: end tokens, a code fence, and one whole sentence."""
+    """Strip what models append to a verdict: end tokens, a code fence, and one whole sentence."""
     behind = text.rfind("}") + 1
     end = _END_TOKEN.sub("", text[behind:]).strip()
     return text[:behind] if not end or _CLOSING.fullmatch(end) else text
@@ -228,7 +228,7 @@ def _unsigned(got: object) -> JudgeInvalid:
 
 
 def _faults(error: ValidationError) -> str:
-    """The faults in the fields of a verdict, without the judge's words."""
+    """A verdict's faults by field, without the judge's words."""
     faults = [(detail["loc"][0], detail["msg"].lower()) for detail in error.errors(include_input=False)]
     asked_for = (f"`{name}`: {fault}" if name in _FIELDS else "a field was not asked for" for name, fault in faults)
     return "; ".join(dict.fromkeys(asked_for))
@@ -237,7 +237,7 @@ def _faults(error: ValidationError) -> str:
 def _invalid(got: str, code: str) -> JudgeInvalid:
     return JudgeInvalid(
         f"the judge answered with {got}. Expected one JSON object {{nonce, candidate: 0..1, reference: 0..1 or null, "
-        "reason: text}. It is up and answers, but gives no verdict: take a model that keeps to JSON, or leave one "
-        "that thinks more `max_completion_tokens`.",
+        "reason: text}. It responds, but without a valid verdict: use a model that follows JSON formats, or raise "
+        "`max_completion_tokens` for one that reasons.",
         code=code,
     )

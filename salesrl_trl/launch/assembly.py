@@ -289,11 +289,7 @@ class ServiceClients:
                     provider.max_concurrency or config.judge_max_concurrency,
                     provider.timeout_s or config.judge_timeout_s,
                     config.parsed_attempts().judge,
-                    price=Price(
-                        prompt_token=provider.usd_per_million_prompt_tokens / 1e6,
-                        completion_token=provider.usd_per_million_completion_tokens / 1e6,
-                        max_completion_tokens=provider.max_completion_tokens,
-                    ),
+                    price=provider.price,
                     tokens_per_minute=provider.tokens_per_minute,
                     requests_per_minute=provider.requests_per_minute,
                 ),

@@ -15,6 +15,7 @@ from salesrl_trl.config.checks import (
     entry_of,
     structure,
 )
+from salesrl_trl.judged.budget import Price
 from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS
@@ -95,8 +96,12 @@ class JudgeProviderConfig:
     """Most requests of any minute, retries included, of all processes together. Further ones wait."""
 
     @property
-    def has_price(self) -> bool:
-        return self.usd_per_million_prompt_tokens > 0 or self.usd_per_million_completion_tokens > 0
+    def price(self) -> Price:
+        return Price(
+            prompt_token=self.usd_per_million_prompt_tokens / 1e6,
+            completion_token=self.usd_per_million_completion_tokens / 1e6,
+            max_completion_tokens=self.max_completion_tokens,
+        )
 
     def __post_init__(self) -> None:
         where = f"judge_providers[{self.name}]"
@@ -106,7 +111,7 @@ class JudgeProviderConfig:
         )
         check_settings(self, f"{where}.")
         check(
-            self.max_usd is None or self.has_price,
+            self.max_usd is None or not self.price.is_free,
             f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "
             "or `usd_per_million_completion_tokens`: without one nothing is ever spent.",
         )

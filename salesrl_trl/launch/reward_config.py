@@ -289,7 +289,7 @@ class RewardConfig:
             f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not counted.",
         )
         check(
-            self.max_usd is None or any(judge.has_price for judge in judges.providers),
+            self.max_usd is None or any(not judge.price.is_free for judge in judges.providers),
             "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
             "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
         )
@@ -342,6 +342,6 @@ class RewardConfig:
             if most is not None
         ]
         rates = [rate for judge in providers for rate in (judge.tokens_per_minute, judge.requests_per_minute)]
-        if not limits and not any(rates) and not any(judge.has_price for judge in providers):
+        if not limits and not any(rates) and not any(not judge.price.is_free for judge in providers):
             return None
         return Budget(output_dir / SPENT_FILE, limits, processes)

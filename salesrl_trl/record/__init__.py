@@ -1,5 +1,5 @@
-"""What the policy wrote, what the services answered and what it earned, for every completion of a run.
+"""Records every completion of a run: the policy's text, the services' answers, and the reward.
 
-Refuses to know rewards, rollouts and trainers: those hand in plain values. Imports the standard library alone, so that
-pages and tools read a record without torch.
+Independent of rewards, rollouts and trainers, which pass plain values. Imports only the standard library, so that
+pages and tools read records without torch.
 """

@@ -1,19 +1,18 @@
-"""The tables of a record, and the way back from it: what a completion was given, and what it earned.
+"""Reads records: their tables, and the values of completions.
 
-Owns which files are a run's, how one is opened, and what its columns mean as values. Replay, rejudge and the viewer
-read records through it. It writes nothing. One SQLite file for each rank, in the folder `record` of a run. Others may
-read them: `PRAGMA user_version` is `VERSION`, and a column (`tables.sql`) keeps its meaning within a version.
+Defines which files belong to a run, how to open one, and how columns map to values. Replay, rejudge and the viewer
+read records through it. A record has one SQLite file per rank in the run's folder `record`. Other tools may read them:
+`PRAGMA user_version` is `VERSION`, and columns (`tables.sql`) keep their meaning within a version.
 
-- `completions`: a row for each completion, in the order in which batches were trained on or evaluated.
-- `verdicts`: what was said of it, one row for each rubric of a judge, and for each reward function, or column that it
-  logged, that said more than a number.
-- `calls`: the requests that were sent on its way, hedges and retries too. A request for a reference that was asked for
-  ahead of its completions has no completion. A request for a whole group or batch has a row for each completion. Of a
-  tool that a conversation called: `tool_` and its name, its arguments, its result, and the turn as the path.
-- `texts`: what is long or repeats: prompts, answers, the content of calls. Each once, as zlib-compressed UTF-8.
-- `meta`: facts of the run. `run` is its id, the same in the files of all ranks, and after a resume too. `weights` is a
-  JSON object: the weight of each of several reward functions. `order ID`, of the training batch whose first completion
-  has this id, is a `rollout.in_flight.Order` as a JSON list.
+- `completions`: one row per completion, in the order in which batches were trained on or evaluated.
+- `verdicts`: one row per judge's rubric, and per reward function or logged column with more than a number.
+- `calls`: all requests for a completion, including hedges and retries. References requested ahead have a null
+  completion; a request for a whole group or batch has a row per completion. Tool calls are stored as `tool_<name>`,
+  with arguments, result, and the turn as the path.
+- `texts`: long or repeated texts (prompts, answers, contents of calls), each stored once as zlib-compressed UTF-8.
+- `meta`: facts about the run. `run` is its id, shared by all ranks and resumes. `weights` is a JSON object with the
+  weights of several reward functions. `order ID`, for the training batch whose first completion has this id, is a
+  `rollout.in_flight.Order` as a JSON list.
 """
 
 import datetime
@@ -25,7 +24,7 @@ import os
 import re
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -47,20 +46,20 @@ def record_file(run: Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank of a file by its name. `None` where it has another name, such as that of a backup."""
+    """The rank in a file's name; `None` for other names, e.g. a backup's."""
     match = re.fullmatch(rf"rank-(\d+){re.escape(SUFFIX)}", path.name)
     return None if match is None else int(match[1])
 
 
-DAMAGED = (sqlite3.Error, zlib.error, ValueError)  # what reading a file raises that is damaged, or another's
-LOCK_WAIT_S = 10.0  # longest wait for a file that another process locks for a moment
+DAMAGED = (sqlite3.Error, zlib.error, ValueError)  # errors of reading a damaged or foreign file
+LOCK_WAIT_S = 10.0  # longest wait for another process's lock
 JSON_COLUMNS = ("action", "parts", "functions", "seconds")
-TEXT_COLUMNS = ("prompt", "turns", "answer", "reference")  # columns that hold the number of a text, which is JSON
+TEXT_COLUMNS = ("prompt", "turns", "answer", "reference")  # columns that reference a JSON text by number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A recorded completion: columns of the table `completions` as values, with its verdicts."""
+    """A recorded completion: the columns of the table `completions` as values, and its verdicts."""
 
     id: int
     step: int
@@ -87,22 +86,22 @@ class Recorded:
 
 
 def digest_of(prompt: object, written: object) -> bytes:
-    """The key of a completion: 16 bytes from JSON values, its prompt and its text or turns."""
+    """A completion's key: 16 bytes from its prompt and its text or turns, as JSON values."""
     return digest(as_json([prompt, written], sort_keys=True))
 
 
 def row_of(columns: object) -> str:
-    """The name of a row without an id: the same for the same columns, JSON values or pictures."""
+    """The name of a row without an id, derived from its columns."""
     return digest(as_json(columns, sort_keys=True)).hex()[:12]
 
 
 def digest(text: str) -> bytes:
-    """The key of a text: 16 bytes."""
+    """A text's key: 16 bytes."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def as_json(value: object, *, sort_keys: bool = False) -> str:
-    """JSON without spaces. A date is its text; what JSON does not know, its type with a hash of its bytes."""
+    """Compact JSON. Dates become text; other unsupported values become their type and a hash of their bytes."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, default=_stand_in)
 
 
@@ -110,14 +109,14 @@ def _stand_in(unknown: object) -> str:
     name = type(unknown).__name__
     if isinstance(unknown, datetime.date | datetime.time | datetime.timedelta | decimal.Decimal):
         return f"<{name} {unknown}>"
-    unknown = getattr(unknown, "numpy", lambda: unknown)()  # of a tensor
-    content = unknown if isinstance(unknown, bytes) else getattr(unknown, "tobytes", bytes)()
+    array = unknown.numpy() if hasattr(unknown, "numpy") else unknown  # a tensor
+    content = array if isinstance(array, bytes) else getattr(array, "tobytes", bytes)()
     return f"<{name} {hashlib.blake2b(content, digest_size=8).hexdigest()}>" if content else f"<{name}>"
 
 
 def record_files(run: Path) -> list[Path]:
-    """The files of a run's record, by rank. Those of another run in the same folder are left out, and named once.
-    `run` is the output folder of the run, the folder of the record, or one file."""
+    """The files of a run's record, by rank. Files of another run in the same folder are skipped with a warning. `run`
+    is the run's output folder, the record's folder, or a single file."""
     if run.is_file():
         return [run]
     folder = run / RECORD_FOLDER if (run / RECORD_FOLDER).is_dir() else run
@@ -127,12 +126,12 @@ def record_files(run: Path) -> list[Path]:
     others = [path for path in files if None not in (owner, run_id := run_of(path)) and run_id != owner]
     if others:
         names = ", ".join(path.name for path in others)
-        warn_once(f"[Record] {names} in {folder}: of an earlier run than {files[0].name}, and left out")
+        warn_once(f"[Record] skipping {names} in {folder}: from an earlier run than {files[0].name}")
     return [path for path in files if path not in others]
 
 
 def run_of(path: Path) -> str | None:
-    """The id of a file's run; empty without one, or in another version. `None` if it can't be read now."""
+    """The id of a file's run; empty without an id, or for another version. `None` if currently unreadable."""
     try:
         with closing(sqlite3.connect(address(path), timeout=LOCK_WAIT_S, uri=True)) as file:
             row = file.execute("SELECT value FROM meta WHERE name = 'run'").fetchone()
@@ -143,22 +142,22 @@ def run_of(path: Path) -> str | None:
 
 
 def address(path: Path) -> str:
-    """SQLite's address of a file that is only read. Where nothing can be written beside it, and nobody writes it,
-    SQLite is told so: it would want to make a file for its readers."""
+    """A read-only SQLite URI. If the folder is read-only and nobody writes the file, it is marked immutable, because
+    SQLite would otherwise create a file for readers."""
     still = not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
     return f"{path.resolve().as_uri()}?{'immutable=1' if still else 'mode=ro'}"
 
 
 def open_record(path: Path) -> sqlite3.Connection:
-    """One file for reading, by any thread. Raises `ConfigError` for one that is no record, or of another version."""
+    """Open a file read-only for any thread. Raises `ConfigError` if it is not a record or has another version."""
     try:
-        if path.suffix == ".gz":  # for reading alone
+        if path.suffix == ".gz":  # a compressed record
             file = sqlite3.connect(":memory:", check_same_thread=False)
             file.deserialize(gzip.decompress(path.read_bytes()))
         else:
             file = sqlite3.connect(address(path), uri=True, timeout=LOCK_WAIT_S, check_same_thread=False)
         version = file.execute("PRAGMA user_version").fetchone()[0]
-    except (*DAMAGED, OSError, EOFError, MemoryError) as error:  # `MemoryError`: a packed file that is empty
+    except (*DAMAGED, OSError, EOFError, MemoryError) as error:  # `MemoryError`: an empty compressed file
         raise ConfigError(f"{path} can't be read as a record ({error}).") from None
     if version != VERSION:
         file.close()
@@ -168,10 +167,10 @@ def open_record(path: Path) -> sqlite3.Connection:
 
 
 def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
-    """All completions of a run or of one `mode`, rank by rank. Raises `ConfigError` without a record."""
+    """All completions of a run, or of one `mode`, rank by rank. Raises `ConfigError` without a record."""
     files = record_files(run)
     if not files:
-        raise ConfigError(f"{run} has no record. Expected {record_file(run, 0)}: a run with `record: true` has it.")
+        raise ConfigError(f"{run} lacks a record. Expected {record_file(run, 0)}, from a run with `record: true`.")
     columns = ", ".join(field.name for field in fields(Recorded) if field.name != "verdicts")
     query = f"SELECT {columns} FROM completions WHERE ? IN (mode, '') ORDER BY id"
     for path in files:
@@ -183,11 +182,9 @@ def recorded(run: Path, mode: str | None = None) -> Iterator[Recorded]:
                 raise ConfigError(f"{path} can't be read as a record ({error}).") from None
 
 
-def values_of(
-    file: sqlite3.Connection, row: sqlite3.Row, parse_constant: Callable[[str], object] | None = None
-) -> dict[str, Any]:
-    """The columns of a row of completions by name, JSON and texts as values, and its `verdicts` by rubric.
-    `parse_constant` makes a value of what JSON has no number for, such as NaN."""
+def values_of(file: sqlite3.Connection, row: sqlite3.Row, parse_constant: type[str] | None = None) -> dict[str, Any]:
+    """A completion's columns by name, with JSON and texts as values, and its `verdicts` by rubric. `parse_constant`
+    converts constants outside JSON, such as NaN."""
     values = dict(row)
     for name in values.keys() & {*TEXT_COLUMNS, *JSON_COLUMNS}:
         text = text_of(file, row[name]) if name in TEXT_COLUMNS and row[name] is not None else row[name]
@@ -199,11 +196,11 @@ def values_of(
 
 
 def text_of(file: sqlite3.Connection, number: int) -> str | None:
-    """A text by its number. `None` where its writer has just dropped it."""
+    """A text by its number; `None` if the writer has just dropped it."""
     row = file.execute("SELECT body FROM texts WHERE id = ?", (number,)).fetchone()
     return None if row is None else unpacked(row[0])
 
 
 def unpacked(body: bytes) -> str:
-    """A text as the table `texts` holds it."""
+    """Decompress a text of the table `texts`."""
     return zlib.decompress(body).decode(errors="replace")

@@ -1,5 +1,5 @@
-"""The recorder of one rank of a run: its file, the id of the run, what a resume keeps, and what it gets of each batch.
-The report at the end of a run that has TensorBoard's files is a part of its own."""
+"""Records one rank's batches: its file, the run's id, the steps a resume keeps, and each batch's values. A separate
+part writes the report at the end of runs that log to TensorBoard."""
 
 import logging
 from collections.abc import Mapping
@@ -25,18 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class RecorderPart(Part):
-    """Hands each batch to this rank's recorder, which writes it beside training. Makes one for each training, unless
-    one is given."""
+    """Passes each batch to this rank's recorder, which writes in the background. Creates one per training."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self._recorder, self._is_given = recorder, recorder is not None
+    _recorder: Recorder | None = None
 
     def connect(self, run: PartContext) -> None:
         self._run = run
 
     def begin(self, resumed: str | None, run_id: str) -> None:
-        if self._is_given:
-            return
         self.close()
         self._recorder = recorder_of(self._run.args, self._run.recorded_weights, resumed, run_id)
 
@@ -53,8 +49,8 @@ class RecorderPart(Part):
 
 
 def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
-    """The recorder of this rank. Its file holds the weight of each of several functions. The record goes on where the
-    checkpoint `resumed` lies in its folder; that of another `run` is kept beside."""
+    """This rank's recorder. Its file stores the weights of several functions. The record continues if the checkpoint
+    `resumed` is in its folder; another `run`'s record is kept under a new name."""
     folder, after = Path(args.output_dir), None
     if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
         after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
@@ -71,24 +67,17 @@ def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: st
 
 
 def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
-    """The values of this rank's completions. Advantages are read later, on another thread."""
-    rollout, advantages, update = batch.rollout, batch.advantages, batch.update
+    """The values of this rank's completions. Another thread reads the advantages later."""
+    rollout, update = batch.rollout, batch.update
     assert rollout.result is not None
-    first = PartialState().process_index * len(rollout.inputs)  # groups may lie across ranks
+    first = PartialState().process_index * len(rollout.inputs)  # groups may span ranks
     rewards, scores = rollout.result.rewards, rollout.rewards
     order = AT_ONCE if rollout.groups is None or not rollout.is_in_parts else rollout.groups.order
     sampled, records = rollout.sampled, [stages.own_record for stages in scores.stages]
     ids = None if sampled is None else sampled.completion_ids
-    if sampled is not None and sampled.calls:  # before those of the reward
+    if sampled is not None and sampled.calls:  # tool calls precede the reward's
         own = zip(records, sampled.calls, strict=True)
         records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
-
-    def numbers() -> list[float | None]:
-        if advantages is None:
-            return [None] * len(rewards)
-        known = zip(advantages.tolist(), rewards, strict=True)
-        return [None if reward.value is None else number for number, reward in known]
-
     entries = [
         Entry(
             row=recorded_name(example),
@@ -112,22 +101,22 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
         mode=rollout.mode,
         number=scores.number,
         entries=entries,
-        advantages=numbers,
+        advantages=batch.advantages,
         calls=rollout.result.report.calls,
         order=order if rollout.is_trained_on else None,
     )
 
 
 class ClosingReport(Part):
-    """Writes the run's page at the end of training and of a last evaluation. A failure ends no run."""
+    """Writes the run's report at the end of training and after a final evaluation. Failures are logged."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         if state.is_world_process_zero:
             try:
                 write_report(Path(args.output_dir))
-            except Exception as error:  # the policy of the run is not saved yet
+            except Exception as error:  # the policy is not saved yet
                 logger.warning(
-                    f"[Report] no report could be written ({type(error).__name__}): `salesrl report` says why"
+                    f"[Report] writing the report failed ({type(error).__name__}). Run `salesrl report` for the reason"
                 )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:

@@ -1,8 +1,8 @@
-"""Rewards from the record of another run, in place of its services.
+"""Replays rewards from another run's record instead of calling services.
 
-The same text in the same place of the same process's batch of the same step is the same completion; else one of the
-same text to the same row stands for it. A recorded failure is a failure again, with its reason. `launch.assembly` puts
-it in the place of a reward.
+A completion matches a recorded one with the same text at the same index of the same rank's batch in the same step,
+or else one with the same text and row. Recorded failures are repeated with their reasons. `launch.assembly`
+substitutes it for a reward.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import sqlite3
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _FIELDS = "outcome, reason, reward, reference_reward, parts, functions, seconds"
 _SAME = "digest = ? AND row = ?"
 _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND place = ?"
-"""Of `Sample` and `Origin`, in the columns of a record."""
+"""A `Sample` and its `Origin` as record columns."""
 _CALLS = """
 SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
 WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
@@ -40,18 +40,19 @@ _ORDERS = """
 SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
 JOIN meta ON name = 'order ' || first ORDER BY first
 """
-_Call = tuple[sqlite3.Connection, int | None, str, float]  # its file, answer, failure and seconds
+_Row = tuple[Any, ...]
+_Call = tuple[sqlite3.Connection, int | None, str, float]  # file, answer, failure and seconds
 
 
 class ReplayReward(Scorer):
-    """What another run recorded.
+    """Rewards recorded by another run.
 
-    It stands in the place of `reward`, which gives the names, and whatever is not recorded. `run` is the output folder
-    of the recorded run, or one file of a record. `on_miss` says what becomes of a completion that is not recorded:
-    `fail`, `nearest` or `live`. With `delays` a reward takes as long as it did. What this `rank` recorded itself comes
-    first. A trainer with tools asks `recorded_call` in place of them.
+    It replaces `reward`, which provides names and unrecorded values. `run` is the recorded run's output folder, or one
+    record file. `on_miss` handles unrecorded completions: `fail`, `nearest` or `live`. With `delays`, rewards arrive
+    after their recorded time. Entries of this `rank` are preferred. With tools, the trainer calls `recorded_call`
+    instead.
 
-    Raises `ConfigError` if the record is of another version, or of other reward functions.
+    Raises `ConfigError` if the record has another version or other reward functions.
     """
 
     is_replay = True
@@ -60,7 +61,7 @@ class ReplayReward(Scorer):
         super().__init__(reward.deadline_s)
         if reward.is_played:
             raise ConfigError(
-                "`replay` is set with a function with `@per_episode`. Expected none: it plays each episode."
+                "`replay` cannot be combined with a function with `@per_episode`, which plays each episode."
             )
         self.__name__ = reward.own_name
         self.lines, self.budget = reward.lines, reward.budget
@@ -71,17 +72,17 @@ class ReplayReward(Scorer):
         self._files = [*files.values()]
         self._own = [file for path, file in files.items() if rank_of(path) == rank]
         self._taken: Counter[tuple[object, ...]] = Counter()
-        self._calls: dict[str, dict[str, list[_Call]]] | None = None  # by service and arguments, once one is looked up
+        self._calls: dict[str, dict[str, list[_Call]]] | None = None  # by service and arguments, loaded on first use
         self._sources: Counter[str] = Counter()
-        # Numbers of other functions, or of none, would count as those of this run's.
+        # values of other functions must not count as this run's
         query, names = "SELECT functions FROM completions WHERE reward IS NOT NULL LIMIT 1", set(self.names.functions)
         for [functions] in self._select(self._files, query):
             recorded = set(json.loads(functions))
             if recorded != names and (recorded or len(names) > 1):
                 raise ConfigError(
-                    f"the record of {run} has numbers of {', '.join(sorted(recorded)) or 'one reward function'}. "
-                    f"Expected those of this run's `reward_funcs`: {', '.join(sorted(names))}. Give the functions of "
-                    "the recorded run."
+                    f"the record of {run} has values of {', '.join(sorted(recorded)) or 'one reward function'}. "
+                    f"Expected this run's `reward_funcs`: {', '.join(sorted(names))}. Use the functions of the "
+                    "recorded run."
                 )
 
     @property
@@ -108,7 +109,7 @@ class ReplayReward(Scorer):
             self._sources.clear()
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        row = sample.row if sample.origin is None else sample.origin.rows[sample.place]  # as the dataset has it
+        row = sample.row if sample.origin is None else sample.origin.rows[sample.place]  # as in the dataset
         record, source = self._recorded(sample, row), "as recorded"
         if record is None and self._on_miss == "nearest":
             record, source = self._nearest(sample.text, row), "of the nearest text"
@@ -120,7 +121,7 @@ class ReplayReward(Scorer):
         if record is None:
             return missing(Outcome.INFRA, NOT_RECORDED)
         outcome, reason, value, reference, parts, functions, seconds = record
-        if self._delays:  # those of both endpoints ran beside one another
+        if self._delays:  # both endpoints ran concurrently
             times = dict.fromkeys((Stage.RAG_8B, Stage.RAG_32B), 0.0) | json.loads(seconds) | {QUEUE: 0.0}
             await asyncio.sleep(sum(times.values()) - min(times[Stage.RAG_8B], times[Stage.RAG_32B]))
         return Reward(
@@ -128,8 +129,8 @@ class ReplayReward(Scorer):
             components=json.loads(parts), by_function=json.loads(functions),
         )  # fmt: skip
 
-    def _recorded(self, sample: Sample, row: Example) -> tuple[Any, ...] | None:
-        """What this very completion earned, or else the same text to the same row."""
+    def _recorded(self, sample: Sample, row: Example) -> _Row | None:
+        """The entry of this very completion, or else of the same text and row."""
         origin = sample.origin
         key: tuple[object, ...] = (
             digest_of(row.get("prompt"), conversation_of(sample.completion) or sample.text), recorded_name(row)
@@ -137,7 +138,7 @@ class ReplayReward(Scorer):
         query = f"SELECT {_FIELDS} FROM completions WHERE"
         mode, step = ("", -1) if origin is None else (origin.mode, origin.step)
         very = (*key, mode, step, sample.place)
-        records = self._select(self._own, f"{query} {_VERY} ORDER BY id", *very)  # several, if a step has more batches
+        records = self._select(self._own, f"{query} {_VERY} ORDER BY id", *very)  # one per batch of the step
         if self._taken[very] < len(records):
             key = very
         else:
@@ -145,15 +146,15 @@ class ReplayReward(Scorer):
         return self._next(key, records) if records else None
 
     def _next(self, key: tuple[object, ...], found: Sequence[T]) -> T:
-        """Of several that were found for a key the one after that of the last look-up, and then the last one."""
+        """The entry after that of the key's previous look-up, at most the last one."""
         number = self._taken[key]
         self._taken[key] += 1
         return found[min(number, len(found) - 1)]
 
     def order_of(self, step: int) -> list[list[int]] | None:
-        """In which order the run trained on the parts of this process's next batch of a step, as the record has it:
-        of several batches the one after that of the last look-up. `None` where that is not known, or means nothing."""
-        if self._delays or self._on_miss == "live":  # rewards take their time again
+        """The recorded order in which the run trained on the parts of this process's next batch of a step. Successive
+        look-ups return successive batches. `None` if unknown or irrelevant."""
+        if self._delays or self._on_miss == "live":  # rewards arrive in real time
             return None
         orders = self._select(self._own, _ORDERS, step)
         number = self._taken["order", step]
@@ -161,14 +162,14 @@ class ReplayReward(Scorer):
         return json.loads(orders[number][0]) if number < len(orders) else None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
-        """How a call of a tool ended, by its service and its arguments. `None` where the tool is to be called. Raises
-        `ServiceError` without one."""
+        """The recorded outcome of a tool call, by service and arguments; `None` if the tool must be called. Raises
+        `ServiceError` for an unrecorded call."""
         if self._calls is None:
-            self._calls = defaultdict(lambda: defaultdict(list))
+            self._calls = {}
             for file in (*self._own, *(each for each in self._files if each not in self._own)):
                 for name, request, *ended in file.execute(_CALLS):
-                    self._calls[name][unpacked(request)].append((file, *ended))
-        calls, key = self._calls[service], asked
+                    self._calls.setdefault(name, {}).setdefault(unpacked(request), []).append((file, *ended))
+        calls, key = self._calls.get(service, {}), asked
         if asked not in calls and calls and self._on_miss == "nearest":
             [key] = difflib.get_close_matches(asked, calls, n=1, cutoff=0.0)
         if key not in calls:
@@ -180,21 +181,21 @@ class ReplayReward(Scorer):
             await asyncio.sleep(seconds)
         return None if answer is None else text_of(file, answer) or "", failure
 
-    def _nearest(self, text: str, row: Example) -> tuple[Any, ...] | None:
+    def _nearest(self, text: str, row: Example) -> _Row | None:
         query = f"SELECT text, {_FIELDS} FROM completions WHERE row = ? ORDER BY id"
         records = self._select(self._files, query, recorded_name(row))
         matcher = difflib.SequenceMatcher(b=text, autojunk=False)
 
-        def similarity(record: tuple[Any, ...]) -> float:
+        def similarity(record: _Row) -> float:
             matcher.set_seq1(record[0])
             return matcher.ratio()
 
         return max(records, key=similarity)[1:] if records else None
 
-    def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[tuple[Any, ...]]:
+    def _select(self, files: Iterable[sqlite3.Connection], query: str, *values: object) -> list[_Row]:
         return [row for file in files for row in file.execute(query, values)]
 
 
 def recorded_name(row: Example) -> str:
-    """The name of a row in the record: its id in the dataset, or one that follows from its columns."""
+    """A row's name in the record: its id in the dataset, or one derived from its columns."""
     return row_id_of(row) or row_of(row["prompt"] if row.keys() == {"prompt"} else row)

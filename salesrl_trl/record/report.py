@@ -1,7 +1,7 @@
 """`python -m salesrl_trl.record.report OUTPUT_DIR [--lang en|zh]`.
 
-Reads a run's folder, finished or not, and writes the viewer's tab of figures as one HTML page. Imports neither torch
-nor TRL. Exit code: 0; 2, with one message, for a wrong folder.
+Reads a finished or unfinished run's folder and writes the viewer's report tab as one HTML page. Imports neither torch
+nor TRL. Exit code: 0; 2, with one message, for an invalid folder.
 """
 
 import argparse
@@ -23,24 +23,24 @@ from salesrl_trl.record.view.page import page
 
 EVENT_FILES = "events.out.tfevents.*"
 RUNS = "runs"  # transformers' folder for event files inside a run's folder
-MAX_POINTS = 360  # of a line: more can't be told apart
-MAX_LINES = 9  # of a chart: the page has as many colours
-MAX_ROWS = 30  # of a table
+MAX_POINTS = 360  # per line; more are indistinguishable
+MAX_LINES = 9  # per chart, the page's number of colours
+MAX_ROWS = 30  # per table
 
-Series = Mapping[int, float]  # finite figures by step, ascending
+Series = Mapping[int, float]  # finite values by ascending step
 Json = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a run's folder tells of the run."""
+    """The data in a run's folder."""
 
     series: Mapping[str, Series]  # by tag without `train/`
-    held_out: Mapping[int, Mapping[str, float | None]]  # each evaluation of the held-out rows by its step, ascending
+    held_out: Mapping[int, Mapping[str, float | None]]  # held-out evaluations by ascending step
     account: Account
 
     def of(self, tag: str) -> Series:
-        """Figures of a tag; empty if it was never logged."""
+        """A tag's values; empty if it was never logged."""
         return self.series.get(tag, {})
 
 
@@ -54,7 +54,7 @@ def _write(args: argparse.Namespace) -> None:
 
 
 def write_report(folder: Path, language: str = "en") -> Path:
-    """Write the page of a run's folder. Returns its path. Raises `ConfigError`."""
+    """Write the report of a run's folder. Returns its path. Raises `ConfigError`."""
     figures = figures_of(read_run(folder))
     html = folder / names.REPORT_PAGE_FILE
     state = {"runs": [{"name": folder.resolve().name, "path": str(folder)}], "facets": {}}
@@ -63,11 +63,11 @@ def write_report(folder: Path, language: str = "en") -> Path:
     return html
 
 
-# What the page draws
+# Charts
 
 
 def figures_of(run: Run) -> Json:
-    """The figures of a run as JSON values without words: `assets/report.js` has these in both languages."""
+    """A run's chart data as JSON values. `assets/report.js` contains the labels in both languages."""
     branches = names.branches_in(run.series)
     steps = run.of(names.STEP_SECONDS)
     phases = {str(phase): run.of(names.time_of(phase)) for phase in names.Phase}
@@ -87,7 +87,7 @@ def figures_of(run: Run) -> Json:
 
 
 def _rewards(run: Run, branches: Sequence[str]) -> list[Json]:
-    """Lines: a branch's reward and, dashed, its reference. The reward of all has no name."""
+    """Lines: each branch's reward and, dashed, its reference. The overall reward is unnamed."""
     lines = [] if len(branches) == 1 else [_line("", run.of(names.REWARD), len(branches))]
     for colour, branch in enumerate(branches):
         lines.append(_line(branch, run.of(names.reward_of(branch)), colour))
@@ -96,7 +96,7 @@ def _rewards(run: Run, branches: Sequence[str]) -> list[Json]:
 
 
 def _kl(run: Run, branch: str) -> Json:
-    """A branch's KL with its band and the share of steps in it, as far as there is one, and its coefficient."""
+    """A branch's KL, its band and share of steps within it, if any, and its coefficient."""
     edges = [list(run.of(names.kl_of(branch, kind)).values())[-1:] for kind in ("_low", "_high", "_share_in_band")]
     return {
         "branch": branch,
@@ -107,7 +107,7 @@ def _kl(run: Run, branch: str) -> Json:
 
 
 def _by_size(series: Mapping[str, Series], whole: float, steps: int) -> Json:
-    """Lines and rows of parts of a `whole`, the largest first. A row: name, sum for each of the `steps`, share."""
+    """Lines and rows of the parts of a `whole`, largest first. A row: name, mean per step, share."""
     sums = {name: math.fsum(values.values()) for name, values in series.items()}
     named = sorted((name for name, total in sums.items() if total > 0), key=lambda name: (-sums[name], name))
     return {
@@ -117,7 +117,7 @@ def _by_size(series: Mapping[str, Series], whole: float, steps: int) -> Json:
 
 
 def _line(name: str, series: Series, colour: int) -> Json:
-    """Its points are means of neighbouring steps, with five digits."""
+    """A line whose points are means of neighbouring steps, with five digits."""
     steps = [*series]
     size = max(1, math.ceil(len(steps) / MAX_POINTS))
     groups = [steps[first : first + size] for first in range(0, len(steps), size)]
@@ -129,16 +129,16 @@ def _line(name: str, series: Series, colour: int) -> Json:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. The run may be unfinished, killed or resumed. Raises `ConfigError` if the folder has no
-    event file, or a file that can't be read."""
+    """Read the folder of a run, which may be unfinished, killed or resumed. Raises `ConfigError` without event files,
+    or for an unreadable file."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder. Expected the `output_dir` of a run.")
+        raise ConfigError(f"{folder} is not a folder. Expected the `output_dir` of a run.")
     top = folder / RUNS
     files = [_scalars(path) for path in sorted(top.rglob(EVENT_FILES))]
     if not files:
         raise ConfigError(
-            f"{top} holds no TensorBoard file ({EVENT_FILES}). Expected the `output_dir` of a run with "
-            "`report_to: tensorboard`. If its files were put elsewhere, copy them there."
+            f"{top} does not contain TensorBoard files ({EVENT_FILES}). Expected the `output_dir` of a run with "
+            "`report_to: tensorboard`. If its files are elsewhere, copy them there."
         )
     account = read_account(folder / names.SPENT_FILE)
     return Run(series=_merged(files), held_out=_held_out(folder / names.HELD_OUT_FILE), account=account)
@@ -152,12 +152,12 @@ class _Scalar(NamedTuple):
 
 
 def _scalars(path: Path) -> list[_Scalar]:
-    """The training figures of one file, up to a record that was cut off."""
+    """The training metrics of one file, up to a truncated event."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     scalars, now_s = list[_Scalar](), -math.inf
     for event in LegacyEventFileLoader(str(path)).Load():
-        now_s = max(now_s, event.wall_time)  # a clock may be set back: in a file the order of events counts
+        now_s = max(now_s, event.wall_time)  # the clock may be set back; within a file, event order counts
         scalars += [
             _Scalar(now_s, event.step, value.tag.removeprefix(names.TRAIN), value.simple_value)
             for value in event.summary.value
@@ -167,12 +167,12 @@ def _scalars(path: Path) -> list[_Scalar]:
 
 
 def _merged(files: Sequence[Sequence[_Scalar]]) -> dict[str, dict[int, float]]:
-    """The finite scalars of all files by tag and step. Of one step the latest counts.
+    """The finite scalars of all files by tag and step; the latest value of a step counts.
 
-    A start repeats steps after a resume, and as another run in the same folder. What was written before a start about
-    its first step and later ones is forgotten, also where the start has not come so far.
+    A resume, or another run in the same folder, repeats steps. Earlier values from its first step on are discarded,
+    even for steps it has not reached yet.
     """
-    # the file of a last evaluation has no figure of training, but it has the tag `epoch`
+    # a final evaluation's file contains the tag `epoch` only
     firsts = [next((scalar for scalar in scalars if scalar.tag != "epoch"), None) for scalars in files]
     starts = [first for first in firsts if first is not None]
     series: dict[str, dict[int, float]] = {}

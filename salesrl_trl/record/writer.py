@@ -1,7 +1,7 @@
-"""The file that grows beside training.
+"""Writes the record in the background during training.
 
-A batch is handed over as plain values and costs its caller a moment. What the disk does not take in time, and what
-can't be written, is left out and counted, never waited for.
+Batches are passed as plain values, which costs the caller little. Batches that exceed the disk's speed, or that can't
+be written, are dropped and counted; training never waits for them.
 """
 
 import logging
@@ -11,11 +11,11 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
@@ -26,22 +26,22 @@ from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
-WAITING_BATCHES = 16  # batches that wait for the disk, at most
-PART_TO_KEEP = 0.9  # of a full file: the oldest steps go until this share of the limit is used
-LOCK_WAIT_S = 600.0  # longest wait for a file that another process locks, such as a backup. Batches wait meanwhile.
-CLOSE_TIMEOUT_S = 30.0  # longest wait, at the end, for what is still to be written
-PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # of an `Entry`, as they are
+WAITING_BATCHES = 16  # most batches queued for the disk
+PART_TO_KEEP = 0.9  # a full file drops its oldest steps until it uses this share of the limit
+LOCK_WAIT_S = 600.0  # longest wait for another process's lock, e.g. a backup's, while batches queue
+CLOSE_TIMEOUT_S = 30.0  # longest wait on close for pending batches
+PLAIN_COLUMNS = ("row", "branch", "tokens", "place", "prompt_group", "staleness")  # copied from an `Entry`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A completion that was scored."""
+    """A scored completion."""
 
-    row: str  # id of the dataset's row, or `reader.row_of` its columns
+    row: str  # id of the dataset row, or `reader.row_of` its columns
     branch: str
     prompt: object  # a JSON value: a text, or messages
     text: str
-    turns: Sequence[Mapping[str, object]] | None = None  # messages of a conversation
+    turns: Sequence[Mapping[str, object]] | None = None  # a conversation's messages
     tokens: int | None
     place: int
     prompt_group: int
@@ -50,27 +50,33 @@ class Entry:
     record: CompletionRecord | None
 
 
+class Advantages(Protocol):
+    """A tensor."""
+
+    def tolist(self) -> list[float]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """The completions of a generation batch, or of a part of an evaluation."""
+    """The completions of a generation batch, or part of an evaluation."""
 
     step: int
     mode: str  # `"train"` or `"eval"`
     number: int
     entries: Sequence[Entry]
-    advantages: Callable[[], Sequence[float | None]]  # by place. Called on the writer's thread: it may wait for a GPU.
-    calls: Sequence[Call] = ()  # calls that belong to no completion
-    order: object = None  # a JSON value: in which order its parts were trained on, for a replay
+    advantages: Advantages | None = None  # by place; read on the writer's thread, which may wait for a GPU
+    calls: Sequence[Call] = ()  # calls without a completion
+    order: object = None  # a JSON value: the order in which its parts were trained on, for a replay
     time: float = field(default_factory=time.time)
 
 
 @dataclass(eq=False, repr=False)
 class Recorder:
-    """Writes the record of one rank to `path`, a `reader.record_file`. Beyond `most_bytes` its oldest steps go, and a
-    line says so once. `clean` is applied to every text. `meta` has facts of the run, no secrets: `run` is its id, the
-    same on all ranks. `after` is the step of the checkpoint from which the run goes on: then a file of this run is
-    gone on with, without later steps, and `others`, the files of ranks that the run has no more, lose these too.
-    Every other file is kept beside, with a number in its name.
+    """Writes one rank's record to `path`, a `reader.record_file`. Beyond `most_bytes` the oldest steps are dropped,
+    which is logged once. `clean` is applied to every text. `meta` contains facts about the run but no secrets; `run`
+    is its id, shared by all ranks. If the run resumes from a checkpoint at step `after`, its file continues without
+    later steps, which `others`, the files of ranks that no longer exist, lose too. Any other existing file is renamed
+    with a number.
     """
 
     path: Path
@@ -84,14 +90,14 @@ class Recorder:
     def __post_init__(self) -> None:
         self._was_evaluated = self.after is None
         self._has_dropped = False
-        self._clean = self.clean or (lambda text: text)
+        self._clean = self.clean or str
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
         self._left_out = 0
         self._unfit = 0
         self._thread: threading.Thread | None = None
 
     def record(self, batch: Batch) -> None:
-        """Hand over a batch. Does not wait."""
+        """Queue a batch without waiting."""
         if self._thread is None:
             self._thread = threading.Thread(target=here().run, args=(self._work,), name="record", daemon=True)
             self._thread.start()
@@ -100,10 +106,10 @@ class Recorder:
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
-                logger.warning(f"[Record] {self.path} takes too long to write: step {batch.step} is left out of it")
+                logger.warning(f"[Record] writing {self.path} is too slow: step {batch.step} is dropped")
 
     def close(self) -> None:
-        """Write what is still there."""
+        """Write queued batches."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -113,23 +119,23 @@ class Recorder:
         except queue.Full:
             pass
         if thread.is_alive():
-            logger.warning(f"[Record] {self.path} is not written to its end: the disk is silent, or it is locked")
+            logger.warning(f"[Record] {self.path} is incomplete: its disk does not respond, or it is locked")
         if self._left_out:
-            logger.warning(f"[Record] {self._left_out} batches are not in {self.path}")
+            logger.warning(f"[Record] {self._left_out} batches were dropped from {self.path}")
         if self._unfit:
-            logger.warning(f"[Record] {self._unfit} entries that could not be written are not in {self.path}")
+            logger.warning(f"[Record] {self._unfit} unwritable entries were dropped from {self.path}")
 
     # On the writer's thread
 
     def _work(self) -> None:
         try:
-            enter()  # for the filter
+            enter()  # the filter's devices
             with closing(self._opened()) as file:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training must continue
             logger.warning(
-                f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training goes on without "
+                f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training continues without "
                 "a record."
             )
             while self._queue.get() is not None:  # further batches are dropped
@@ -148,39 +154,26 @@ class Recorder:
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
         before = _used_bytes(file)
         try:
-            advantages = batch.advantages()
-            unfit = self._write(file, batch, advantages)
+            unfit = self._write(file, batch, None if batch.advantages is None else batch.advantages.tolist())
         except Exception as error:
             if is_of_the_file(error):
                 raise
             unfit = [error] * len(batch.entries)
         if unfit and not self._unfit:
-            # The words of an error, such as that of a filter, may quote a customer.
+            # the message of an error, e.g. a filter's, may quote a customer
             place = traceback.extract_tb(unfit[0].__traceback__)[-1]
             logger.warning(
-                f"[Record] an entry of step {batch.step} is left out of {self.path}: {type(unfit[0]).__name__} at "
+                f"[Record] an entry of step {batch.step} is dropped from {self.path}: {type(unfit[0]).__name__} at "
                 f"{place.filename}:{place.lineno}. Further ones are counted"
             )
         self._unfit += len(unfit)
         if self.most_bytes is not None:
-            self._make_room(file, self.most_bytes, 2 * (_used_bytes(file) - before))  # batches differ
+            self._make_room(file, self.most_bytes, 2 * (_used_bytes(file) - before))  # margin for larger batches
 
-    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float | None]) -> list[Exception]:
-        """Write a batch. Returns the errors of what can't be written."""
+    def _write(self, file: sqlite3.Connection, batch: Batch, advantages: Sequence[float] | None) -> list[Exception]:
+        """Write a batch. Returns the errors of unwritable entries."""
         unfit: list[Exception] = []
-
-        def add(write: Callable[[], None]) -> None:
-            file.execute("SAVEPOINT entry")
-            try:
-                write()
-            except Exception as error:
-                if is_of_the_file(error):
-                    raise
-                file.execute("ROLLBACK TO entry")
-                unfit.append(error)
-            file.execute("RELEASE entry")
-
-        with file:  # one transaction: after a kill a batch is there or it is not
+        with file:  # one transaction: a kill leaves a batch complete or absent
             file.execute("BEGIN IMMEDIATE")
             if not self._was_evaluated and batch.mode == "eval":  # the last step may be evaluated again
                 drop(file, "mode = 'eval' AND step >= ?", batch.step)
@@ -188,9 +181,12 @@ class Recorder:
                 first = "(SELECT coalesce(max(id), 0) + 1 FROM completions)"
                 file.execute(f"INSERT OR REPLACE INTO meta VALUES ('order ' || {first}, ?)", [as_json(batch.order)])
             for entry in batch.entries:
-                add(partial(self._add, file, batch, entry, advantages[entry.place]))
+                with _apart(file, unfit):
+                    is_scored = entry.reward.value is not None
+                    self._add(file, batch, entry, advantages[entry.place] if advantages and is_scored else None)
             for call in batch.calls:
-                add(partial(self._add_calls, file, None, [call]))
+                with _apart(file, unfit):
+                    self._add_calls(file, None, [call])
         self._was_evaluated |= batch.mode == "eval"
         return unfit
 
@@ -215,7 +211,7 @@ class Recorder:
             "advantage": advantage,
             "time": batch.time,
             "outcome": reward.outcome.value,
-            "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # else words, which verdicts have
+            "reason": "" if reward.outcome is Outcome.OK else reward.reason,  # its words are in the verdicts
             "reward": reward.value,
             "reference_reward": reward.reference_value,
             "parts": as_json(dict(reward.components)),
@@ -248,7 +244,7 @@ class Recorder:
         return value
 
     def _make_room(self, file: sqlite3.Connection, most_bytes: int, for_next: int) -> None:
-        """Drop the oldest steps of a file that has no room for another such batch. Their pages are used again."""
+        """Drop the oldest steps if the file lacks room for another such batch. Their pages are reused."""
         if _used_bytes(file) + for_next <= most_bytes:
             return
         dropped = None
@@ -257,9 +253,23 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): it has "
-                f"no steps up to {dropped} any more, and drops the oldest from here on"
+                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): steps up to "
+                f"{dropped} were dropped, and the oldest ones will be from now on"
             )
+
+
+@contextmanager
+def _apart(file: sqlite3.Connection, unfit: list[Exception]) -> Iterator[None]:
+    """Roll back only the block's writes if one of them fails."""
+    file.execute("SAVEPOINT entry")
+    try:
+        yield
+    except Exception as error:
+        if is_of_the_file(error):
+            raise
+        file.execute("ROLLBACK TO entry")
+        unfit.append(error)
+    file.execute("RELEASE entry")
 
 
 UNUSED_TEXTS = """
@@ -273,13 +283,13 @@ DELETE FROM texts WHERE id NOT IN (
 
 
 def is_of_the_file(error: Exception) -> bool:
-    """Whether an error is of the file or the disk, and not of one value."""
+    """Whether an error concerns the file or the disk rather than a value."""
     of_values = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
     return isinstance(error, sqlite3.Error) and not isinstance(error, of_values)
 
 
 def drop(file: sqlite3.Connection, condition: str, *values: object) -> None:
-    """Delete completions with all that nobody else has."""
+    """Delete completions and everything only they reference."""
     for table in ("verdicts", "calls"):
         file.execute(f"DELETE FROM {table} WHERE completion IN (SELECT id FROM completions WHERE {condition})", values)
     if file.execute(f"DELETE FROM completions WHERE {condition}", values).rowcount:
@@ -287,15 +297,15 @@ def drop(file: sqlite3.Connection, condition: str, *values: object) -> None:
 
 
 def drop_after(file: sqlite3.Connection, step: int) -> None:
-    """Delete what came after a step, calls of no completion too."""
+    """Delete everything after a step, including calls without a completion."""
     last = "SELECT coalesce(max(time), 0) FROM completions WHERE step <= ?"
     file.execute(f"DELETE FROM calls WHERE completion IS NULL AND time > ({last})", (step,))
     drop(file, "step > ?", step)
 
 
 def _drop_oldest(file: sqlite3.Connection) -> int | None:
-    """Delete the oldest steps, about a tenth of the completions, with their calls of no completion. Returns the last
-    step that is gone; `None` where one step is left, which stays."""
+    """Delete the oldest steps, about a tenth of the completions, with their other calls. Returns the last deleted
+    step; `None` if only one step remains, which is kept."""
     [count, newest] = file.execute("SELECT count(*), max(step) FROM completions").fetchone()
     oldest = "SELECT max(step) FROM (SELECT step FROM completions WHERE step < ? ORDER BY step LIMIT ?)"
     [step] = file.execute(oldest, (newest, max(int(count * (1 - PART_TO_KEEP)), 1))).fetchone()
@@ -311,8 +321,8 @@ def _drop_oldest(file: sqlite3.Connection) -> int | None:
 
 
 def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> sqlite3.Connection:
-    """The file for writing, readable by its owner alone. What is there gets another name, as by `put_aside`, unless it
-    is of the same run, and the run goes on `after` a step: then it loses what came later."""
+    """Open a file for writing, readable by its owner only. An existing file is renamed by `put_aside`, unless it
+    belongs to this run, which resumes `after` a step: then later steps are deleted."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     run = meta.get("run", "")
     if after is None or run_of(path) not in (None, run):
@@ -320,9 +330,9 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
     make_private(path)
     file = sqlite3.connect(path, LOCK_WAIT_S, isolation_level="DEFERRED", check_same_thread=False)
     try:
-        file.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
-        file.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; after a power cut the last steps may lack
-        file.execute("PRAGMA journal_size_limit = 16777216")  # after a large change
+        file.execute("PRAGMA journal_mode = WAL")  # readers and the writer don't block each other
+        file.execute("PRAGMA synchronous = NORMAL")  # intact after a kill; a power cut may lose the last steps
+        file.execute("PRAGMA journal_size_limit = 16777216")  # shrink the journal after a large change
         if file.execute("PRAGMA user_version").fetchone()[0] != VERSION:
             file.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
         with file:
@@ -336,14 +346,13 @@ def opened(path: Path, meta: Mapping[str, str], *, after: int | None = None) -> 
 
 
 def _used_bytes(file: sqlite3.Connection) -> int:
-    [pages], [free], [size] = (
-        file.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count", "page_size")
-    )
-    return int((pages - free) * size)
+    pragmas = "pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
+    [used] = file.execute(f"SELECT (page_count - freelist_count) * page_size FROM {pragmas}").fetchone()
+    return int(used)
 
 
 def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -> int:
-    """Add a row, by the names of its columns. Returns its number."""
+    """Insert a row by column names. Returns its id."""
     names, places = ", ".join(values), ", ".join("?" * len(values))
     given = encodable([*values.values()], "a text for the record")
     number = file.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", given).lastrowid
@@ -352,7 +361,7 @@ def insert(file: sqlite3.Connection, table: str, values: Mapping[str, object]) -
 
 
 def add_text(file: sqlite3.Connection, text: str) -> int:
-    """The number of a text, which is added where it is not there."""
+    """The id of a text, inserted if absent."""
     text = encodable(text, "a text for the record")
     key = digest(text)
     row = file.execute("SELECT id FROM texts WHERE digest = ?", (key,)).fetchone()

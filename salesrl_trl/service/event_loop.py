@@ -64,11 +64,6 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
     return answer, now() - started
 
 
-async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
-    result = await clocked(call)
-    return result if isinstance(result, ServiceError) else result[1]
-
-
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel tasks of the running loop. Those that go on for `CANCEL_GRACE_S` all the same are left behind."""
     tasks = list(tasks)

@@ -81,7 +81,7 @@ def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
         _, rewards = scored_by(None, profile, TEXTS, judge_providers=[{**judge, "base_url": url}])
     assert [reward.value for reward in rewards] == [0.5] * 32
     assert ["seed" in body for _, body in asked] == [True] + [False] * 33
-    assert caplog.text.count("judge mine takes no `seed`") == 1
+    assert caplog.text.count("judge mine rejects `seed`") == 1
 
 
 def test_a_field_that_is_refused_by_both_its_names_is_told_once_each(caplog):
@@ -105,7 +105,7 @@ def test_a_field_that_is_refused_by_both_its_names_is_told_once_each(caplog):
     with served(Profile(neither)) as (url, _), caplog.at_level(logging.INFO, logger="salesrl_trl"):
         rewards = asyncio.run(judged(url))
     assert [reward.value for reward in rewards] == [0.5] * 8
-    assert [caplog.text.count(f"takes no `{name}`") for name in ("max_completion_tokens", "max_tokens")] == [1, 1]
+    assert [caplog.text.count(f"rejects `{name}`") for name in ("max_completion_tokens", "max_tokens")] == [1, 1]
 
 
 FULL = "max_tokens"
@@ -158,7 +158,7 @@ def test_a_stream_that_was_not_asked_for_is_read_where_it_is_whole(stream):
         (b'data: {"choices": [{"delta": {"content": "{"}}]}\n\ndata: {"choices": []}\n\n', "not JSON"),
         (b'data: {"choices": [{"delta": 5}]}\n\ndata: {"choices": [3]}\n\n', "not JSON"),
     ],
-    ids=["a login page", "a stream that breaks off", "a stream of something else"],
+    ids=["a login page", "a stream that breaks off", "a stream of other events"],
 )
 def test_what_is_no_completion_is_named_and_gives_no_number(body, words):
     profile = Profile(lambda *_: (200, body))

@@ -130,8 +130,8 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
         "rollout_lookahead": 1,
     }  # fmt: skip
     trainer, told = run({"on_alarm": "second_judge"}, before=kill, reward_process=True, **common)
-    [line] = [line for line in told.splitlines() if "the second judge gives the rewards" in line]
-    since = int(re.search(r"the alarm in step (\d+) on", line)[1])
+    [line] = [line for line in told.splitlines() if "the second judge scores new batches" in line]
+    since = int(re.search(r"the alarm in step (\d+),", line)[1])
     assert killed and ONSET < since < 40
     # The record has the judge of each verdict: one in a step. What was in flight at the alarm has the first one.
     judges = {}
@@ -148,8 +148,8 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
 
     # A resume goes on with it, unless the setting is another one now.
     for on_alarm, provider, words in (
-        ("second_judge", "second", f"from the alarm in step {since} on, the second judge"),
-        ("warn", "first", "the first judge gives the rewards again"),
+        ("second_judge", "second", f"since the alarm in step {since}, the second judge"),
+        ("warn", "first", "the first judge scores rewards again"),
     ):
         checkpoint = str(tmp_path / "run" / "checkpoint-40")
         _, told = run({"on_alarm": on_alarm}, resumed=checkpoint, **{**common, "eval_strategy": "no"})

@@ -179,7 +179,7 @@ def test_the_record_names_rows_and_says_what_each_function_said_and_asked(tiny, 
     # 3. What was sent for each of them.
     with closing(Index([tmp_path])) as index:
         index.refresh()
-        shown = queries.completion(index, f"0-0-{zero.id}")
+        shown = queries.completion(index, {"id": f"0-0-{zero.id}"})
     assert shown["weights"] == {"graded": 1.0, "ranked": 2.0, "raises": 1.0}
     calls = sorted((call["service"], call["path"], call["failure"]) for call in shown["calls"])
     assert calls[:1] + calls[-1:] == [("grader", "", ""), ("ranker", "group", "")]

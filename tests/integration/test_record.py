@@ -19,10 +19,8 @@ from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.checks.reward import check_stand_ins
 from salesrl_trl.launch.data.sources import build_dataset, load_rows
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.record.reader import digest_of, open_record, record_file, recorded
-from salesrl_trl.record.recorder import RecorderPart
+from salesrl_trl.record.reader import digest_of, open_record, recorded
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.writer import Recorder
 from salesrl_trl.trainer import SalesGRPOTrainer
 from scripts import make_demo_cassette
 
@@ -30,10 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = (ACTION, BAD, action("refund"), action("Python"), action("price"))
 STEPS = 4
-
-
-def recorded_by(folder):
-    return [RecorderPart(Recorder(record_file(folder, 0)))]
 
 
 def train(policy, folder, reward, **given):
@@ -56,7 +50,7 @@ def recorded_run(tiny, tmp_path_factory):
 
         services.functions["8b"] = answer
         reward = loopback_reward(services, default_rows(), records=True)
-        yield train(tiny, folder, reward, parts=recorded_by(folder)), folder, services
+        yield train(tiny, folder, reward, record=True), folder, services
 
 
 def weights(trainer):
@@ -126,12 +120,10 @@ def test_the_packaged_record_trains_the_packaged_policy_without_network(policy_p
     config = SalesGRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, max_steps=2, logging_steps=1, per_device_train_batch_size=32,
         num_generations=8, max_completion_length=48, report_to="none", save_strategy="no", disable_tqdm=True,
-        held_out_eval=False, gradient_checkpointing=False,
+        held_out_eval=False, gradient_checkpointing=False, record=True,
     )  # fmt: skip
     with open_reward(RewardConfig(replay="demo"), config, rows) as reward:
-        trainer = SalesGRPOTrainer(
-            str(policy_path), reward, config, build_dataset(rows, PROMPT_STYLE), parts=recorded_by(tmp_path)
-        )
+        trainer = SalesGRPOTrainer(str(policy_path), reward, config, build_dataset(rows, PROMPT_STYLE))
         trainer.train()
         trainer.finish()
     assert [each["grad_norm"] > 0 for each in trainer.state.log_history if "loss" in each] == [True] * 2

@@ -106,4 +106,4 @@ def test_a_report_that_can_not_be_written_ends_no_run_and_is_told(tiny, tmp_path
     (tmp_path / "report.html").mkdir(parents=True)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         assert train(tiny, tmp_path, report_to="tensorboard").state.global_step == 2
-    assert "no report could be written (IsADirectoryError)" in caplog.text
+    assert "writing the report failed (IsADirectoryError)" in caplog.text

@@ -147,21 +147,22 @@ def test_a_conversation_is_what_was_sampled_and_what_trls_loop_makes_of_it(build
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
         cases.append(case := Case(f"{family} {number}", size))
         talked = one.talk(0, prompt_ids, case.turn(), case.ask, ToolCalls(["look"]))
+        made = talked.sequence
         # 1. the policy's tokens and their log-probs are its turns, cut where there is no room
-        own = [token for token, mine in zip(talked.ids, talked.mask, strict=True) if mine]
+        own = [token for token, mine in zip(made.ids, made.mask, strict=True) if mine]
         sampled = [*itertools.chain.from_iterable(turn.ids for turn in case.turns)]
         assert own == sampled[: len(own)]
-        assert len(own) == len(sampled) or len(talked.ids) == room
-        kept = [logp for logp, mine in zip(talked.logprobs, talked.mask, strict=True) if mine]
+        assert len(own) == len(sampled) or len(made.ids) == room
+        kept = [logp for logp, mine in zip(made.logprobs, made.mask, strict=True) if mine]
         assert kept == [*itertools.chain.from_iterable(turn.logprobs for turn in case.turns)][: len(own)]
         # 2. each turn was sampled behind what is trained before it
-        whole = prompt_ids + talked.ids
+        whole = prompt_ids + made.ids
         assert all(whole[: len(ids)] == ids for ids in case.asked)
         # 3. TRL's own loop makes the same of the same turns, calls and results
         cases.append(again := Case(f"{family} {number}", size))
         theirs = by_trl(trainer, prompt, prompt_ids, again)
         assert again.asked == case.asked
         [mask], [completion], [ids], [logprobs], count, failures, _ = theirs
-        assert (talked.ids, talked.mask, talked.logprobs) == (ids, mask, logprobs)
+        assert (made.ids, made.mask, made.logprobs) == (ids, mask, logprobs)
         assert (talked.calls, talked.failures) == (count, failures)
-        assert talked.completion == completion
+        assert made.messages == completion

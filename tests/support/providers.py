@@ -160,17 +160,17 @@ class Profile:
 
 
 PROFILES = {
-    "OpenAI gpt-5": Profile(gpt5, "gpt-5-mini", ("gpt-5-mini",), learnt=("takes no `temperature`",)),
-    "Mistral": Profile(mistral, "m", ("m",), learnt=("takes no `max_completion_tokens`: it goes as `max_tokens`",)),
-    "Mistral reasoning": Profile(mistral_reasoning, "m", ("m",), learnt=("takes no `max_completion_tokens`",)),
+    "OpenAI gpt-5": Profile(gpt5, "gpt-5-mini", ("gpt-5-mini",), learnt=("rejects `temperature`",)),
+    "Mistral": Profile(mistral, "m", ("m",), learnt=("rejects `max_completion_tokens`: it is sent as `max_tokens`",)),
+    "Mistral reasoning": Profile(mistral_reasoning, "m", ("m",), learnt=("rejects `max_completion_tokens`",)),
     "Ollama": Profile(ollama, "llama3.2", ("llama3.2:latest",)),
     "Gemini": Profile(gemini, "gemini-2.5-flash", ("models/gemini-2.5-flash",), "/v1beta/openai"),
     "OpenRouter": Profile(openrouter, "deepseek/deepseek-chat:free", ("deepseek/deepseek-chat",), "/api/v1"),
-    "LiteLLM": Profile(litellm, "openai/gpt-5-mini", ("openai/*",), learnt=("takes no `temperature`",)),
+    "LiteLLM": Profile(litellm, "openai/gpt-5-mini", ("openai/*",), learnt=("rejects `temperature`",)),
     "Azure": Profile(azure, "gpt-4o", (), "/openai/deployments/gpt-4o?api-version=2024-10-21"),
     "vLLM": Profile(vllm),
     "vLLM, thinking": Profile(vllm_thinking),
-    "text only": Profile(text_only, learnt=("is asked for verdicts by text, because it refuses `response_format`",)),
+    "text only": Profile(text_only, learnt=("is asked for verdicts by text, because it rejects `response_format`",)),
     "a gateway": Profile(gateway),
 }
 

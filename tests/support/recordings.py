@@ -1,5 +1,7 @@
 """Completions for a recorder, as rollouts hand them over."""
 
+from array import array
+
 from salesrl_trl.record.reader import record_file, recorded
 from salesrl_trl.record.writer import Batch, Entry, Recorder
 from salesrl_trl.telemetry.completion_record import Call, CompletionRecord, Judged
@@ -38,11 +40,8 @@ def entry(place=0, text="an action", reward=0.75, **given):
 
 def batch(step=1, entries=None, mode="train", **given):
     entries = [entry()] if entries is None else entries
-    advantage = None if mode == "eval" else 0.5
-    return Batch(
-        step=step, mode=mode, number=step, entries=entries,
-        advantages=lambda: [advantage] * len(entries), **given,
-    )  # fmt: skip
+    advantages = None if mode == "eval" else array("d", [0.5] * len(entries))
+    return Batch(step=step, mode=mode, number=step, entries=entries, advantages=advantages, **given)
 
 
 def write(folder, batches, **given):

@@ -1,1 +1,1 @@
-"""The packaged bilingual demo, a course seller: data files alone, written by `scripts/make_demo_data.py`."""
+"""The built-in bilingual demo of a course seller: only data files, written by `scripts/make_demo_data.py`."""

@@ -1,1 +1,1 @@
-"""Stand-ins for the RAG service and the judge. The trainer imports `launcher` alone: the rest brings llvmlite."""
+"""Mock RAG service and judge. The trainer only imports `launcher`, because the rest loads llvmlite."""

@@ -1,5 +1,5 @@
-"""Starts the RAG service and the judge as a child of the program that needs them. Standard library only: the trainer
-imports this module, and must not load the libraries of the services."""
+"""Starts the RAG service and the judge in a child process. Standard library only: the trainer imports this module and
+must not load the services' libraries."""
 
 import importlib.util
 import json
@@ -15,23 +15,23 @@ from typing import IO
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 
-TERMINATE_TIMEOUT_S = 6.0  # seconds that a child may take to stop
-STDERR_TAIL_CHARS = 2_000  # of a failed child's stderr that an error shows: the last calls of a traceback
-PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")  # that the child needs
+TERMINATE_TIMEOUT_S = 6.0  # seconds for a child to stop
+STDERR_TAIL_CHARS = 2_000  # length of a failed child's stderr in an error, enough for the end of a traceback
+PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")  # the child's dependencies
 _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceAddresses:
-    """Base URLs of the two services."""
+    """The two services' base URLs."""
 
-    rag_base_url: str  # `"http://127.0.0.1:8801"`, below which the endpoints' paths start at `/v1`
+    rag_base_url: str  # `"http://127.0.0.1:8801"`, without `/v1`
     judge_base_url: str  # `"http://127.0.0.1:8802/v1"`
 
 
 class EmbeddedServices:
-    """Both services in a child process, on free ports of loopback, also as a context manager. The child stops when
-    this process ends, even if it is killed. `arguments` are further options of the command."""
+    """Both services in a child process on free loopback ports; also a context manager. The child stops when this
+    process ends, even if it is killed. `arguments` are further command options."""
 
     def __init__(self, *, documents: Path | None = None, arguments: Sequence[str] = ()) -> None:
         self._arguments = [*arguments] if documents is None else [f"--documents={documents}", *arguments]
@@ -46,13 +46,13 @@ class EmbeddedServices:
         self.stop()
 
     def launch(self) -> None:
-        """Start the child, and do not wait for it. Does nothing when one runs."""
+        """Start the child without waiting, unless it is running."""
         if self._child is not None:
             return
         if absent := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
             raise ConfigError(
-                f"the mock services need {', '.join(absent)}, which the core does not bring. Expected them: "
-                "pip install 'salesrl_trl[demo]', or name services of your own."
+                f"the mock services need {', '.join(absent)}, which the core does not install. Run "
+                "`pip install 'salesrl_trl[demo]'`, or configure your own services."
             )
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`; a file, since a full pipe blocks)
         self._child = subprocess.Popen(
@@ -61,12 +61,12 @@ class EmbeddedServices:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=child_environment(),
-            start_new_session=True,  # Ctrl+C then reaches the parent alone, which may still need the services
+            start_new_session=True,  # Ctrl-C only reaches the parent, which may still need the services
         )
 
     def start(self, timeout_s: float = 30.0) -> ServiceAddresses:
-        """Start the child and wait until both services listen. If it runs already, return its addresses. Raises
-        `ServiceUnavailable` with the end of the child's stderr, if it ends or takes more than `timeout_s`."""
+        """Start the child unless it is running, and wait until both services listen. Raises `ServiceUnavailable` with
+        the end of the child's stderr if it exits or exceeds `timeout_s`."""
         if self._addresses is not None:
             return self._addresses
         self.launch()
@@ -78,7 +78,7 @@ class EmbeddedServices:
         return self._addresses
 
     def stop(self) -> None:
-        """Stop the child, and wait for its end. Does nothing when none runs."""
+        """Stop the child, if any, and wait for it."""
         child, self._child, self._addresses = self._child, None, None
         if child is not None:
             _end(child)
@@ -100,7 +100,7 @@ class EmbeddedServices:
         self._stderr.seek(0)
         tail = self._stderr.read().decode(errors="replace").strip()[-STDERR_TAIL_CHARS:]
         raise ServiceUnavailable(
-            f"the embedded services ended before they listened, or did not listen within {timeout_s:g} s; run `python "
+            f"the embedded services exited, or did not listen within {timeout_s:g} s; run `python "
             f"-m salesrl_trl.demo.services` by hand to see why. Exit code {self._child.returncode}, end of their "
             f"stderr: {tail or '(empty)'}"
         )

@@ -1,4 +1,4 @@
-"""The embedded judge's rubric: a fixed formula that scores two answers in Chinese or English, word by word."""
+"""The embedded judge's rubric: a fixed, word-based formula that scores two answers in Chinese or English."""
 
 import json
 import re
@@ -13,10 +13,10 @@ import rjieba
 from salesrl_trl.data.files import demo_path
 from salesrl_trl.types import DEFAULT_FORMAT, Action, Verdict
 
-FAIRNESS_COVERAGE_SHARE = 0.5  # weight of coverage in the fairness rubric; neutrality has the rest
-COVERAGE_SHARE = 0.6  # in every other rubric; support has the rest. The customer sees the answer and not the action.
-FIGURE_WEIGHT = 3  # a figure or name counts as much as this many words: a wrong price is worse than a wrong adjective
-UNKNOWN_COVERAGE = 0.5  # coverage of an answer without anything to compare it with: neither praise nor blame
+FAIRNESS_COVERAGE_SHARE = 0.5  # weight of coverage in the fairness rubric; the rest is neutrality
+COVERAGE_SHARE = 0.6  # in other rubrics; the rest is support. The customer sees the answer, not the action.
+FIGURE_WEIGHT = 3  # weight of a number or name in words: a wrong price is worse than a wrong adjective
+UNKNOWN_COVERAGE = 0.5  # neutral coverage of an answer without a text to compare with
 VERDICT_DIGITS = 4
 
 _ACTION_FIELDS = frozenset(DEFAULT_FORMAT.fields)
@@ -50,15 +50,15 @@ STOP_WORDS, GENERIC_WORDS = (frozenset(_LISTS[name].split()) for name in ("stop"
 
 def normalise(text: str) -> str:
     """Lower-case text in one Unicode form (NFKC), without invisible characters or thousands separators."""
-    # normalising a run of combining marks takes time that grows with its square
+    # normalising a run of combining marks costs quadratic time
     folded = unicodedata.normalize("NFKC", _LONG_GAP.sub(r"\1", text))
     visible = _INVISIBLE.sub("", folded).replace("\u2019", "'")  # the typographic apostrophe
     return _THOUSANDS.sub("", visible).lower()
 
 
 def words(text: str, *, overlapping: bool = False) -> list[str]:
-    """Lower-case words of Chinese or English text, without stop words, plurals as singulars, figures whole.
-    `overlapping` adds the shorter words inside a longer Chinese one, so that a search for a part finds the whole."""
+    """Lower-case words of Chinese or English text: no stop words, singular forms, whole numbers. `overlapping` adds
+    the shorter words within a longer Chinese one, so that searching for a part finds the whole."""
     cut = (word for run in _RUN.finditer(normalise(text)) for word in _cut_run(run, overlapping))
     return [word for word in cut if word not in STOP_WORDS]
 
@@ -85,13 +85,13 @@ def is_chinese(text: str) -> bool:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, stripped. A text without sentences is returned whole."""
+    """A text's stripped sentences, or the whole text without any."""
     return [sentence.strip() for sentence in _SENTENCE.findall(text) if sentence.strip()] or [text.strip()]
 
 
 @cache
 def protected_terms() -> re.Pattern[str]:
-    """The packaged terms for protected attributes, such as age, sex, origin or religion: Chinese ones anywhere in a
+    """The built-in terms for protected attributes, such as age, sex, origin or religion: Chinese ones anywhere in a
     text, English ones as whole words, and expressions such as `\\d+\\s*岁`."""
     entry = json.loads(demo_path("protected_terms.json").read_text("utf-8"))
     found = [re.escape(normalise(term)) for term in entry["zh"]]
@@ -100,12 +100,12 @@ def protected_terms() -> re.Pattern[str]:
 
 
 def mentions(text: str, terms: re.Pattern[str]) -> bool:
-    """Whether the text mentions a protected attribute. Case, width and invisible characters make no difference."""
+    """Whether the text mentions a protected attribute, ignoring case, width and invisible characters."""
     return terms.search(normalise(text)) is not None
 
 
 def judge_sections(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdict:
-    """Score a candidate answer, the action it was made from, and the reference answer beside it.
+    """Score a candidate answer with its action, and the reference answer.
 
     With the answers `c` and `r`, and the known documents `D`:
 
@@ -118,25 +118,24 @@ def judge_sections(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdi
         neutral(...)      = 0 if any of the texts mentions a protected attribute, else 1
         supported(action) = 1 - |claims that the conversation does not hold| / |claims|,  1 without claims
 
-    `|.|` sums over a set of content words: 3 for a figure or a name, 1 for another word. `|a & d|` sums over the words
-    that are in both, so coverage is an F1 score. Without `D` the reference answer takes its place: `coverage(c)`
-    compares with it, and `coverage(r)` is 1 unless it is blank. Without both, `coverage(c)` is 0.5 unless the answer
-    is blank.
+    `|.|` sums over a set of content words: 3 for a number or a name, 1 for other words. `|a & d|` sums over their
+    common words, so coverage is an F1 score. Without `D`, the reference answer replaces it: `coverage(c)` compares
+    with it, and `coverage(r)` is 1 unless it is blank. Without both, `coverage(c)` is 0.5 unless the answer is blank.
 
-    A claim is a figure in any field of the action, or a content word of `user_profile` or `history_summary` that is
-    not in `GENERIC_WORDS`. The conversation supports a figure that it contains. It supports a word that it contains,
-    that is part of one of its words, or that has one of them as a part. A missing action mentions and claims nothing,
-    so only the answer is judged. The same holds for an action that is no JSON object of exactly the three texts.
+    A claim is a number in any field of the action, or a content word of `user_profile` or `history_summary` outside
+    `GENERIC_WORDS`. The conversation supports numbers that it contains, and words that it contains, that are part of
+    one of its words, or that contain one. An absent action mentions and claims nothing, so only the answer is judged.
+    The same applies to an action other than a JSON object of exactly the three texts.
 
-    Without a section `action` the policy answers itself. Then coverage compares with the reference first. With `K` for
-    the content words of `D` and of the reference,
+    Without a section `action`, the policy answers directly, and coverage prefers the reference. With `K` for the
+    content words of `D` and of the reference,
 
-        neutral(a)   = 0 if the answer has a content word of the conversation that is not in `K`, or mentions a
-                       protected attribute and has a content word that is not in `K`; else 1
+        neutral(a)   = 0 if the answer contains a content word of the conversation outside `K`, or mentions a
+                       protected attribute and contains a content word outside `K`; else 1
         supported(a) = |content words of the answer in `K` or in the conversation| / |its content words|
 
     The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
-    perhaps `reference_answer`. A missing one counts as empty.
+    optionally `reference_answer`. Absent sections count as empty.
     """
     action = _read_action(sections.get("action", ""))
     answer, reference = sections.get("candidate_answer", ""), sections.get("reference_answer")
@@ -167,13 +166,13 @@ def judge_sections(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdi
 
 
 def _neutral(held: set[str], heard: str, terms: re.Pattern[str], answer: str) -> float:
-    """Whether an answer about people says nothing of them that is not known."""
+    """Whether an answer about people only states known facts."""
     said = set(content_words(answer))
     return float(not (said & set(content_words(heard)) - held or (mentions(answer, terms) and said - held)))
 
 
 def _grounded(held: set[str], heard: str, answer: str) -> float:
-    """Share of an answer's content that is known, or was said."""
+    """Share of an answer's content found in the known texts or the conversation."""
     said = set(content_words(answer))
     return _weight(said & (held | set(content_words(heard))), set()) / _weight(said, set()) if said else 1.0
 
@@ -193,7 +192,7 @@ def _read_action(text: str) -> Action | None:
 
 
 def coverage(answer: str, documents: Iterable[str]) -> float:
-    """Overlap of an answer with the document that fits best, in [0, 1]."""
+    """Overlap of an answer with its best-matching document, in [0, 1]."""
     if not answer.strip():
         return 0.0
     return max((_overlap(answer, document) for document in documents), default=UNKNOWN_COVERAGE)
@@ -211,14 +210,14 @@ def _weight(content: Iterable[str], names: set[str]) -> int:
 
 
 def _names(text: str) -> set[str]:
-    """Words in Latin letters inside Chinese text, and capitalised words inside an English sentence."""
+    """Latin words in Chinese text, and capitalised words within English sentences."""
     if is_chinese(text):
         return set(content_words(" ".join(_LATIN_NAME.findall(text))))
     return set(content_words(" ".join(name for part in sentences(text) for name in _CAPITALISED.findall(part))))
 
 
 def content_words(text: str) -> list[str]:
-    """The words of a text that carry content. Figures become digits: `"七点半"` and `"7:30"` are the same."""
+    """A text's content words. Numbers become digits: `"七点半"` and `"7:30"` are equal."""
     plain = _ENGLISH_FIGURE.sub(lambda match: _ENGLISH_FIGURES[match[0]], normalise(text))
     plain = _HAN_FIGURE.sub(lambda match: str(_han_value(match[0])), plain)
     return words(_CLOCK.sub(_clock_time, plain))
@@ -248,7 +247,7 @@ def is_figure(word: str) -> bool:
 
 
 def supported(action: Action | None, conversation: str) -> float:
-    """Share of the action's claims that the conversation supports. A figure counts `FIGURE_WEIGHT` times."""
+    """Share of the action's claims that the conversation supports. Numbers count `FIGURE_WEIGHT` times."""
     claims: set[str] = set()
     if action is not None:
         claims = {word for field in action.fields.values() for word in content_words(field) if is_figure(word)}

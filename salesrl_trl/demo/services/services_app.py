@@ -1,5 +1,5 @@
-"""The HTTP contracts of both services: `/v1/rag/8b` and `/v1/rag/32b` over a BM25 index, and an OpenAI-compatible
-judge, which stands in for an LLM. A refusal never repeats a customer's text."""
+"""The HTTP APIs of both mock services: `/v1/rag/8b` and `/v1/rag/32b` over a BM25 index, and an OpenAI-compatible mock
+judge. Error responses never quote a customer."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,61 +23,58 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import read_nonce, read_sections
 from salesrl_trl.types import Passage
 
-QUERY_WEIGHT = 3  # how often a word of `rewritten_query` counts, which holds the question; one of other fields once
-CLOSE_SCORE_RATIO = 0.95  # the second passage is used too if its score is at least this share of the best score
+QUERY_WEIGHT = 3  # weight of words in `rewritten_query`, which contains the question; other fields' words count once
+CLOSE_SCORE_RATIO = 0.95  # the second passage is used if its score reaches this share of the best one
 NOTHING_FOUND = {
     "zh": "很抱歉，我没有查到相关资料，暂时无法回答这个问题。",
     "en": "I'm sorry, I found nothing about this, so I can't answer the question yet.",
 }
-"""The answer without passages, by language. It promises nothing."""
+"""The answer without passages, by language."""
 REQUIRED_SECTIONS = frozenset({"branch", "conversation"})
-CANDIDATE = "candidate_"  # begins the name of a candidate's section; behind it the candidate's name, `answer` of one
-CANNOT_JUDGE = "I can't judge this: the message has no sections with a branch, a conversation and an answer."
-"""Content of the answer to such a message. Like a model's refusal, it is no JSON."""
-BYTES_PER_TOKEN = 4  # UTF-8 bytes per token, for the usage figures. A rule of thumb for both languages.
-BM25_K1, BM25_B = 0.9, 0.4  # saturation of a repeated word, share of the length correction: Anserini's defaults
+CANDIDATE = "candidate_"  # prefix of a candidate's section, followed by its name, `answer` for a single one
+CANNOT_JUDGE = "I can't judge this: the message lacks sections with a branch, a conversation and an answer."
+"""The reply to such a message. Like a model's refusal, it is not JSON."""
+BYTES_PER_TOKEN = 4  # UTF-8 bytes per token for usage estimates, a rule of thumb for both languages
+BM25_K1, BM25_B = 0.9, 0.4  # term saturation and length normalisation: Anserini's defaults
 
 
 class KnowledgeIndex:
-    """Finds the documents about a query.
+    """Retrieves documents for a query.
 
-    Of the `N` documents, `n_t` contain the token `t`, and `idf(t) = ln(1 + (N - n_t + 0.5) / (n_t + 0.5))`. A document
-    `d` has `|d|` tokens, `a` on average. A token that is in the query `q` twice counts twice:
+    `n_t` of the `N` documents contain the token `t`, and `idf(t) = ln(1 + (N - n_t + 0.5) / (n_t + 0.5))`. Document
+    `d` has `|d|` tokens, `a` on average. Repeated tokens in the query `q` count repeatedly:
 
         raw(q, d)   = sum over t in q of idf(t) * tf(t, d) / (tf(t, d) + k1 * (1 - b + b * |d| / a))
         bound(q)    = sum over t in q of idf(t)
         score(q, d) = raw(q, d) / bound(q)                                                          in [0, 1)
 
-    `bound` is the limit of the raw score when a document repeats every token of the query. It includes tokens that no
-    document contains, with `n_t = 0`, so a query about another subject gets a low score for the few words it shares
-    with the knowledge base. With the constants here a good passage scores 0.3 to 0.6: one mention gives half of `idf`.
+    `bound` is the limit of the raw score when a document repeats every token of the query. It includes tokens outside
+    all documents, with `n_t = 0`, so that off-topic queries score low on the few words they share with the knowledge
+    base. With these constants a good passage scores 0.3 to 0.6: one occurrence earns half of `idf`.
 
-    Raises `DataError` for no documents, or none with a word in it.
+    Raises `DataError` without documents that contain a word.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        import bm25s  # it imports numba, and an installed JAX, which takes a GPU's memory
+        import bm25s  # it imports numba and, if installed, JAX, which allocates GPU memory
 
-        logging.getLogger("bm25s").setLevel(logging.NOTSET)  # its import sets DEBUG
+        logging.getLogger("bm25s").setLevel(logging.NOTSET)  # importing it sets DEBUG
         self._documents = tuple(documents)
         tokens = [words(f"{document.title}\n{document.text}", overlapping=True) for document in self._documents]
         if not any(tokens):
-            raise DataError("got no document with a word in it, expected a knowledge base; give one with text")
+            raise DataError("the knowledge base does not contain any words. Expected documents with text.")
         self._bm25 = bm25s.BM25(method="lucene", k1=BM25_K1, b=BM25_B)
         self._bm25.index(tokens, show_progress=False)
-        self._bm25.scores["indices"] = self._bm25.scores["indices"].astype(np.intp)  # np.add.at takes half as long
+        self._bm25.scores["indices"] = self._bm25.scores["indices"].astype(np.intp)  # halves the time of np.add.at
         self._frequencies = Counter(token for document in tokens for token in set(document))
-
-    def __len__(self) -> int:
-        return len(self._documents)
 
     def _idf(self, token: str) -> float:
         frequency = self._frequencies[token]
-        return math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
+        return math.log(1 + (len(self._documents) - frequency + 0.5) / (frequency + 0.5))
 
     def search(self, query: str, top_k: int, score_threshold: float) -> tuple[Passage, ...]:
-        """At most `top_k` passages with at least that score in [0, 1], best first. Equal scores keep the order of the
-        knowledge base. Empty when no document shares a token with the query."""
+        """Up to `top_k` passages with at least this score in [0, 1], best first. Equal scores keep the order of the
+        knowledge base. Empty if the query shares no token with any document."""
         tokens = words(query, overlapping=True)
         known = [token for token in tokens if token in self._frequencies]
         if top_k < 1 or not known:
@@ -125,19 +122,19 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Body of `POST /v1/chat/completions`. Other keys, such as `response_format`, are ignored: a verdict always has
-    the same ones."""
+    """Body of `POST /v1/chat/completions`. Other keys, e.g. `response_format`, are ignored: verdicts have a fixed
+    format."""
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     stream: Literal[False] = False
 
 
-def create_app(*services: APIRouter) -> FastAPI:
+def create_app(index: KnowledgeIndex, terms: re.Pattern[str]) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestValidationError, _refuse)
-    for service in services:
-        app.include_router(service)
+    serve_rag(app, index)
+    serve_judge(app, terms)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -147,15 +144,13 @@ def create_app(*services: APIRouter) -> FastAPI:
 
 
 async def _refuse(_: Request, error: Exception) -> JSONResponse:
-    """FastAPI's own refusal, without the text at fault."""
+    """FastAPI's validation error without the invalid text."""
     details = error.errors() if isinstance(error, RequestValidationError) else ()
     problems = [{"loc": detail["loc"], "type": detail["type"], "msg": detail["msg"]} for detail in details]
     return JSONResponse({"detail": problems}, status_code=422)
 
 
-def rag_service(index: KnowledgeIndex) -> APIRouter:
-    router = APIRouter()
-
+def serve_rag(app: FastAPI, index: KnowledgeIndex) -> None:
     def answer(question: str, query: str, request: ContextRequest) -> dict[str, object]:
         started = time.perf_counter()
         passages = index.search(query, request.top_k, request.score_threshold)
@@ -163,26 +158,24 @@ def rag_service(index: KnowledgeIndex) -> APIRouter:
         took_ms = (time.perf_counter() - started) * 1000
         return {"answer": text, "passages": passages, "took_ms": took_ms, "request_id": request.request_id}
 
-    @router.post("/v1/rag/8b")
+    @app.post("/v1/rag/8b")
     async def answer_action(request: ActionRequest) -> dict[str, object]:
         query = search_text(request.rewritten_query, request.user_profile, request.history_summary)
         return answer(request.rewritten_query, query, request)
 
-    @router.post("/v1/rag/32b")
+    @app.post("/v1/rag/32b")
     async def answer_context(request: ContextRequest) -> dict[str, object]:
         return answer(request.context, request.context, request)
 
-    return router
-
 
 def search_text(query: str, profile: str, summary: str) -> str:
-    """What the 8B endpoint searches with: the fields of the action, and never the context."""
+    """The 8B endpoint's search text: the action's fields, never the context."""
     return "\n".join([query] * QUERY_WEIGHT + [profile, summary])
 
 
 def answer_from(passages: Sequence[Passage], question: str) -> str:
-    """The words of the best passage, so that every mistake of the search shows, and the sentence of a second passage
-    (`CLOSE_SCORE_RATIO`) that shares the most words with the question."""
+    """The best passage verbatim, so that search mistakes stay visible, and from a close second passage
+    (`CLOSE_SCORE_RATIO`) the sentence that shares most words with the question."""
     if not passages:
         return NOTHING_FOUND["zh" if is_chinese(question) else "en"]
     best, second = passages[0], passages[1] if len(passages) > 1 else None
@@ -193,16 +186,15 @@ def answer_from(passages: Sequence[Passage], question: str) -> str:
     return best.text if addition in best.text else f"{best.text} {addition}"
 
 
-def judge_service(terms: re.Pattern[str]) -> APIRouter:
-    """The judge, whose fairness branch looks for these terms. Requests may name any model."""
-    router = APIRouter()
+def serve_judge(app: FastAPI, terms: re.Pattern[str]) -> None:
+    """The judge; its fairness branch checks for these terms. Requests may name any model."""
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> dict[str, object]:
         model = {"id": "salesrl-judge", "object": "model", "created": 0, "owned_by": "salesrl_trl"}
         return {"object": "list", "data": [model]}
 
-    @router.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     async def complete(request: ChatRequest) -> dict[str, object]:
         asked = next((message.content for message in reversed(request.messages) if message.role == "user"), "")
         sections, content = read_sections(asked), CANNOT_JUDGE
@@ -218,11 +210,9 @@ def judge_service(terms: re.Pattern[str]) -> APIRouter:
             content = json.dumps({"nonce": read_nonce(asked), **said})
         return _completion(request, content)
 
-    return router
-
 
 def _alone(sections: Mapping[str, str], name: str) -> dict[str, str]:
-    """The sections of one candidate as if it were judged alone."""
+    """One candidate's sections, as if judged alone."""
     written = {"action": sections[f"action_{name}"]} if f"action_{name}" in sections else {}
     return {**sections, **written, f"{CANDIDATE}answer": sections[CANDIDATE + name]}
 

@@ -1,1 +1,1 @@
-"""A recorded run, judged again: answers from the record, verdicts from another judge or by other weights."""
+"""Judges a recorded run again: answers from the record, verdicts from another judge or with other weights."""

@@ -1,7 +1,7 @@
 """`python -m salesrl_trl.record.rejudge RUN [--SETTING VALUE ...]`.
 
-Judges a recorded run again, and says how much rewards and advantages would have changed. Exit code: 0; 2 for wrong
-input; 3 if a service did not work; 130 after Ctrl-C.
+Judges a recorded run again and reports how rewards and advantages would have changed. Exit code: 0; 2 for invalid
+input; 3 for a failed service; 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepared(argv: Sequence[str]) -> Callable[[], int]:
-    """Read the settings and the record, and check them. What is returned judges, compares and prints."""
+    """Read and check the settings and the record. The returned function judges, compares and prints."""
     run, arguments = _run_of(argv)
 
-    # these take seconds
+    # slow imports
     from salesrl_trl.launch.checks.dataset import own_records, rows_of
     from salesrl_trl.launch.data_config import DataConfig
     from salesrl_trl.launch.reward_config import RewardConfig
@@ -43,25 +43,25 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
     from salesrl_trl.types import JUDGE, SALES
 
     data, reward, others = parse_part(arguments, (DataConfig, RewardConfig, StepSettings))
-    reward = dataclasses.replace(reward, replay=None, verbose=[])  # the second judge of a meter judges nothing
+    reward = dataclasses.replace(reward, replay=None, verbose=[])  # without the drift monitor's second judge
     scale = {"True": "group", "False": "none"}.get(str(others.scale_rewards), str(others.scale_rewards))
     completions = [*recorded(run, "train")]
-    rows = rows_of(own_records(data, reward), others.branches, None)  # whichever the run drew
+    rows = rows_of(own_records(data, reward), others.branches, None)  # any row the run may have drawn
     branches = others.branches or sorted({row.branch for row in rows})
     functions = reward.reward_funcs or [SALES]
     weights = [*map(float, others.reward_weights or [1.0] * len(functions))]
     unknown = sorted({completion.row for completion in completions} - {row.row_id for row in rows})
     if SALES not in functions and not reward.judges_answers:
         raise ConfigError(
-            f"`reward_funcs` is {reward.reward_funcs}, functions of your own alone. Expected `{SALES}` or `{JUDGE}` "
-            "among them: the packaged reward is what is judged again."
+            f"`reward_funcs` is {reward.reward_funcs}, only custom functions. Expected `{SALES}` or `{JUDGE}` among "
+            "them: only the built-in reward can be judged again."
         )
     if not completions:
-        raise ConfigError(f"the record of {run} has no completion of training. Expected some.")
+        raise ConfigError(f"the record of {run} does not contain training completions.")
     if unknown:
         raise ConfigError(
-            f"{len(unknown)} rows of the record are not in the dataset, such as {unknown[0]!r}. Expected the dataset "
-            "of the run: give its `--dataset`."
+            f"{len(unknown)} rows of the record are not in the dataset, e.g. {unknown[0]!r}. Expected the run's "
+            "dataset: pass its `--dataset`."
         )
 
     def work() -> int:
@@ -78,7 +78,7 @@ def _prepared(argv: Sequence[str]) -> Callable[[], int]:
 def _run_of(argv: Sequence[str]) -> tuple[Path, list[str]]:
     arguments = [*argv]
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("no run is named. Expected its output folder first: RUN [--SETTING VALUE ...].")
+        raise ConfigError("the run is not named. Expected its output folder first: RUN [--SETTING VALUE ...].")
     run = Path(arguments.pop(0)).expanduser()
     recipe = run / SETTINGS_FILE
     own = ["--config", str(recipe)] if recipe.is_file() and given(arguments, "config") is None else []

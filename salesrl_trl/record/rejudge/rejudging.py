@@ -1,4 +1,4 @@
-"""Recorded completions judged again, and what that changed of rewards and advantages."""
+"""Judges recorded completions again and compares rewards and advantages."""
 
 import dataclasses
 import logging
@@ -15,6 +15,7 @@ import torch
 
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
 from salesrl_trl.judged.cache import cache_key
+from salesrl_trl.judged.meter import correlation
 from salesrl_trl.judged.rag_client import ANSWER, RagBackend
 from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import check_judges, read_reward
@@ -29,23 +30,23 @@ from salesrl_trl.update.advantages import hybrid_advantages
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 256  # completions that are begun together. The judge's own limits hold beside it.
+AT_ONCE = 256  # completions started together, within the judge's own limits
 
 
 def rejudged(
     config: RewardConfig, completions: Sequence[Recorded], rows: Sequence[SalesRow], branches: Sequence[str]
 ) -> list[Reward]:
-    """The rewards of these completions by these settings."""
+    """Rewards of these completions under these settings."""
     parts = read_reward(config, branches)
     check_judges(config, parts)
     places = {row.row_id: place for place, row in enumerate(rows)}
     with addresses(config) as urls, tempfile.TemporaryDirectory() as folder:
         if config.has_chain:
             parts.rag = RecordedRag(completions, {row.row_id: row for row in rows})
-        own = Path(folder)  # for the budget and the answers of this command alone
+        own = Path(folder)  # this command's own budget and answers
         reward = build_reward(config, parts, rows, *urls, output_dir=own)
         if config.judging.mode == "group":
-            logger.info("`judge_mode: group` is left aside: each completion is judged again by a call of its own")
+            logger.info("ignoring `judge_mode: group`: each completion is judged again by its own call")
         asked = [{**columns_of(row), "row": place, "prompt": row.prompt} for place, row in enumerate(rows)]
         with closing(RewardLoop(reward)) as reward_loop:
             judged: list[Reward] = []
@@ -57,15 +58,15 @@ def rejudged(
 
 
 def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packaged: str = SALES) -> Reward:
-    """Combines the new packaged reward, which has this name, with the recorded numbers of other functions. `weights`
-    are in their order."""
+    """Combine the new built-in reward, named `packaged`, with other functions' recorded values. `weights` are in their
+    order."""
     if len(weights) == 1:
         return new
     if old.reward is not None and not old.functions:
-        raise ConfigError("the record has numbers of one reward function. Expected those of all in `reward_funcs`.")
+        raise ConfigError("the record has values of one reward function. Expected values of all `reward_funcs`.")
     numbers = {**old.functions, packaged: new.value}
     is_known = old.reward is not None or all(value is not None for name, value in numbers.items() if name != packaged)
-    if not old.functions or not is_known:  # another function failed: nobody knows its number now either
+    if not old.functions or not is_known:  # another function failed, so its value is unknown
         return Reward(outcome=Outcome(old.outcome), value=None, reason=old.reason)
     known = ((weight, value) for weight, value in zip(weights, numbers.values(), strict=True) if value is not None)
     value = None if new.value is None else sum(weight * value for weight, value in known)
@@ -73,7 +74,7 @@ def of_all_functions(old: Recorded, new: Reward, weights: Sequence[float], packa
 
 
 class RecordedRag(RagBackend):
-    """Asks nobody: it has the recorded answers. The figures of its transports stay 0."""
+    """Returns recorded answers without requests; its transports' metrics stay 0."""
 
     identity = "record"
 
@@ -100,7 +101,7 @@ class RecordedRag(RagBackend):
 
     def _answer(self, service: str, key: str) -> Answer:
         if key not in self._answers:
-            raise ServiceUnavailable(f"the record has no such answer of {service}", code=f"{service}_not_recorded")
+            raise ServiceUnavailable(f"the record lacks this answer of {service}", code=f"{service}_not_recorded")
         return ANSWER.validate_python(self._answers[key])
 
 
@@ -110,18 +111,18 @@ def _key(context: str, ids: RequestIds, action: Mapping[str, str] | None) -> str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreChange:
-    """Of one branch, or of all."""
+    """The change in one branch, or overall."""
 
     branch: str
     completions: int
     scored_before: int
     scored_after: int
     mean_before: float
-    mean_after: float  # mean reward of those that were scored both times
-    reward_correlation: float  # of these rewards, in [-1, 1]; NaN where all are equal
+    mean_after: float  # mean reward of completions scored both times
+    reward_correlation: float  # of these rewards, in [-1, 1]; NaN if all are equal
     advantage_correlation: float
     sign_flips: float
-    """Share of them that changed sign: what was encouraged would have been discouraged, or the reverse."""
+    """Share of advantages that changed sign, i.e. encouraged completions would have been discouraged or vice versa."""
 
 
 def advantages(
@@ -131,16 +132,16 @@ def advantages(
     scale: str,
     weight: float = 0.0,
 ) -> list[float | None]:
-    """The advantages that training would give, by `hybrid_advantages`; `None` where there is no reward. Ranks share
-    steps, batches and groups. `references` are the rewards of the completions' reference answers, `scale` is TRL's
-    `scale_rewards` as a text, and `weight` the setting `hybrid_reference_weight`."""
+    """Advantages as computed in training by `hybrid_advantages`; `None` for unscored completions. Ranks share steps,
+    batches and groups. `references` are the rewards of reference answers, `scale` is TRL's `scale_rewards` as text,
+    and `weight` is the setting `hybrid_reference_weight`."""
     batches: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, completion in enumerate(completions):
         batches[completion.step, completion.batch][completion.prompt_group].append(place)
     result: list[float | None] = [None] * len(completions)
     for groups in batches.values():
         size = max(map(len, groups.values()))
-        table = torch.full((2, len(groups), size), math.nan, dtype=torch.float64)  # a place that is not there: NaN
+        table = torch.full((2, len(groups), size), math.nan, dtype=torch.float64)  # NaN pads absent places
         for number, places in enumerate(groups.values()):
             for kind, column in enumerate((rewards, references)):
                 for at, place in enumerate(places):
@@ -157,7 +158,7 @@ def advantages(
 def changes(
     completions: Sequence[Recorded], new: Sequence[Reward], scale: str, weight: float = 0.0
 ) -> list[ScoreChange]:
-    """What `new` rewards of recorded completions change: by branch, and of all at the end."""
+    """How `new` rewards change recorded completions, by branch and finally overall."""
     before = [completion.reward for completion in completions]
     after = [reward.value for reward in new]
     made_before = advantages(completions, before, [c.reference_reward for c in completions], scale, weight)
@@ -174,7 +175,7 @@ def changes(
 
 
 def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChange:
-    """The change of rows of (reward before, after, advantage before, after)."""
+    """The change in rows of (reward before, after, advantage before, after)."""
     both = [[value for value in row if value is not None] for row in rows]
     scored_twice = [row for row in both if len(row) == 4]
     before, after, made_before, made_after = [list(c) for c in zip(*scored_twice, strict=True)] or [[], [], [], []]
@@ -189,14 +190,6 @@ def _change(branch: str, rows: Sequence[tuple[float | None, ...]]) -> ScoreChang
         advantage_correlation=correlation(made_before, made_after),
         sign_flips=_mean([float(first * second < 0) for first, second in zip(made_before, made_after, strict=True)]),
     )
-
-
-def correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """NaN where one side does not vary."""
-    try:
-        return statistics.correlation(left, right)
-    except statistics.StatisticsError:
-        return math.nan
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """`python -m salesrl_trl.record.view RUN [RUN ...] [--port PORT]`.
 
-Serves a page on loopback until Ctrl-C. Exit code 2, with one message, for a folder without a record.
+Serves a page on loopback until Ctrl-C. Exit code: 2, with one message, for a folder without a record.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from salesrl_trl.record.view.viewer import Viewer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the page. Returns the exit code."""
-    return exit_code("view", argv, _serve, OverflowError)  # which means: no such port
+    return exit_code("view", argv, _serve, OverflowError)  # raised for an invalid port
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -24,9 +24,9 @@ def _serve(args: argparse.Namespace) -> None:
         viewer = Viewer(index, args.port)
         try:
             print(viewer.url)
-            print("This address is for you alone: the page shows what customers said. Ctrl-C ends.", flush=True)
+            print("Keep this address private: the page shows customers' texts. Press Ctrl-C to stop.", flush=True)
             viewer.serve_forever()
-        except KeyboardInterrupt:  # how it is meant to end
+        except KeyboardInterrupt:  # the regular end
             print()
         finally:
             viewer.server_close()

@@ -1,7 +1,7 @@
-"""The viewer's page: one HTML file with its scripts and style inside, for the server and for a file that stands alone.
+"""The viewer's page: one HTML file with inlined scripts and style, for the server and as a standalone file.
 
-Owns its Content-Security-Policy. The sources in `assets` are plain ES modules, put one after the other: there is no
-build step. `assets/vendor/preact.mjs` is Preact 11.2.0 (npm, MIT).
+Owns its Content-Security-Policy. The sources in `assets` are plain ES modules, concatenated without a build step.
+`assets/vendor/preact.mjs` is Preact 11.2.0 (npm, MIT).
 """
 
 import base64
@@ -18,31 +18,31 @@ ASSETS = Path(__file__).parent / "assets"
 PREACT = "vendor/preact.mjs"
 SCRIPTS = ("words.js", "core.js", "parts.js", "chart.js", "overview.js", "list.js", "completion.js", "runs.js",
            "report.js", "app.js")  # fmt: skip
-"""Each imports from those before it alone."""
+"""Each module imports only from earlier ones."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=\w)", re.MULTILINE)
 _VENDOR_EXPORT = re.compile(r"export\{([^}]*)\};\s*(//# sourceMappingURL=\S*\s*)?$")
 
 
 def page(data: Mapping[str, object] | None = None) -> str:
-    """The page. Without `data` it asks its server; with it, it is a report that stands alone. By its policy it runs
-    this script, has this style, and asks its own server or nobody."""
+    """The page. Without `data` it queries its server; with it, it is a standalone report. Its policy permits only this
+    script, this style, and requests to its own server, if any."""
     script, style = _script(), (ASSETS / "style.css").read_text("utf-8")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         f"connect-src {'none' if data else 'self'!r}; base-uri 'none'; form-action 'none'"
     )
-    # No text of the data can end its element: JSON has no `<` outside of its strings.
+    # escaping `<`, which JSON only uses in strings, keeps data from closing its element
     text = "" if data is None else json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     return filled(ASSETS / "page.html", policy=policy, style=style, script=script, data=text)
 
 
 @cache
 def _script() -> str:
-    """All modules as one script. Names of the package's own are unique over its modules."""
+    """All modules as one script. The package's own names are unique across modules."""
     vendor = (ASSETS / PREACT).read_text("utf-8")
     exports = _VENDOR_EXPORT.search(vendor)
-    assert exports is not None, "Preact's file is not the one that is released"
+    assert exports is not None, "Preact's file differs from the release"
     names = ", ".join(f"{name}: {own}" for own, name in re.findall(r"([\w$]+) as ([\w$]+)", exports[1]))
     preact = f"const {{ h, render, Fragment }} = (() => {{ {vendor[: exports.start()]} return {{ {names} }}; }})();\n"
     own = (_EXPORT.sub("", _IMPORT.sub("", (ASSETS / name).read_text("utf-8"))) for name in SCRIPTS)

@@ -1,6 +1,6 @@
-"""Answers to the viewer's questions.
+"""Answers the viewer's queries.
 
-Values of a question only ever stand in parameters of SQL. A completion's whole way is read anew from its file.
+Query values are only passed as SQL parameters. A completion's details are always read from its file.
 """
 
 import json
@@ -18,28 +18,28 @@ from salesrl_trl.record.view.record_index import SQL, Index, messages
 Params = Mapping[str, str]
 Answer = dict[str, object]
 
-EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in a list, and in the list of a group; `viewer.sql` keeps 600
+EXCERPT, GROUP_EXCERPT = 200, 600  # characters of a text in lists, and in a group's list; `viewer.sql` keeps 600
 PAGE = 50
 EQUAL = ("branch", "outcome", "reason", "provider", "mode", "row")
 BETWEEN = ("reward", "advantage", "step")
 SHOWN = ("run", "step", "mode", "row", "branch", "outcome", "reason", "provider", "reward", "reference_reward",
          "advantage", "judge_s", "tokens")  # fmt: skip
 MEASURED = ("reference_reward", "advantage", "judge_s", "tokens")
-"""Numbers that a task may have or not: the page shows those that the record has."""
+"""Optional numbers: the page shows those present in the record."""
 ORDERS = {
     f"{name}_{end}": (f"ifnull({name}, {last})", direction)
     for name in ("step", "reward", *MEASURED)
     for end, last, direction in (("high", "-1e308", "DESC"), ("low", "1e308", "ASC"))
 }
-"""Key and direction. What has no such number comes last."""
+"""Key and direction. Completions without the number are last."""
 
 
 def number(params: Params, name: str) -> float | None:
-    """A finite number of a question; `None` where none is given. Raises `ValueError` for another text."""
+    """A finite number from a query; `None` if absent. Raises `ValueError` for other texts."""
     text = params.get(name, "").strip()
     value = float(text) if text else None
     if value is not None and not math.isfinite(value):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
     return value
 
 
@@ -68,15 +68,15 @@ def _condition(params: Params) -> tuple[str, list[object]]:
     return " AND ".join(terms), values
 
 
-def state(index: Index) -> Answer:
-    """Runs, and what there is to choose from, after a look at their files."""
+def state(index: Index, _: Params) -> Answer:
+    """Refresh the index and return the runs and filter options."""
     index.refresh(longest_s=0.5)
     with index.lock:
         runs = []
         for at, path in enumerate(index.runs):
             row = index.db.execute(SQL["run"], (at,)).fetchone()
             runs.append({"name": path.resolve().name, "path": str(path), **dict(row)})
-        if index.facets[0] != index.version and not index.reading:  # codes of each column, and how many have them
+        if index.facets[0] != index.version and not index.reading:  # counts by column and value
             counts = "SELECT {0}, count(*) FROM completions WHERE {0} != '' GROUP BY 1 ORDER BY 2 DESC"
             columns = ("branch", "outcome", "reason", "provider", "mode")
             facets = {name: dict(index.db.execute(counts.format(name)).fetchall()) for name in columns}
@@ -88,12 +88,11 @@ def state(index: Index) -> Answer:
 
 
 def listing(index: Index, params: Params) -> Answer:
-    """A page of the list: `total`, `items`, and `next`, which the next question has as `after`, or `None`. `params`
-    may have `run`, the names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, an `order` of
-    `ORDERS`."""
+    """A page of the list: `total`, `items`, and `next`, the `after` of the next query or `None`. `params` may contain
+    `run`, names of `EQUAL`, `NAME_min` and `NAME_max` for those of `BETWEEN`, `text`, and an `order` of `ORDERS`."""
     order = params.get("order") or "step_high"
     if order not in ORDERS:
-        raise ValueError(f"there is no order {order!r}")
+        raise ValueError(f"unknown order {order!r}")
     key, direction = ORDERS[order]
     with index.lock:
         sql, values = _condition(params)
@@ -104,7 +103,7 @@ def listing(index: Index, params: Params) -> Answer:
             sql = f"{sql} AND ({key}, n) {'<' if direction == 'DESC' else '>'} (?, ?)"
             values = [*values, number(after, "at"), whole(after, "n")]
         rows = index.db.execute(
-            # Only what orders them goes through the sorting: a fifth of the time of whole rows.
+            # sort keys only, which costs a fifth of sorting whole rows
             f"SELECT * FROM (SELECT n, {key} AS key FROM completions WHERE {sql} "
             f"ORDER BY key {direction}, n {direction} LIMIT ?) JOIN completions USING (n) "
             f"ORDER BY key {direction}, n {direction}",
@@ -116,14 +115,14 @@ def listing(index: Index, params: Params) -> Answer:
 
 
 def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, chars: int = EXCERPT) -> list[Answer]:
-    """Completions as lists show them, with the beginning of their texts, at most 600 characters."""
+    """Completions for lists, with the first characters of their texts, at most 600."""
     query = f"SELECT n, substr(excerpt, 1, ?) FROM texts WHERE n IN ({', '.join('?' * len(rows))})"
     with index.lock:
         texts = dict(index.db.execute(query, (chars, *(row["n"] for row in rows))).fetchall())
     return [
         {
             "id": f"{row['run']}-{row['rank']}-{row['id']}",
-            "text": texts.get(row["n"], ""),  # its file may have been written anew
+            "text": texts.get(row["n"], ""),  # its file may have been rewritten
             **{name: row[name] for name in shown},
         }
         for row in rows
@@ -131,7 +130,7 @@ def items(index: Index, rows: list[sqlite3.Row], shown: Iterable[str] = SHOWN, c
 
 
 def overview(index: Index, params: Params) -> Answer:
-    """Figures of every step and branch of one run: completions, those with a reward, mean rewards, outcomes."""
+    """Statistics by step and branch of one run: completions, scored ones, mean rewards, outcomes."""
     with index.lock:
         asked = {"run": whole(params, "run"), "mode": params.get("mode") or "train"}
         rows = index.db.execute(SQL["overview"], asked).fetchall()
@@ -139,9 +138,9 @@ def overview(index: Index, params: Params) -> Answer:
 
 
 def comparison(index: Index, params: Params) -> Answer:
-    """Rows that two runs share: the mean reward of each where it was last trained on, or evaluated. `params` has `one`
-    and `other`, numbers of runs, and `mode`. The answer has the `total` of rows in both, their mean `change`, how many
-    got `better` and `worse`, and `rows`, those with the largest change."""
+    """Compare two runs on their shared rows, by each row's mean reward when last trained on or evaluated. `params`
+    contains the run numbers `one` and `other`, and `mode`. The answer contains the `total` of shared rows, their mean
+    `change`, the numbers of `better` and `worse` ones, and `rows` with the largest changes."""
     runs = {"one": whole(params, "one"), "other": whole(params, "other", 1), "mode": params.get("mode") or "train"}
     with index.lock:
         index.db.execute("DROP TABLE IF EXISTS compared")
@@ -151,31 +150,27 @@ def comparison(index: Index, params: Params) -> Answer:
     return {**dict(sums), "rows": [dict(row) for row in rows]}
 
 
-def place_of(name: str) -> tuple[int, int, int]:
-    """Run, rank and id in its file of a completion, by its id on the page. Raises `KeyError` for what is no id."""
+def completion(index: Index, params: Params) -> Answer:
+    """All data of one completion, by its `id` on the page: its columns with texts resolved, and `messages`, `turns`,
+    `verdicts`, `calls` and `group`. Raises `KeyError` if it does not exist."""
+    name = params["id"]
     parts = name.split("-")
     if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
         raise KeyError(name)
     run, rank, number = map(int, parts)
-    return run, rank, number
-
-
-def completion(index: Index, name: str) -> Answer:
-    """Everything about one completion, by its id on the page: the columns of its table with texts in place of their
-    numbers, and `messages`, `turns`, `verdicts`, `calls`, `group`. Raises `KeyError` where there is none."""
-    run, rank, number = place_of(name)
     with closing(open_record(index.path(run, rank))) as file:
         row = file.execute("SELECT * FROM completions WHERE id = ?", (number,)).fetchone()
         if row is None:
             raise KeyError(name)
-        values = values_of(file, row, str)  # a browser reads no JSON with NaN as a number
+        values = values_of(file, row, str)  # browsers can't parse NaN in JSON
         weights = file.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
-        calls = []
-        for call in file.execute("SELECT * FROM calls WHERE completion = ? ORDER BY time, id", (number,)):
-            shown = {column: call[column] for column in ("service", "path", "time", "seconds", "failure")}
-            for column in ("request", "answer"):
-                shown[column] = None if call[column] is None else text_of(file, call[column])
-            calls.append(shown)
+        asked = file.execute("SELECT * FROM calls WHERE completion = ? ORDER BY time, id", (number,))
+        calls = [
+            dict(call) | {name: call[name] and text_of(file, call[name]) for name in ("request", "answer")}
+            for call in asked.fetchall()
+        ]
+    with index.lock:
+        group = index.db.execute(SQL["group"], {**dict(row), "run": run}).fetchall()
     prompt, turns = values.pop("prompt"), values["turns"]
     del values["digest"]
     return {
@@ -188,18 +183,12 @@ def completion(index: Index, name: str) -> Answer:
         "id": name,
         "run": run,
         "rank": rank,
-        "group": _group(index, run, row),
+        "group": items(index, group, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT),
     }
 
 
-def _group(index: Index, run: int, row: sqlite3.Row) -> list[Answer]:
-    with index.lock:
-        rows = index.db.execute(SQL["group"], {**dict(row), "run": run}).fetchall()
-    return items(index, rows, ("outcome", "reason", "reward", "advantage"), GROUP_EXCERPT)
-
-
 def report(index: Index, params: Params) -> Answer:
-    """The `figures` of a run's report, or an `error` where it has none."""
+    """The `figures` of a run's report, or an `error`."""
     run = whole(params, "run")
     if not 0 <= run < len(index.runs):
         raise KeyError(run)

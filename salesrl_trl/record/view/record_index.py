@@ -1,6 +1,6 @@
-"""What the viewer's lists need of every completion of some runs, kept up with files that grow.
+"""Index of the completions of some runs for the viewer's lists, updated as their files grow.
 
-Owns tables in a temporary database. The runs' files are only read, and have no index by reward or outcome.
+Owns tables in a temporary database, because the runs' files are read-only and lack indexes by reward or outcome.
 """
 
 import json
@@ -15,15 +15,15 @@ from salesrl_trl.data.files import nearest_file
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import address, open_record, rank_of, record_files, unpacked
 
-CHUNK = 4000  # rows that are read in one go
+CHUNK = 4000  # rows read at a time
 
 _NAMED = re.compile(r"^-- name: (\w+)\n(.*?)(?=^-- name|\Z)", re.MULTILINE | re.DOTALL)
 SQL = dict(_NAMED.findall((Path(__file__).parent / "assets" / "viewer.sql").read_text("utf-8")))  # statements by name
 
 
 def messages(prompt: object) -> list[dict[str, object]]:
-    """A prompt as messages. A text is the user's. Parts of a content that are no texts stand by their names. Calls of
-    tools stay as they are, in `tool_calls`."""
+    """A prompt as messages. A plain text becomes a user message. Content parts other than texts are replaced by their
+    type. `tool_calls` are unchanged."""
     if not isinstance(prompt, list):
         return [{"role": "user", "content": str(prompt)}]
     shown = []
@@ -40,28 +40,28 @@ def messages(prompt: object) -> list[dict[str, object]]:
 
 
 class Index:
-    """The completions of some runs, by their folders. Threads may share it: what touches `db` holds `lock`. Raises
-    `ConfigError` for a folder without a record, or with one of another version."""
+    """The completions of runs in these folders. Threads may share it; access to `db` requires `lock`. Raises
+    `ConfigError` for a folder without a record, or with a record of another version."""
 
     def __init__(self, runs: list[Path]) -> None:
         for run in runs:
             if not run.exists():
-                raise ConfigError(f"there is no {run}.{nearest_file(run)} Expected the output folder of a run.")
+                raise ConfigError(f"{run} does not exist.{nearest_file(run)} Expected the output folder of a run.")
             if not record_files(run):
                 raise ConfigError(
-                    f"{run} holds no record of completions. Expected the output folder of a run that records: it has "
-                    "record/rank-0.sqlite. A run with `--record true` writes it."
+                    f"{run} does not contain a record of completions. Expected the output folder of a run with "
+                    "`--record true`, which writes record/rank-0.sqlite."
                 )
         self.runs = runs
         for _, _, path in self._files():
             open_record(path).close()
         self.lock = threading.RLock()
-        self.version = 0  # rises with everything that is read
-        self.reading = True  # whether there was more to read when it was last looked
-        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})  # what there is to choose from, at this version
+        self.version = 0  # increases with each change
+        self.reading = True  # whether the last refresh left rows unread
+        self.facets: tuple[int, dict[str, dict[str, int]]] = (-1, {})  # filter options, at this version
         self.db = sqlite3.connect("", uri=True, check_same_thread=False, isolation_level=None)
         self.db.row_factory = sqlite3.Row
-        self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own knows ASCII alone
+        self.db.create_function("lower_case", 1, str.lower, deterministic=True)  # SQLite's own supports ASCII only
         self.db.execute("PRAGMA cache_size=-65536")
         self.db.execute("PRAGMA journal_mode=MEMORY")
         self.db.executescript(SQL["tables"])
@@ -71,14 +71,14 @@ class Index:
             self.db.close()
 
     def path(self, run: int, rank: int) -> Path:
-        """The file of a run's rank. Raises `KeyError` where there is none."""
+        """The file of a run's rank. Raises `KeyError` if it does not exist."""
         return {(at, number): path for at, number, path in self._files()}[run, rank]
 
     def _files(self) -> list[tuple[int, int, Path]]:
         return [(at, rank_of(path) or 0, path) for at, run in enumerate(self.runs) for path in record_files(run)]
 
     def refresh(self, longest_s: float = math.inf) -> None:
-        """Read what is new in all files, for about so long. A file that is no longer the run's is forgotten."""
+        """Read new rows of all files, for about `longest_s`. Files that left their run are removed."""
         end_s = time.monotonic() + longest_s
         with self.lock:
             files = self._files()
@@ -93,8 +93,8 @@ class Index:
             self.reading = False
 
     def _read(self, run: int, rank: int, path: Path) -> bool:
-        """Read the next rows of one file, if there are any. Inside of the transaction, what the file's writer does is
-        not seen. What fails leaves the index as it was."""
+        """Read the next rows of one file, if any. The transaction isolates it from the file's writer; a failure leaves
+        the index unchanged."""
         self.db.execute("ATTACH ? AS source", (address(path),))
         try:
             self.db.execute("BEGIN")
@@ -113,8 +113,7 @@ class Index:
         return bool(rows)
 
     def _last_kept(self, run: int, rank: int) -> int:
-        """The last id that was read. All of a file that was written anew is forgotten, and the steps that its writer
-        has dropped."""
+        """The last id read. Removes steps that the writer dropped, and all rows of a rewritten file."""
         dropped = "(SELECT CAST(value AS INTEGER) FROM source.meta WHERE name = 'dropped_up_to_step')"
         of_file = "DELETE FROM completions WHERE run = ? AND rank = ?"
         self.version += self.db.execute(f"{of_file} AND step <= {dropped}", (run, rank)).rowcount

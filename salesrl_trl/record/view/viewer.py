@@ -1,7 +1,7 @@
-"""The viewer's server: on loopback, for reading.
+"""The viewer's read-only server on loopback.
 
-A request must name a loopback host, so that no page from elsewhere reads completions by a name of its own that it
-points at this machine. It must also have the key of the address, which other users of the machine don't know.
+A request must name a loopback host, so that other sites can't read completions by DNS rebinding. It must also contain
+the address's key, which other users of the machine don't know.
 """
 
 import json
@@ -25,22 +25,21 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 QUESTIONS: dict[str, Callable[[Index, queries.Params], object]] = {
-    "": lambda *_: page(),
-    "api/state": lambda index, _: queries.state(index),
+    "api/state": queries.state,
     "api/list": queries.listing,
     "api/overview": queries.overview,
-    "api/completion": lambda index, params: queries.completion(index, params.get("id", "")),
+    "api/completion": queries.completion,
     "api/compare": queries.comparison,
     "api/report": queries.report,
 }
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves an index. Port 0 is a free one."""
+    """Serves an index. Port 0 selects a free port."""
 
     daemon_threads = True
     request_queue_size = 128
-    """Connections that wait to be accepted. A page asks for much at once, and Python's own number is 5."""
+    """Length of the accept queue: a page sends many requests at once, and Python's default is 5."""
 
     def __init__(self, index: Index, port: int = 0) -> None:
         self.index = index
@@ -55,48 +54,47 @@ class Viewer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Viewer
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds of a silent connection
-    disable_nagle_algorithm = True  # with it, a body waits 40 ms until its head is acknowledged
+    timeout = 60  # seconds before an idle connection closes
+    disable_nagle_algorithm = True  # it delays a body by 40 ms until its headers are acknowledged
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # a browser that left before it had its answer
+        with suppress(ConnectionError):  # the browser disconnected
             super().handle()
 
     def do_GET(self) -> None:
-        path, query = self._asked()
-        if path is None:
-            return
         answer: object
         try:
+            path, query = self._asked()
             params = dict(parse_qsl(query, max_num_fields=40))
-            answer, status = QUESTIONS[path](self.server.index, params), HTTPStatus.OK
+            answer, status = QUESTIONS[path](self.server.index, params) if path else page(), HTTPStatus.OK
+        except PermissionError:
+            answer, status = {"error": "the Host of a request must be loopback"}, HTTPStatus.FORBIDDEN
         except KeyError:
-            answer, status = {"error": "nothing is here"}, HTTPStatus.NOT_FOUND
+            answer, status = {"error": "not found: the address must contain its key"}, HTTPStatus.NOT_FOUND
         except ValueError as error:
             answer, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        except Exception as error:  # whatever it is, the page says so
+        except Exception as error:  # shown on the page
             answer, status = {"error": f"{type(error).__name__}: {error}"}, HTTPStatus.INTERNAL_SERVER_ERROR
         self._send(status, answer)
 
-    def _asked(self) -> tuple[str | None, str]:
-        """Path below the key, and query. `None` for a path that has been refused."""
+    def _asked(self) -> tuple[str, str]:
+        """The path below the key, and the query. Raises `PermissionError` for a wrong host, `KeyError` for a wrong
+        key."""
         hosts = self.headers.get_all("Host") or []
         try:
             is_loopback = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in LOOPBACK
         except ValueError:
             is_loopback = False
         if not is_loopback:
-            self._send(HTTPStatus.FORBIDDEN, {"error": "the Host of a request must be loopback"})
-            return None, ""
+            raise PermissionError
         address, _, query = self.path.partition("?")
         key, _, path = address.lstrip("/").partition("/")
         if not secrets.compare_digest(key.encode(), self.server.key.encode()):
-            self._send(HTTPStatus.NOT_FOUND, {"error": "nothing is here: the address has a key in it"})
-            return None, ""
+            raise KeyError(address)
         return path, query
 
     def _send(self, status: HTTPStatus, content: object) -> None:
-        """Send a page or a JSON value. A page has a policy of its own beside that of its head."""
+        """Send a page or a JSON value. Pages also contain their own policy."""
         is_page = isinstance(content, str)
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         body = text.encode(errors="replace")
@@ -112,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: addresses have a key and words that somebody looked for."""
+        """Log nothing: addresses contain the key and search terms."""

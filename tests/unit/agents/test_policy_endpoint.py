@@ -127,7 +127,7 @@ def test_the_key_of_an_open_episode_alone_is_answered_and_is_in_no_log(endpoint,
         ({"messages": ASKED, "stop": ["Observation:"]}, "stop"),
         ({"messages": ASKED, "max_tokens": 0}, "max_tokens"),
         ({"messages": ASKED, "max_completion_tokens": 0, "max_tokens": 5}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "room"),
+        ({"messages": [{"role": "user", "content": "long " * 5000}]}, "full"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_with_its_reason(endpoint, tokenizer, body, words):
@@ -158,7 +158,7 @@ def test_a_turn_is_cut_where_the_request_or_the_run_ends_it(endpoint, tokenizer)
     async def agent(create):
         cut = (await create(model="any", messages=ASKED, max_tokens=3)).choices[0]
         said = [*ASKED, {"role": "assistant", "content": cut.message.content}, {"role": "user", "content": "Go on."}]
-        with pytest.raises(openai.BadRequestError, match="room"):
+        with pytest.raises(openai.BadRequestError, match="full"):
             await create(model="any", messages=[*said[:-1], {"role": "user", "content": "Go on. " * 40}])
         return cut, said
 
@@ -178,6 +178,6 @@ def test_what_fails_in_the_engine_is_not_the_failure_of_the_episode(endpoint, to
         raise error
 
     policy.calls._ask = fails
-    with pytest.raises(openai.APIStatusError, match="no more"):
+    with pytest.raises(openai.APIStatusError, match="no longer"):
         policy.talk(endpoint, lambda create: create(model="any", messages=ASKED))
     assert isinstance(policy.calls.error, error)

@@ -120,9 +120,9 @@ def test_a_setting_that_says_nothing_is_refused(given):
         tool(**given)
 
 
-def ends_of(function, queries, recorded=None):
+def ends_of(function, queries, replay=None):
     """How calls end, each in its result or error, and the reason by which its conversation is left out; the record."""
-    calls, ends, kept = ToolCalls(["search"], recorded), [], CompletionRecord()
+    calls, ends, kept = ToolCalls(["search"], replay), [], CompletionRecord()
 
     async def all_of_them():
         for query in queries:
@@ -154,7 +154,7 @@ def test_a_replayed_call_ends_as_the_recorded_one_did_and_calls_nobody(tmp_path)
 
     def again(queries, on_miss):
         reward = ReplayReward(reward_of(lambda completions, **_: [0.0]), tmp_path, on_miss)
-        return ends_of(search, queries, reward.recorded_call)
+        return ends_of(search, queries, reward)
 
     seen.clear()
     replayed, of_replay, counts_again = again(queries, "fail")

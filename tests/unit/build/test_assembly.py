@@ -267,7 +267,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"rag_base_url": "http://"}, "with a host"),
         ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),
         ({"branch_reward_weights": {"tone": {"judge": 1.0}}}, r"names the branches \['tone'\]"),
-        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics are missing: tone.txt"),
+        ({"branch_reward_weights": {"fairness": {"judge_tone": 1.0}}}, "rubrics not found: tone.txt"),
         ({"judge_providers": [{**PROVIDER, "api_key_env": "NO_SUCH_KEY"}]}, r"judge_providers\[openai\].api_key_env"),
         ({"judge_providers": JUDGES, "judge_meter": {"on_alarm": "second_judge"}}, "second"),
         ({"judge_providers": JUDGES[:1], "judge_meter": METER}, "Expected one of them"),

@@ -8,6 +8,7 @@ import pytest
 from support.engines import LLM, prompts
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.engine_loop import CompletionTasks, EngineLoop, Rounds, TurnLoop
 
 
@@ -168,7 +169,7 @@ def test_turns_of_conversations_join_a_generation_and_are_sampled_as_their_own_b
 
     batches = []
     for name, talk, ahead in (("training", training, True), ("greedy", greedy, False)):
-        batch = Episodes(1, loop, talk, lambda: None)
+        batch = Episodes(1, loop, talk, ToolCalls(()))
         batch.begin(prompts(9), [name])
         loop.run(batch, ahead=ahead)
         batches.append(batch)
@@ -186,7 +187,7 @@ def test_between_two_generations_what_was_asked_for_is_generated_and_waited_for_
         asks.set()
         return ask([2]).ids
 
-    batch = Conversations(1, loop, talk, lambda: None)
+    batch = Conversations(1, loop, talk, ToolCalls(()))
     batch.begin(prompts(1), ["params"])
     loop.run(batch, ahead=True)
     loop.resume()
@@ -217,7 +218,7 @@ def by_rule(prompts, images, fields, group):
 
 
 def conversing(kind, size, loop, talk):
-    batch = kind(size, loop, talk, lambda: None)
+    batch = kind(size, loop, talk, ToolCalls(()))
     batch.begin([{"prompt_token_ids": [place]} for place in range(size)], [None] * size)
     return batch
 
@@ -287,17 +288,17 @@ def test_conversations_that_are_cancelled_end_and_leave_no_turn_behind():
 
 
 def test_a_conversation_that_nobody_wants_ends_when_it_asks():
-    tool, before, ended = threading.Event(), threading.active_count(), []
+    tool, before, calls = threading.Event(), threading.active_count(), ToolCalls(())
 
     def talk(place, first, ask):
         assert tool.wait(10)
         ask([])
         pytest.fail("it goes on")
 
-    batch = Episodes(1, TurnLoop(), talk, lambda: ended.append("calls"))
+    batch = Episodes(1, TurnLoop(), talk, calls)
     batch.begin([], [None])
     assert not batch.is_over
     batch.cancel()
     tool.set()
     threads_end(before)
-    assert ended == ["calls"]
+    assert calls.stopped == "given_up"

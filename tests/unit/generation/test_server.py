@@ -12,6 +12,7 @@ import trl.generation.vllm_generation as upstream_vllm
 from support.seconds import check_seconds, until
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
+from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation import engine_loop
 from salesrl_trl.generation.engine_loop import NO_TURN, CompletionTasks, ServerLoop
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
@@ -141,7 +142,7 @@ def test_episodes_ask_for_all_their_turns_and_nothing_is_asked_before(served):
         return ids
 
     served.vllm_client.gate.set()
-    batch = begun(served, batch=Episodes(len(PROMPTS), served.loop, talk, lambda: None))
+    batch = begun(served, batch=Episodes(len(PROMPTS), served.loop, talk, ToolCalls(())))
     served.loop.run(batch)
     assert batch.results() == [[100 + place, *[100 + place, 7] * 2] for place in range(len(PROMPTS))]
     asked = sorted((prompts[0], request["temperature"]) for prompts, request in served.vllm_client.asked)
@@ -154,7 +155,7 @@ def test_a_conversation_that_ends_leaves_the_first_turns_of_others_alone(served)
     served.loop._slots = threading.Semaphore(1)
     served.vllm_client.gate.set()
     batch = begun(
-        served, batch=Conversations(len(PROMPTS), served.loop, lambda place, first, ask: first.ids, lambda: None)
+        served, batch=Conversations(len(PROMPTS), served.loop, lambda place, first, ask: first.ids, ToolCalls(()))
     )
     served.loop.run(batch)
     assert batch.results() == ANSWERS
@@ -172,7 +173,7 @@ def test_weights_wait_for_the_turns_that_are_out_and_no_turn_is_asked_for_meanwh
     served.loop._slots = threading.Semaphore(len(PROMPTS))
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", push)
     talk = lambda place, _, ask: [ask([1]), ask([2])]  # noqa: E731
-    batch = begun(served, batch=Episodes(len(PROMPTS), served.loop, talk, lambda: None))
+    batch = begun(served, batch=Episodes(len(PROMPTS), served.loop, talk, ToolCalls(())))
     until(lambda: len(client.asked) == len(PROMPTS))
     thread = threading.Thread(target=served.sync_weights)
     thread.start()

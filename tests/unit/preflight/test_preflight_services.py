@@ -188,7 +188,7 @@ def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
     services.functions.clear()
     report = examine(JUDGE_STAGE, services)
     ends_as(report, FAILED, "do not end with a JSON object")
-    assert "It is up and answers, but gives no verdict" in text_of(report)
+    assert "It responds, but without a valid verdict" in text_of(report)
     assert "The first answer" not in text_of(report)
 
 

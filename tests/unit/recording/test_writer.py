@@ -127,7 +127,7 @@ def test_a_locked_file_is_written_when_it_is_free_and_batches_wait_within_a_boun
     # one was being written, the next ones waited, and the others are counted
     kept = [1, *range(2, 3 + writer.WAITING_BATCHES)]
     assert [each.step for each in recorded(tmp_path)] == kept
-    assert f"{99 - len(kept)} batches are not in" in caplog.text
+    assert f"{99 - len(kept)} batches were dropped from" in caplog.text
 
 
 def test_a_full_record_drops_its_oldest_steps_whatever_fills_it_and_says_so_once(tmp_path, caplog):
@@ -201,7 +201,7 @@ def test_a_disk_that_does_not_take_it_ends_the_record_and_not_the_run(tmp_path, 
     recorder.close()
     warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
     [line] = [each for each in warned if "can't be" in each]
-    assert "Training goes on without" in line
+    assert "Training continues without" in line
 
 
 def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(tmp_path, caplog):
@@ -212,18 +212,19 @@ def test_what_can_not_be_written_is_left_out_and_told_once_without_a_word_of_it(
             raise ValueError(text)
         return text
 
-    def fails():
-        raise RuntimeError("a GPU")
+    class Failing:
+        def tolist(self):
+            raise RuntimeError("a GPU")
 
     entries = [entry(0), entry(1, text="bad for the filter"), entry(2, tokens=2**64)]
-    lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=fails)
+    lost = Batch(step=2, mode="train", number=2, entries=[entry()], advantages=Failing())
     caplog.set_level(logging.WARNING)
     found = write(tmp_path, [batch(1, entries), lost, batch(3)], clean=clean)
     assert [(each.step, each.text) for each in found] == [(1, "an action"), (3, "an action")]
     assert rows(tmp_path, "SELECT DISTINCT completion FROM verdicts") == [(1,), (2,)]  # nothing of one that is out
     first, last = (each.message for each in caplog.records)
-    assert "an entry of step 1 is left out" in first and "ValueError" in first
-    assert "3 entries" in last  # two of the first batch, and the second batch's
+    assert "an entry of step 1 is dropped" in first and "ValueError" in first
+    assert "3 unwritable entries" in last  # two of the first batch, and the second batch's
     assert "bad for" not in caplog.text
 
 
@@ -239,7 +240,7 @@ def test_half_a_surrogate_pair_leaves_no_hole_in_the_record(tmp_path):
 
 
 def test_a_record_of_another_version_or_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no record"):
+    with pytest.raises(ConfigError, match="lacks a record"):
         list(recorded(tmp_path))
     path = record_file(tmp_path, 0)
     path.parent.mkdir()

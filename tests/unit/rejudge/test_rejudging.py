@@ -78,7 +78,7 @@ def test_the_same_judge_changes_nothing_and_no_answer_is_asked_for_again(service
     asked = services.calls
     with caplog.at_level("INFO"):
         found = rejudged(config(services, judge_mode="group"), completions, rows, BRANCHES)
-    assert "`judge_mode: group` is left aside: each completion is judged again by a call of its own" in caplog.text
+    assert "ignoring `judge_mode: group`: each completion is judged again by its own call" in caplog.text
     assert [reward.value for reward in found] == [each.reward for each in completions]
     assert {name: services.calls[name] - asked[name] for name in ("8b", "32b")} == {"8b": 0, "32b": 0}
 
@@ -202,5 +202,5 @@ def test_what_is_missing_is_told(tmp_path, capsys):
     assert main([]) == 2
     assert main([str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert "no run is named" in told
-    assert "has no record" in told
+    assert "the run is not named" in told
+    assert "lacks a record" in told

@@ -15,6 +15,7 @@ import time
 import warnings
 
 import pytest
+from pydantic import TypeAdapter
 from support.seconds import check_seconds
 
 from salesrl_trl.errors import ServiceUnavailable
@@ -25,7 +26,7 @@ from salesrl_trl.types import Answer, Passage
 
 
 def cache_of(store):
-    return Cache(store, lambda value: value, lambda value: value)
+    return Cache(store, TypeAdapter(str))
 
 
 def asker(answer="answer", *, fails=0, delay_s=0.0):

@@ -110,25 +110,27 @@ def test_what_an_episode_does_not_go_with_is_refused():
 def test_time_in_which_the_policy_is_asked_counts_for_no_deadline():
     late, future, began = per_episode(deadline_s=0.2)(episode._function), Future(), time.monotonic()
 
-    def idle_s():  # the policy is asked for 0.6 s
-        return max(time.monotonic() - began - 0.6, 0.0)
+    class Calls:
+        @property
+        def idle_s(self):  # the policy is asked for 0.6 s
+            return max(time.monotonic() - began - 0.6, 0.0)
 
-    reward = Playing(None).reward(late, future, idle_s)
+    reward = Playing(None).reward(late, future, Calls())
     assert reward.reason == "episode_timeout" and future.cancelled()
     assert 0.75 < time.monotonic() - began < 5
     ended = Future()
     ended.set_result(reward)
-    assert Playing(None).reward(late, ended, idle_s) is reward
+    assert Playing(None).reward(late, ended, Calls()) is reward
 
 
 def test_a_stop_ends_episodes_that_are_out_by_its_reason_and_begins_no_more():
     playing, out, later = Playing(None), Future(), Future()
     threading.Timer(0.2, playing.cut_off, ["stopped"]).start()
     for future in (out, later):
-        reward = playing.reward(episode, future, lambda: 0.0)
+        reward = playing.reward(episode, future, SimpleNamespace(idle_s=0.0))
         assert (reward.value, reward.reason) == (None, "stopped")
         assert future.cancelled()
     closed = Future()
     closed.cancel()
     with pytest.raises(GivenUp):  # nobody will ask for its reward
-        Playing(None).reward(episode, closed, lambda: 0.0)
+        Playing(None).reward(episode, closed, SimpleNamespace(idle_s=0.0))

@@ -9,6 +9,7 @@ from support.loopback import VERDICT, action, build_reward, chat_completion, row
 
 from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.ground.fencing import read_sections
+from salesrl_trl.judged.budget import Price
 from salesrl_trl.judged.judge import load_rubrics
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
 from salesrl_trl.service.transport import Transport
@@ -176,8 +177,8 @@ def test_more_than_half_of_the_repeats_have_to_be_valid(score_many, services, va
 def test_tokens_and_cost_are_counted_by_provider(score_many, services):
     body = chat_completion(json.dumps(VERDICT))
     services.set("judge", {**body, "usage": {"prompt_tokens": 1000, "completion_tokens": 50, "total_tokens": 1050}})
-    price = {"usd_per_million_prompt_tokens": 2.0, "usd_per_million_completion_tokens": 10.0}
-    usage = score_many(3, providers=[{"name": "judge", **price}]).report.usage["judge"]
+    price = Price(prompt_token=2e-6, completion_token=10e-6)
+    usage = score_many(3, providers=[{"name": "judge", "price": price}]).report.usage["judge"]
     assert (usage.verdicts, usage.prompt_tokens, usage.completion_tokens) == (3, 3000, 150)
     assert usage.usd == pytest.approx(0.0075)  # 3,000 x 2 / 1e6 + 150 x 10 / 1e6
 
@@ -259,7 +260,7 @@ def test_a_users_file_wins_over_the_packaged_one(tmp_path):
 
 def test_all_rubrics_that_are_missing_are_told_together(tmp_path):
     (tmp_path / "price.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"rubrics are missing: tone\.txt, honesty\.txt\. Expected"):
+    with pytest.raises(ConfigError, match=r"rubrics not found: tone\.txt, honesty\.txt\. Expected"):
         load_rubrics(("tone", "price", "fairness", "honesty"), str(tmp_path))
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from benchmarks.meter import KINDS, WORLDS, simulate
-from salesrl_trl.judged.meter import Alarm, Meter, Written
+from salesrl_trl.judged.meter import Alarm, Meter, Rise, Written
 from salesrl_trl.reward.scorer import MeterSettings
 
 STEPS, BATCH, SHARE = 400, 64, 0.02
@@ -18,7 +18,7 @@ def test_a_planted_taste_is_found_within_20_steps_of_its_onset_by_its_name(kind)
     if kind == "word":
         alarm = next(alarm for _, alarm in alarms)
         assert "online" in alarm.what[1] and "online" in alarm.example
-        assert alarm.worth > 0.2  # the judge gives 0.4; scores end at 1, which takes some of it
+        assert alarm.rise.worth > 0.2  # the judge gives 0.4; scores end at 1, which takes some of it
         assert alarm.confirmed < 0.1
     assert onset - 5 <= alarms[0][0] <= onset + 20  # at the onset 1 of 8 completions has it: it may be seen before
     assert calls <= SHARE * 150 * BATCH
@@ -54,6 +54,6 @@ def test_the_agreement_is_that_of_the_completions_of_a_branch():
 
 
 def test_a_phrase_that_may_quote_a_customer_is_shown_only_if_it_may_be():
-    alarm = Alarm(what=("phrase", "jane doe"), before=0.1, now=0.5, worth=0.2, confirmed=0.0, example="I am jane")
+    alarm = Alarm(what=("phrase", "jane doe"), rise=Rise(0.1, 0.5, 0.2), confirmed=0.0, example="I am jane")
     assert "jane" not in alarm.described(with_text=False)
     assert "jane doe" in alarm.described(with_text=True) and "I am jane" in alarm.described(with_text=True)

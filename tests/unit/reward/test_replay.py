@@ -43,7 +43,7 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
     ]  # fmt: skip
     batch = {"step": 1, "mode": "train", "number": 0, **given}
     recorder = Recorder(record_file(folder, rank), after=after)
-    recorder.record(Batch(**batch, entries=entries, advantages=lambda: [None] * len(entries)))
+    recorder.record(Batch(**batch, entries=entries))
     recorder.close()
     return folder
 
@@ -182,11 +182,11 @@ def test_numbers_of_other_reward_functions_are_refused(tmp_path):
     """Else the one recorded number would count once for each of this run's functions."""
     both = MixedReward([own, per_completion(lambda prompt, completion: 0.0)], [1.0, 1.0])
     alone = record(tmp_path / "alone", [(0, "same", Reward.scored(0.5), None)])
-    with pytest.raises(ConfigError, match="numbers of one reward function"):
+    with pytest.raises(ConfigError, match="values of one reward function"):
         ReplayReward(both, alone, "fail")
     numbers = dict.fromkeys(both.names.functions, 0.5)
     together = record(tmp_path / "both", [(0, "same", replace(Reward.scored(1.0), by_function=numbers), None)])
-    with pytest.raises(ConfigError, match="Give the functions of the recorded run"):
+    with pytest.raises(ConfigError, match="Use the functions of the recorded run"):
         ReplayReward(own, together, "fail")
     ReplayReward(both, together, "fail")
 

@@ -130,7 +130,7 @@ def test_a_file_that_can_not_be_read_is_named(run_folder, name, text):
         read_run(run_folder.path)
 
 
-@pytest.mark.parametrize(("case", "words"), [("nowhere", "is no folder"), ("", "holds no TensorBoard file")])
+@pytest.mark.parametrize(("case", "words"), [("nowhere", "is not a folder"), ("", "contain TensorBoard files")])
 def test_bad_input_is_exit_code_2_with_one_message_and_no_file(run_folder, capsys, case, words):
     assert command.main([str(run_folder.path / case)]) == 2
     told = capsys.readouterr()

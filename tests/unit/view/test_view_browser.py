@@ -133,7 +133,7 @@ def test_a_click_opens_the_whole_way_of_a_completion(opened, viewer):
     tab.click(".items a.open")
     tab.wait(f"{SETTLED} && location.hash.startsWith('#completion')")
     tab.wait("document.querySelector('.messages')")
-    heads = ("Conversation", "From the action (8B)", "Reference (32B)", "What was said of it", "Its group", "Calls")
+    heads = ("Conversation", "From the action (8B)", "Reference (32B)", "Scores", "Group", "Calls")
     shown = tab.text()
     assert [words for words in (*heads, f"{item['reward']:.3f}") if words not in shown] == []
     current = "[...document.querySelectorAll('tr[aria-current=true]')].map(e => e.parentElement.rows.length)"
@@ -218,7 +218,7 @@ def test_both_languages_have_the_same_words(tab):
 def test_two_runs_stand_side_by_side_and_a_row_leads_to_its_completions(opened, viewer):
     tab = opened("#compare")
     told = queries.comparison(viewer.index, {"one": "0", "other": "1"})
-    assert f"{told['total']} rows in both" in tab.text()
+    assert f"{told['total']} shared rows" in tab.text()
     assert "+0.0" in tab.text("tbody")  # the second run was made better by 0.1
     tab.click("section:last-of-type tbody th a")
     tab.wait(f"location.hash.startsWith('#list?row=') && {FIRST}")
@@ -255,14 +255,14 @@ def test_own_functions_stand_with_number_weight_words_and_calls(show, new_rank):
         calls=[("grader", "group", at, 1.0, code, None, None) for at, code in ((0, "grader_busy"), (3, "given_up"))],
     )  # fmt: skip
     tab = show("completion?id=0-0-1", "document.querySelectorAll('.calls li').length === 2")
-    rows = "[...document.querySelectorAll('section[aria-label=\"What was said of it\"] tr')].map(e => e.innerText)"
+    rows = "[...document.querySelectorAll('section[aria-label=\"Scores\"] tr')].map(e => e.innerText)"
     assert tab.value(rows) == [
-        "By\t\tNumber\tWeight\tWords", "right\tfunction\t0.500\t× 2\tnearly",
+        "By\t\tNumber\tWeight\tReason", "right\tfunction\t0.500\t× 2\tnearly",
         "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t", "right/style\tpart\t0.250\t\t",
     ]  # fmt: skip
     first, second = tab.value("[...document.querySelectorAll('.calls li')].map(e => e.innerText)")
     assert "grader_busy" in first
-    assert "attempt 2: sent again" in second and "given up: its time was over" in second
+    assert "attempt 2: retry" in second and "cancelled: deadline exceeded" in second
     tab.click(".calls summary")
     assert "grader for its whole group" in tab.text(".calls")
 
@@ -275,7 +275,7 @@ def test_thoughts_and_calls_of_tools_in_a_text_are_folded(show, new_rank):
     text = 'Well.<think>cheap</think><tool_call>{"name": "book", "arguments": {}}</tool_call>Booked.'
     new_rank().add(text=text)
     tab = show("completion?id=0-0-1", FOLDED.format(2))
-    assert tab.value(HEADS) == ["Thought", "Call of a tool: book"]
+    assert tab.value(HEADS) == ["Reasoning", "Tool call: book"]
     assert not tab.value("[...document.querySelectorAll('details.folded')].some(e => e.open)")
     assert tab.value("[...document.querySelectorAll('pre.text')].map(e => e.innerText)") == ["Well.", "Booked."]
 
@@ -295,8 +295,8 @@ def test_a_conversation_has_its_turns_and_each_answer_of_a_tool_the_time_of_its_
     ]
     rank.add(turns=rank.text(json.dumps(turns)), text="It is 5980.", calls=calls, reward=1.0)
     tab = show("completion?id=0-0-1", FOLDED.format(4))
-    answers = ["Answer of a tool · 0.25 s", "Answer of a tool · 1.50 s · tool_search_http_503"]
-    assert tab.value(HEADS) == [*["Call of a tool: search"] * 2, *answers]
+    answers = ["Tool result · 0.25 s", "Tool result · 1.50 s · tool_search_http_503"]
+    assert tab.value(HEADS) == [*["Tool call: search"] * 2, *answers]
     details = tab.value("[...document.querySelectorAll('.calls summary small')].map(e => e.innerText)")
     assert details == ["turn 1", "answered", "turn 1", "tool_search_http_503"]
     assert "It is 5980." in tab.text()
@@ -329,7 +329,7 @@ def test_of_two_runs_only_the_one_with_a_judge_is_judged(show, new_rank, tab, tm
     assert tab.value("document.documentElement.scrollWidth") <= 1280
     tab.value("location.hash = '#compare?lang=en'")
     tab.wait("document.querySelector('h1').innerText === 'Two runs side by side'")
-    assert tab.text("section:last-of-type") == "Rows in both runs\n\nNo row was scored in both runs."
+    assert tab.text("section:last-of-type") == "Rows in both runs\n\nNo rows were scored in both runs."
 
 
 def test_the_report_is_a_tab(show, new_rank, two_branches):
@@ -337,7 +337,7 @@ def test_the_report_is_a_tab(show, new_rank, two_branches):
     first = "document.querySelector('.report h2')?.innerText"
     tab = show("report", f"{first} === 'Reward'", runs=[two_branches.path])
     tab.problems.clear()
-    assert "75 % of the steps in the band" in tab.text() and "reward_wait\t6.20 s\t62 %" in tab.text()
+    assert "75 % of steps within the band" in tab.text() and "reward_wait\t6.20 s\t62 %" in tab.text()
     assert tab.value("document.querySelectorAll('.report figure svg[role=img]').length") == 7
     tab.click("header button.language")
     tab.wait(f"{first} === '奖励'")

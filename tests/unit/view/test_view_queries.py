@@ -114,7 +114,7 @@ def test_a_text_in_parts_or_without_messages_is_searched_too(small):
     index.refresh()
     assert [item["text"] for item in every(index, text="left")] == ["a"]
     assert [item["text"] for item in every(index, text="plain")] == ["b"]
-    assert completion(index, "0-0-1")["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
+    assert completion(index, {"id": "0-0-1"})["messages"] == [{"role": "user", "content": "[image]\nthe left one"}]
 
 
 def test_the_figures_of_a_step_are_those_of_its_completions(small):
@@ -161,15 +161,15 @@ def test_reading_leaves_the_record_as_it_is(tmp_path):
     before = path.read_bytes()
     with closing(Index([tmp_path / "run"])) as index:
         index.refresh()
-        completion(index, "0-0-1")
+        completion(index, {"id": "0-0-1"})
     assert path.read_bytes() == before
 
 
 def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ConfigError, match=r"there is no .*runz\. Did you mean '.*runs"):
+    with pytest.raises(ConfigError, match=r"runz does not exist\. Did you mean '.*runs"):
         Index([tmp_path / "runz"])
-    with pytest.raises(ConfigError, match=r"holds no record .*`--record true`"):
+    with pytest.raises(ConfigError, match=r"does not contain a record .*`--record true`"):
         Index([tmp_path / "runs"])
     rank = Rank(tmp_path, 0)
     rank.file.execute("PRAGMA user_version=99")
@@ -180,5 +180,5 @@ def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp
 
 @pytest.mark.parametrize("params", [{"order": "id; DROP"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}])
 def test_a_question_that_makes_no_sense_is_refused(both, params):
-    with pytest.raises(ValueError, match=r"no number|no order|could not convert"):
+    with pytest.raises(ValueError, match=r"not a number|unknown order|could not convert"):
         queries.listing(both, params)

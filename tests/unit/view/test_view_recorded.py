@@ -38,7 +38,7 @@ def test_what_a_run_recorded_is_shown_whole(tmp_path):
         told = queries.listing(index, {"provider": "judge-b", "text": "说得好"})
         [item] = told["items"]
         assert (item["reward"], item["judge_s"]) == (0.75, 0.1)
-        found = completion(index, item["id"])
+        found = completion(index, item)
         assert (found["messages"], found["action"]) == (PROMPT, {"rewritten_query": "price"})
         assert (found["answer"], found["reference"]) == (ANSWER, REFERENCE)
         assert found["seconds"] == {"judge": 0.1, "odd": "NaN"}  # a browser reads no JSON with NaN as a number

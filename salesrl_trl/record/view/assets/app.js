@@ -1,10 +1,10 @@
-// The page around the views: its head, its keys, and how it follows a run.
+// The page frame: header, keyboard shortcuts, and live updates.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { spoken, t, whole } from "./words.js";
 import { ask, choose, DATA, draw, HOME, load, page, readAddress, start, views } from "./core.js";
 
 const FOLLOW_MS = 2000;
-const PAGE = 50; // items that come at once
+const PAGE = 50; // items per request
 const total = () => page.state.runs.reduce((sum, run) => sum + run.many, 0);
 
 function App() {
@@ -76,7 +76,7 @@ function skip(event) {
   document.querySelector("main h1")?.focus();
 }
 
-// What a key does depends on the view; in a field every key is the field's.
+// Shortcuts depend on the view; input fields keep all keys.
 function pressed(event) {
   if (event.ctrlKey || event.altKey || event.metaKey) return;
   const typing = event.target.closest?.("input, select, textarea");
@@ -104,7 +104,7 @@ function pressed(event) {
   }
 }
 
-// Ask now and then whether there is more, and show it. A list that was read on by hand stays as it is.
+// Poll for new completions. A list extended by hand is left unchanged.
 async function follow() {
   try {
     page.state = await ask("state");

@@ -1,5 +1,5 @@
-// Lines over steps, as SVG. Their figures stand in tables too; to a screen reader each is one picture
-// with words. The mouse shows a step's figures in the legend.
+// Line charts over steps, as SVG. Tables contain the values too; screen readers announce each chart as one labelled
+// image. Hovering shows a step's values in the legend.
 import { h } from "./vendor/preact.mjs";
 import { number, t } from "./words.js";
 import { draw } from "./core.js";
@@ -9,14 +9,14 @@ const HEIGHT = 240,
   RIGHT = 12,
   TOP = 10,
   BOTTOM = 28,
-  WIDEST = 1760, // of the page, as the style has it
+  WIDEST = 1760, // the page's width in style.css
   GAP = 24;
 const DASHES = ["", "7 4", "2 3", "10 3 2 3"];
-const COLORS = 9; // of the style; further ones begin again
+const COLORS = 9; // colours in style.css, reused cyclically
 const MOST_POINTS = 360;
-let over = {}; // the chart and the step that the mouse is at
+let over = {}; // the hovered chart and step
 
-// So that a chart fills its place and its words stay as large as those around it.
+// Charts fill their container while labels keep the text size.
 function widthOf(columns, widest = WIDEST) {
   const wide = Math.min(document.documentElement.clientWidth - 32, widest - 32);
   const some = wide >= 900 ? columns : 1;
@@ -119,7 +119,7 @@ function hover(title, step) {
 
 export const short = (value) => String(Number(value.toPrecision(4))).replace("-", "−");
 
-// Round numbers around an interval, whole ones if wanted.
+// Round tick values around an interval, optionally integers.
 function ticksOf(low, high, most = 4, isWhole = false) {
   if (!(high - low > 1e-9 * Math.abs(high))) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   const rough = Math.max((high - low) / most, isWhole ? 1 : 0),
@@ -130,7 +130,7 @@ function ticksOf(low, high, most = 4, isWhole = false) {
   return Array.from({ length: last - first + 1 }, (_, at) => (first + at) * step);
 }
 
-// Means of neighbours, so that no more points are drawn than a screen shows.
+// Averages neighbouring points to the screen's resolution.
 function thinned(points) {
   const size = Math.ceil(points.length / MOST_POINTS);
   if (size <= 1) return points;

@@ -1,4 +1,4 @@
-// One completion with its whole way.
+// One completion in detail.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { mean, named, number, seconds, signed, t, tongue, when, whole } from "./words.js";
 import { address, ask, page, views } from "./core.js";
@@ -53,7 +53,7 @@ function Answered({ title, answer }) {
   );
 }
 
-// A message that holds turns, a line for each with its speaker, as the turns that it holds.
+// Splits a message with one line per speaker into turns.
 const SPEAKERS = { customer: "customer", 客户: "customer", seller: "seller", 销售: "seller" };
 const TURN = /^(customer|seller|客户|销售)\s*[:：]\s*/;
 function turnsOf(message) {
@@ -71,7 +71,7 @@ function turnsOf(message) {
 const Folded = ({ title, text }) =>
   h("details", { class: "folded" }, h("summary", null, title), h("pre", { tabIndex: 0, lang: tongue(text) }, pretty(text)));
 
-// What a tool was asked and what it said is folded, in a message and in a text with the marks of Qwen's template.
+// Folds tool calls and results, in messages and in texts with the marks of Qwen's template.
 const MARKS = /<(tool_call|tool_response|think)>([\s\S]*?)<\/\1>/;
 const toolName = (text) => text.match(/"name"\s*:\s*"([^"]*)"/)?.[1] ?? "";
 function Written({ text, shown }) {
@@ -97,7 +97,7 @@ function Turn({ message }) {
   );
 }
 
-// The messages of a conversation, those of tools with their calls: of each tool in their order.
+// The messages of a conversation; tool results are matched to their calls, in order per tool.
 function withCalls({ turns, calls }) {
   const left = calls.filter((call) => call.path.startsWith("turn "));
   return turns.map((message) => {
@@ -109,27 +109,27 @@ function withCalls({ turns, calls }) {
 const Conversation = ({ messages }) =>
   h("ol", { class: "messages" }, messages.flatMap(turnsOf).map((message) => h(Turn, { message })));
 
-// Which attempt each request was. The same request again, while an earlier one was on its way, is a hedge.
+// Numbers each request's attempts. A repeat while an earlier one is pending is a hedge.
 function attemptsOf(calls) {
   const before = new Map();
   return calls.map((call) => {
     const key = [call.service, call.path, call.request].join("\n"),
       known = before.get(key) ?? [],
       again = call.request ? !call.path.startsWith("turn ") : known.at(-1)?.failure,
-      earlier = again ? known : []; // a tool is called once; without a request, an answer ends the attempts
+      earlier = again ? known : []; // tools are called once; without a request, an answer ends the attempts
     before.set(key, [...earlier, call]);
     const beside = earlier.some((each) => each.time + each.seconds > call.time);
     return { call, number: earlier.length + 1, kind: beside ? "hedge" : earlier.length ? "retry" : "attempt" };
   });
 }
 
-// The size of what was sent and of what came, of calls whose client notes them.
+// Bytes sent and received, if the client recorded them.
 const sizeOf = (text) => whole(new TextEncoder().encode(text ?? "").length);
 const bytesOf = ({ request, answer }) => (request || answer ? ` · ${t("bytes", sizeOf(request), sizeOf(answer))}` : "");
 
-const SHORTEST = 0.0005; // seconds of a wait that is shown
+const SHORTEST = 0.0005; // shortest wait shown, in seconds
 
-// Each request as a bar over the time of all; a line opens to what was sent and what came.
+// Requests as bars on a common timeline; each line opens its request and answer.
 function Timeline({ calls, queue }) {
   const waited = queue >= SHORTEST ? queue : 0;
   const began = Math.min(...calls.map((call) => call.time)) - waited;
@@ -195,12 +195,12 @@ function Timeline({ calls, queue }) {
   );
 }
 
-// JSON by lines; the lines of a text in it are lines too.
+// Indented JSON with the line breaks of its texts.
 function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2).replace(/(?<!\\)((?:\\\\)*)\\n/g, "$1\n");
   } catch {
-    return text; // no JSON: as it was sent
+    return text; // not JSON: unchanged
   }
 }
 
@@ -233,7 +233,7 @@ function Stages({ stages }) {
   );
 }
 
-// Everything that was said of it, a line for each: what judges said, functions and parts of the reward.
+// All scores, a line each: judges, reward functions and components.
 function Scores({ data }) {
   const functions = data.functions ?? {},
     said = new Map(data.verdicts.map((each) => [each.rubric, each]));

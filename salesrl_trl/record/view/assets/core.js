@@ -1,24 +1,24 @@
-// What the page shows now: its address, its answers, and how it comes to others.
+// Page state: address, loaded data, and navigation.
 import { h, render } from "./vendor/preact.mjs";
 import { speak, t } from "./words.js";
 
 const given = document.getElementById("data").textContent;
 export const DATA = given ? JSON.parse(given) : null;
 
-// A page of the figures alone has no completions to list.
+// A standalone report does not list completions.
 export const HOME = DATA ? "report" : "overview";
 
 export const page = {
   route: HOME,
   params: {}, // of the address
-  state: { runs: [], facets: {} }, // runs, and what there is to choose from
-  shown: null, // { route, params, data } of the last answer
+  state: { runs: [], facets: {} }, // runs and filter options
+  shown: null, // { route, params, data } last loaded
   error: "",
   busy: false,
   said: "",
   follow: true,
-  seen: undefined, // version of the state that is shown
-  list: { hash: "#list", ids: [], at: null }, // the list that one comes from
+  seen: undefined, // version of the displayed state
+  list: { hash: "#list", ids: [], at: null }, // the previous list
 };
 
 export async function ask(question, params = {}) {
@@ -43,7 +43,7 @@ export function readAddress() {
   speak(page.params.lang ?? DATA?.language ?? stored());
 }
 
-// The language that was chosen last. A page from a file may keep nothing: then it is the browser's.
+// The last chosen language, or the browser's if storage is unavailable, e.g. for a file.
 function stored() {
   try {
     return localStorage.getItem("salesrl.lang");
@@ -55,19 +55,19 @@ export function choose(lang) {
   try {
     localStorage.setItem("salesrl.lang", lang);
   } catch {
-    // it holds until the page is left
+    // kept until the page closes
   }
   speak(lang);
   draw();
 }
 
-// Another address of the same view. It takes the place of the last one: Back leaves the view.
+// Replaces the address within a view, so that Back leaves the view.
 export function change(params) {
   note(params);
   return load();
 }
 
-// Its address alone. What is drawn meanwhile has it too, so that nobody's typing is taken back.
+// Replaces the address only. Concurrent renders use it too, so that typing is not reverted.
 export function note(params) {
   page.params = { ...page.params, ...params };
   history.replaceState(null, "", address(page.route, page.params));
@@ -76,7 +76,7 @@ export function note(params) {
 export const views = {}; // by route: { ask(params), View(data, params), title(data, params), focus }
 let asked = 0;
 
-// Ask what the address says, and draw the answer. An answer that another question overtook is dropped.
+// Loads and renders the address. Outdated responses are dropped.
 export async function load({ arrive = false, quiet = false } = {}) {
   const mine = ++asked;
   page.seen = page.state.version;

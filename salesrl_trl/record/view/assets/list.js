@@ -1,4 +1,4 @@
-// The list of completions, with its filters and orders.
+// The list of completions with filters and sorting.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, t, tongue, whole } from "./words.js";
 import { address, ask, draw, load, note, page, views } from "./core.js";
@@ -75,7 +75,7 @@ function Filters({ params }) {
   );
 }
 
-// A head of the list leads to the list in that order: it is sorted as a whole, and not as far as it is shown.
+// Column headers sort the whole list, not only the rows shown.
 function Head({ name, kind, params }) {
   const told = t(name),
     at = [`${name}_high`, `${name}_low`].indexOf(params.order || "step_high");
@@ -88,7 +88,7 @@ function Head({ name, kind, params }) {
   );
 }
 
-// All completions of a row of the dataset, over training time.
+// All completions of a dataset row over training.
 export const ofRow = (row) => address("list", { row, mode: "any", order: "step_low" });
 
 function Items({ items, current, runs, params }) {
@@ -159,7 +159,7 @@ async function more(data, params) {
 views.list = {
   async ask(params) {
     const hash = address("list", params),
-      wanted = page.list.hash === hash ? page.list.ids.length : 0; // one comes back to as many as there were
+      wanted = page.list.hash === hash ? page.list.ids.length : 0; // restore the number of rows shown
     const asked = { ...params, mode: wantedMode(params) };
     const found = await ask("list", asked);
     while (found.next && found.items.length < wanted) {

@@ -1,4 +1,4 @@
-// Steps by branch of one run.
+// One run's steps by branch.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, percent, t, whole } from "./words.js";
 import { address, ask, change, views } from "./core.js";
@@ -24,7 +24,7 @@ export const branchesOf = (steps) => [...new Set(steps.map((each) => each.branch
 export const lineOf = (steps, branch, value) =>
   steps.filter((each) => each.branch === branch).map((each) => [each.step, value(each)]);
 
-// A branch's name is of no use where there is no other.
+// The name of an only branch is omitted.
 const branchName = (name) => (manyBranches() ? name : t("list"));
 
 function Overview({ steps }, params) {

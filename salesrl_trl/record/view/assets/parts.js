@@ -1,22 +1,22 @@
-// Small parts of several views.
+// Components shared by several views.
 import { h } from "./vendor/preact.mjs";
 import { named, t, tongue, whole } from "./words.js";
 import { change, page } from "./core.js";
 
-// A task has its own words: of judges, references and actions is only spoken where the record has them.
+// Judges, references and actions are only mentioned if the record contains them.
 export const has = (name) => (page.state.facets.has?.[name] ?? 0) > 0;
 const of = (name) => Object.keys(page.state.facets[name] ?? {});
-// In one run, or in any.
+// In one run, or in any run.
 export const isJudged = (run) =>
   page.state.runs.some((each, at) => each.judged > 0 && (run === undefined || at === Number(run)));
 export const manyBranches = () => of("branch").length > 1;
-// Training comes first; a record of evaluations alone shows these.
+// Defaults to training, or to evaluations if nothing else was recorded.
 export const modeOf = (params) => params.mode || (of("mode").includes("train") || !of("mode").length ? "train" : "eval");
 export const outcomeName = (code, run) => {
   const plain = `plain_${code}`;
   return !isJudged(run) && t(plain) !== plain ? t(plain) : named(code);
 };
-// A branch has one colour on the page, whichever runs are shown.
+// A branch keeps its colour across runs.
 export const colorOf = (branch) => Math.max(of("branch").sort().indexOf(branch), 0);
 
 // `columns`: [name, class]; `rows`: lists of cells, or { cells, ...attributes of the row }.
@@ -53,7 +53,7 @@ export const Title = ({ children }) => h("h1", { tabIndex: -1 }, children);
 export const Section = ({ title, children, kind }) =>
   h("section", { class: kind, "aria-label": title }, h("h2", null, title), children);
 
-// Text as it was written, in its language.
+// Verbatim text, with its language.
 export const Said = ({ text, kind = "" }) => h("p", { class: `said ${kind}`, lang: tongue(text), dir: "auto" }, text);
 
 export function Select({ name, label, options, empty = true, value }) {
@@ -73,14 +73,14 @@ export function Select({ name, label, options, empty = true, value }) {
 
 export const runOptions = () => page.state.runs.map((run, at) => [String(at), runName(at)]);
 
-// Runs of the same name are told apart by their numbers.
+// Runs with equal names are numbered.
 export function runName(at) {
   const runs = page.state.runs;
   const name = runs[at]?.name ?? String(at);
   return runs.filter((run) => run.name === name).length > 1 ? `${name} (${at + 1})` : name;
 }
 
-// Branches, reasons and judges have names of their own: no word of the page is put in their place.
+// Names of branches, reasons and judges are not translated.
 export const facetOptions = (name) =>
   Object.entries(page.state.facets[name] ?? {}).map(([code, many]) => [
     code,

@@ -1,11 +1,11 @@
-// The figures of a run: a tab of the page, and all of a page that `salesrl report` writes.
+// A run's charts: a tab of the page, and the whole page written by `salesrl report`.
 import { h, Fragment } from "./vendor/preact.mjs";
 import { number, percent, seconds, spoken, t, whole } from "./words.js";
 import { ask, page, views } from "./core.js";
 import { Chart, short } from "./chart.js";
 import { Note, runName, RunChoice, Section, Table, Title } from "./parts.js";
 
-const CHART_WIDTH = 1024; // of a chart, as the style has it
+const CHART_WIDTH = 1024; // a chart's width in style.css
 
 const Lines = (given) => h(Chart, { ...given, widest: CHART_WIDTH });
 
@@ -20,7 +20,7 @@ function Kl({ branch, kl, band, beta }) {
   );
 }
 
-// Parts of a whole: lines over the steps, and a row for each.
+// Parts of a whole: lines over steps, and a table row each.
 const Parts = ({ title, lines, rows, heads, size }) =>
   h(
     Fragment,

@@ -1,7 +1,7 @@
--- The larger statements of the viewer's database, each behind its name. `view.record_index` reads them.
+-- Named SQL statements of the viewer's database, loaded by `view.record_index`.
 
 -- name: tables
--- Texts are in lower case and in tables of their own: SQLite reads a table of short rows faster.
+-- Texts are lower-case and in their own tables, because SQLite scans tables of short rows faster.
 CREATE TABLE completions (
     n INTEGER PRIMARY KEY AUTOINCREMENT, run, rank, id,
     step, mode, batch, place, prompt_group, row, branch, outcome, reason, provider,
@@ -16,7 +16,7 @@ CREATE TABLE texts (n INTEGER PRIMARY KEY, text, excerpt);
 CREATE TRIGGER forget AFTER DELETE ON completions BEGIN DELETE FROM texts WHERE n = old.n; END;
 
 -- name: copy
--- Of a run's file, those behind the last one that was read. The names are those of `completions` above.
+-- Copies a run file's completions after the last one read, with the columns of `completions` above.
 INSERT INTO completions
 SELECT NULL, :run, :rank, c.id,
     c.step, c.mode, c.batch, c.place, c.prompt_group, c.row, c.branch, c.outcome, c.reason, c.provider,
@@ -31,7 +31,7 @@ SELECT n, lower_case(c.text || char(10) || coalesce(
 FROM completions k CROSS JOIN source.completions c ON c.id = k.id WHERE n > :before
 
 -- name: find
--- A condition of a list.
+-- A list condition.
 (n IN (SELECT n FROM texts WHERE instr(text, ?)) OR prompt IN (SELECT n FROM prompts WHERE instr(text, ?)))
 
 -- name: overview

@@ -86,7 +86,7 @@ def test_child_that_does_not_stop_is_killed(options, monkeypatch):
 
 def test_child_that_dies_is_an_error_with_its_last_words(tmp_path):
     services = EmbeddedServices(documents=tmp_path / "none.jsonl")
-    said = r"ended before they listened.*Exit code 2.*cannot read the knowledge"
+    said = r"exited, or did not listen.*Exit code 2.*cannot read the knowledge"
     with pytest.raises(ServiceUnavailable, match=said):
         services.start()
 
@@ -120,7 +120,7 @@ def test_port_in_use_says_what_to_do(options, capsys):
     assert out == ""
     assert err == (
         f"error: cannot listen on 127.0.0.1 port {port} (Address already in use); "
-        "give another with --host, --rag-port or --judge-port (0 takes any free port)\n"
+        "choose another with --host, --rag-port or --judge-port (0 selects a free port)\n"
     )
 
 
