@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -86,10 +85,10 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     is_verl = any(line_of(key).system == "verl" for key in given)
     usual = {name: _resolved(line.default, given) for name, line in table.names().items() if line.default is not None}
     known = {key: value for key, value in given.items() if not _is_unknown(key, value)}
-    every: dict[str, Any] = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
+    every: table.Given = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
     look = [f"{key}: {given[key]} is not known" for key in given if key not in known]
     if is_verl and every[_GROUP] < 2:
-        every[_GROUP] = 8
+        every = {**every, _GROUP: 8}
         look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
     body, left = _converted(every, known.keys(), written, look)
     if is_verl and not any(line.startswith("reward_funcs:") for line in body):
@@ -110,7 +109,7 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     )
 
 
-def _commands(every: Mapping[str, Any]) -> list[str]:
+def _commands(every: table.Given) -> list[str]:
     start = f"accelerate launch --num_processes {table.processes(every)}"
     end = "-m salesrl_trl.launch.train RECIPE.yaml"
     machines = every.get("trainer.nnodes") or 1
@@ -121,13 +120,13 @@ def _commands(every: Mapping[str, Any]) -> list[str]:
 
 
 def _converted(
-    every: dict[str, Any], known: Collection[str], written: Mapping[str, list[str]], look: list[str]
+    every: table.Given, known: Collection[str], written: Mapping[str, list[str]], look: list[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
     """The lines of the settings, each with where it comes from, and by a reason the names that make none. `known`: the
     keys of the input; the others have verl's defaults. What is to be looked at is added to `look`."""
     settings, origins, left = dict[str, object](), dict[str, dict[str, None]](), dict[str, list[str]]()
-    order = list(table.names())
-    for key in sorted(every, key=lambda key: order.index(known_as(key) or "")):
+    order = {name: place for place, name in enumerate(table.names())}
+    for _, key in sorted((order[known_as(key) or ""], key) for key in every):
         value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
         made = {} if value is None else table.converted(key, value, every)
         settings |= made or {}
