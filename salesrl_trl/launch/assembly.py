@@ -84,18 +84,17 @@ def open_reward(
         paths, own = config.reward_funcs or [SALES], parts.functions
         rewards = [own[path] if path in own else packaged() for path in paths]
         weights = training.reward_weights or [1.0] * len(rewards)
-        replay = config.parsed_replay()
-        if replay is None:
-            reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
-            own_budget, reward.budget = reward.budget, reward.budget or budget
-            try:
-                yield reward
-            finally:  # a function of a module is another run's too
-                reward.budget = own_budget
-            return
         is_apart = training.reward_process and not config.asks_nobody
         reward = combined(rewards, weights, RemoteReward if is_apart else None)
-        yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
+        if (replay := config.parsed_replay()) is not None:
+            rank = training.process_index
+            yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=rank)
+            return
+        own_budget, reward.budget = reward.budget, reward.budget or budget
+        try:
+            yield reward
+        finally:  # a function of a module is another run's too
+            reward.budget = own_budget
 
 
 @contextlib.contextmanager
@@ -110,12 +109,10 @@ def _connected(
         rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
         budget = config.budget(Path(training.output_dir), training.world_size)  # one for each event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-        is_kept = not service.is_embedded
         backend = clients.rag(rag_base_url, name_8b="tool_search")
-        answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        references = _kept_references(config, Path(training.output_dir), is_kept)
-        asked = RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, answers, references)
-        parts.search.connect(asked)
+        folder = None if service.is_embedded else Path(training.output_dir)
+        stores = _stores(config, folder, training.process_index)
+        parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
         budget = budget and Budget(budget.path, budget.limits)
     try:
         yield budget
@@ -150,15 +147,16 @@ def build_reward(
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
     # an embedded service has a new address in every run, so its answers are not kept
     is_kept = not (config.embeds_judge if direct else config.rag_service.is_embedded)
+    answers, references = _stores(config, output_dir if is_kept else None, process_index)
     common: dict[str, Any] = {
         "deadline_s": config.reward_deadline_s,
         "stages": parts.stages,
         "lines": SampleLines(config.verbose),
         "records": records,
-        "answers": _kept_answers(config, output_dir, process_index, is_kept),
+        "answers": answers,
         "second": clients.second_judge(),
     }
-    judge = clients.judge(judge_base_url, for_rewards=True)
+    judge = clients.judge(judge_base_url)
     if direct:
         reward = JudgeReward(judge, parts.scoring, **common)
     else:
@@ -171,21 +169,20 @@ def build_reward(
             score_threshold=config.rag_service.score_threshold,
             top_k=config.rag_service.top_k,
             action_format=config.rag_service.action_format,
-            references=_kept_references(config, output_dir, is_kept),
+            references=references,
             **common,
         )
     reward.budget = budget
     return reward
 
 
-def _kept_answers(config: RewardConfig, output_dir: Path | None, process_index: int, is_kept: bool) -> AnswerStore:
-    if not config.cache_answers:
-        return AnswerStore(most=0)
-    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite" if output_dir and is_kept else None)
-
-
-def _kept_references(config: RewardConfig, output_dir: Path | None, is_kept: bool) -> AnswerStore:
-    return AnswerStore(output_dir / "references.sqlite" if output_dir and config.cache_answers and is_kept else None)
+def _stores(config: RewardConfig, output_dir: Path | None, process_index: int) -> tuple[AnswerStore, AnswerStore]:
+    """Of answers and of references: in `output_dir`, or in memory without one, and without `cache_answers`."""
+    if output_dir is None or not config.cache_answers:
+        return AnswerStore() if config.cache_answers else AnswerStore(most=0), AnswerStore()
+    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite"), AnswerStore(
+        output_dir / "references.sqlite"
+    )
 
 
 def judge_reward(
@@ -254,14 +251,13 @@ class ServiceClients:
             api_key=parts.rag_key,
         )
 
-    def judge(self, base_url: str, *, for_rewards: bool = False) -> Judge:
-        """The client of the judges, or that of a user's own. `base_url` is that of the embedded judge.
-        `for_rewards`: without the provider that is only the second judge of `judge_meter`."""
+    def judge(self, base_url: str) -> Judge:
+        """The client of the judges of rewards, or that of a user's own. `base_url` is that of the embedded judge."""
         config, own = self.config, self.parts.judge
         if own is not None:
             self._count(own.transports)
             return own
-        meter = config.parsed_judge_meter() if for_rewards else None
+        meter = config.parsed_judge_meter()
         providers = [one for one in config.judges.providers if meter is None or one.name != meter.second]
         providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=EMBEDDED_MODEL)]
         return self._judges(providers, self.parts.rubrics)

@@ -100,9 +100,10 @@ def flat(given: Mapping[str, object], before: str = "") -> dict[str, object]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
     found = dict[str, object]()
     for name, value in given.items():
-        if name != "_target_":
-            is_inner = isinstance(value, Mapping) and value
-            found |= flat(value, f"{before}{name}.") if is_inner else {f"{before}{name}": value}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{before}{name}.")
+        elif name != "_target_":
+            found[f"{before}{name}"] = value
     return found
 
 

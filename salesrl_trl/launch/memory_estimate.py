@@ -2,6 +2,7 @@
 H200's (docs/EXPERIMENTS.md). The formulas are those of a decoder of transformers 5, of TRL 1.16's tiled log-probs and
 of vLLM 0.31, without DeepSpeed and FSDP."""
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -133,7 +134,7 @@ class Estimate:
 
     @property
     def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total_gib)
+        return max(self.moments, key=operator.attrgetter("total_gib"))
 
     @property
     def needed_gib(self) -> float:
@@ -179,7 +180,8 @@ def estimate(setup: Setup) -> Estimate:
     held, awake = _held(setup), _generation(setup)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
     in_training = {**held, **asleep}
-    fullest = max(end_of_forward, backward_of_a_layer, key=lambda parts: sum(parts.values()))
+    is_backward = sum(backward_of_a_layer.values()) > sum(end_of_forward.values())
+    fullest = backward_of_a_layer if is_backward else end_of_forward
     moments = (
         _moment("forward and backward", {**in_training, **fullest}, setup),
         _moment("optimizer step", {**in_training, "gradients": gradients, "optimizer's working memory": work}, setup),

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -174,9 +174,10 @@ class Plan(ServicesPlan):
     @cached_property
     def datasets(self) -> tuple[Dataset, Dataset | None]:
         """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
-        train, held_out = self.train, self.held_out
-        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
-        return make(train.prompts, train.rows), make(held_out.prompts, held_out.rows, len(train.prompts)) or None
+        functions, first = bool(self.config.reward.reward_funcs), len(self.train.prompts)
+        train = prompt_dataset(self.train.prompts, self.train.rows, for_functions=functions)
+        held_out = prompt_dataset(self.held_out.prompts, self.held_out.rows, first, for_functions=functions)
+        return train, held_out or None
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
         kwargs = self.config.training.chat_template_kwargs

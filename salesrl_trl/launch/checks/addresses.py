@@ -45,10 +45,11 @@ def check_models(
     can't be had, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
     listed = _ask(base_url, "/models", key, "judge")
     names: list[str] = []
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        names = [str(each["id"]) for each in json.loads(listed)["data"]] if isinstance(listed, bytes) else []
-        if isinstance(listed, bytes) and (not names or model in names):
-            return []
+    if isinstance(listed, bytes):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            names = [str(each["id"]) for each in json.loads(listed)["data"]]
+            if not names or model in names:
+                return []
     is_restricted = isinstance(listed, ServiceError) and listed.status in (401, 403)  # some keys may not list models
     if not is_restricted:
         _refuse_outage(listed, "judge", setting, base_url)
@@ -140,4 +141,4 @@ def _ask(
     except RuntimeError:
         return asyncio.run(get())
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(lambda: asyncio.run(get())).result()
+        return thread.submit(asyncio.run, get()).result()

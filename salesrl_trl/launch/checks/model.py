@@ -1,7 +1,7 @@
 """Checks of the policy: its configuration, tokenizer and attention. Loads no weights."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import (
@@ -106,9 +106,10 @@ def reads_pictures(model: PretrainedConfig) -> bool:
     return type(model) in AutoModelForImageTextToText._model_mapping
 
 
-def model_class(model: PretrainedConfig) -> Any:
+def model_class(model: PretrainedConfig) -> type[AutoModelForCausalLM]:
     """The class of transformers that loads a policy of this configuration."""
-    return AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
+    kind: type[AutoModelForCausalLM] = AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
+    return kind
 
 
 def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:

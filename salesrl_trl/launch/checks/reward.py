@@ -63,9 +63,10 @@ def read_reward(
     rubrics: Mapping[str, str] | None = None,
 ) -> RewardParts:
     """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
-    functions = own_functions(config)
+    paths = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
+    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
     check(
-        not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
+        not (hybrid_baseline and paths),
         "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
     )
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
@@ -117,12 +118,6 @@ def read_reward(
         functions=functions, tools=tools, search=search,
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )  # fmt: skip
-
-
-def own_functions(config: RewardConfig) -> dict[str, Scorer]:
-    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
-    paths = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
-    return {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
 
 
 def rag_key_of(config: RewardConfig) -> str | None:

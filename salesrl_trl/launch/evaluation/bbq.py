@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -38,10 +37,10 @@ def named_option(text: str, options: tuple[str, ...], unknown: int) -> int | Non
     text = last if re.search(r"\w", last) else text
     letters = {"abc".index(next(filter(None, match.groups()))) for match in _LETTER.finditer(text)}
     named = set[int]()
-    for number in sorted(range(len(options)), key=lambda number: -len(options[number])):  # one may hold another
-        words = re.escape(re.sub(r"^(?:the|an?) ", "", options[number].replace("’", "'").lower()))
+    for option in sorted(options, key=len, reverse=True):  # one may hold another
+        words = re.escape(re.sub(r"^(?:the|an?) ", "", option.replace("’", "'").lower()))
         text, times = re.subn(rf"{_NOT}(?<!{_LETTER_OR_DIGIT}){words}(?!{_LETTER_OR_DIGIT})", " ", text)
-        named |= {number} if times else set()
+        named |= {options.index(option)} if times else set()
     named |= {unknown} if _UNKNOWN.search(text) else set()
     if letters:
         return min(letters) if len(letters) == 1 and (not named or letters <= named) else None
@@ -50,7 +49,7 @@ def named_option(text: str, options: tuple[str, ...], unknown: int) -> int | Non
     return min(named) if len(named) == 1 else None
 
 
-def target_of(row: Mapping[str, Any]) -> int | None:
+def target_of(row: Example) -> int | None:
     """The number of the option that names the group of the stereotype, by the row's groups. `None` if these fit no
     option, or several."""
     groups = {_group(group) for group in row["stereotyped_groups"]}

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
@@ -48,7 +47,7 @@ class HeldOut(Part):
         others = {name: tag for part in run.parts for name, tag in part.held_out_figures.items()}
         self._further = others | {name: mean_of(name) for name in several}  # by name, their tags in the log
 
-    def card_values(self) -> Mapping[str, Any]:
+    def card_values(self) -> Mapping[str, object]:
         ends = [(self._evaluations[0], self._evaluations[-1])] if self._evaluations else []
         return {"ends": ends, "change_in_words": change_in_words}
 
@@ -104,7 +103,7 @@ class HeldOut(Part):
         return figures | {name: logged.get(tag) for name, tag in self._further.items()}
 
     def _write(self) -> None:
-        records: list[dict[str, Any]] = [{"step": each.step, **each.figures} for each in self._evaluations]
+        records: list[dict[str, object]] = [{"step": each.step, **each.figures} for each in self._evaluations]
         # the last one is compared with the first, also after a resume
         records[0][BY_ROW] = [None if math.isnan(row) else row for row in self._evaluations[0].rows]
         try:

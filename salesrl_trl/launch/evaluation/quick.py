@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -24,7 +23,7 @@ from salesrl_trl.kl.penalty import penalty
 from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Answered, Example, Outcome
-from salesrl_trl.wiring.part import Hooks, Part, PartContext
+from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +95,13 @@ class QuickEvalPart(Part):
         run.figures.words["figure"] = self._figure_names
         least_scored = run.args.min_valid_reward_fraction
         self._history = QuickEvalHistory(folder / names.QUICK_EVAL_FILE, settings.best, least_scored)
-        self._best = BestPolicy(folder, settings.best, ranks, run.trl)
+        self._folder = folder / names.BEST_FOLDER
         self._evaluated_step = 0
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on with the record of the run so far."""
         step, is_main = self._run.trl.step(), self._ranks.is_main_process
-        known = (self._history.read(), self._best.step) if is_main else None
+        known = (self._history.read(), self._kept_step()) if is_main else None
         [(records, kept_step)] = broadcast_object_list([known])
         self._history.resume(records, step)
         # A run may have ended between a step's checkpoint and its evaluation. Then this evaluation is still due
@@ -114,9 +113,9 @@ class QuickEvalPart(Part):
         # The policy in the folder is from an earlier run, or from a later step than the one this run resumes at
         self._history.best = None
         if is_main:
-            aside = self._best.folder.with_name(f"{names.BEST_FOLDER}.earlier")
+            aside = self._folder.with_name(f"{names.BEST_FOLDER}.earlier")
             shutil.rmtree(aside, ignore_errors=True)
-            self._best.folder.rename(aside)
+            self._folder.rename(aside)
             logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
 
     def after_step(self, step: int) -> None:
@@ -140,7 +139,7 @@ class QuickEvalPart(Part):
             before = self._history.best
             is_best = self._history.add(evaluation)
         with phase(Phase.CHECKPOINT):
-            is_kept = is_best and self._best.keep(evaluation)
+            is_kept = is_best and self._keep(evaluation)
             if is_best and not is_kept:
                 self._history.best = before  # the one in the folder is the one to beat
         with phase(Phase.LOGGING):
@@ -160,11 +159,53 @@ class QuickEvalPart(Part):
         logger.info(self._history.front_line())
         if is_kept:
             by = self._settings.best or names.REWARD
-            logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._best.folder}")
+            logger.info(f"[Best@{evaluation.step}] {by} {evaluation.score(by):.3f}, saved in {self._folder}")
         try:
             self._history.write()
         except OSError as error:  # a full disk must not keep the other ranks waiting
             logger.warning(f"{self._history.path} can't be written ({type(error).__name__})")
+
+    def _kept_step(self) -> int | None:
+        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
+        if not self._folder.is_dir():
+            return None
+        note = self._folder / names.BEST_NOTE_FILE
+        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
+
+    def _keep(self, evaluation: QuickEvaluation) -> bool:
+        """Save the policy beside the best one before, then put it in its place, so that the folder is always whole.
+        Called on all ranks together. Returns on all ranks whether it was saved. If not, the one before stays."""
+        fresh = self._folder.with_name(f"{names.BEST_FOLDER}.new")
+        if self._ranks.is_main_process:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._ranks.wait_for_everyone()
+        failed: list[str] = []
+        try:
+            self._run.trl.save(fresh)
+        except Exception as error:  # other ranks must not wait for this one
+            failed = [_in_words(error)]
+        reasons = gather_object(failed)
+        if self._ranks.is_main_process and not reasons:
+            try:
+                if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
+                    raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+                note = {"step": evaluation.step, "by": self._settings.best, **asdict(evaluation)}
+                (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+                put_in_place(fresh, self._folder)
+            except Exception as error:
+                reasons = [_in_words(error)]
+        if self._ranks.is_main_process and reasons:
+            shutil.rmtree(fresh, ignore_errors=True)
+            logger.warning(f"the best policy was not kept: {reasons[0]}")
+        return bool(broadcast_object_list([not reasons])[0])
+
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
+"""Files of a saved policy: it has at least one of these."""
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"
 
 
 def sample(dataset: object, rows: int, branches: Branches, ranks: PartialState) -> list[Example]:
@@ -193,55 +234,3 @@ def spread(branch_ids: Sequence[int], rows: int, branches: int, processes: int) 
     turns = max((len(places) for places in by_branch), default=0)
     chosen = [places[turn] for turn in range(turns) for places in by_branch if turn < len(places)]
     return chosen[: min(max(rows, processes), len(chosen)) // processes * processes]
-
-
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*/*.distcp", "*/*.pt")
-"""Files of a saved policy: it has at least one of these."""
-
-
-class BestPolicy:
-    """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
-    saved beside the one before, and then takes its place. So the folder is always whole."""
-
-    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState, trl: Hooks) -> None:
-        self.folder = output_dir / names.BEST_FOLDER
-        self._by, self._ranks, self._trl = by, ranks, trl
-
-    @property
-    def step(self) -> int | None:
-        """The step of the policy in the folder; 0 without a note of it, `None` without a policy."""
-        if not self.folder.is_dir():
-            return None
-        note = self.folder / names.BEST_NOTE_FILE
-        return int(json.loads(note.read_text(encoding="utf-8"))["step"]) if note.is_file() else 0
-
-    def keep(self, evaluation: QuickEvaluation) -> bool:
-        """Save the policy in place of the best one before, on all ranks together. Returns on all ranks whether it was
-        saved. If not, the one before stays, and a line says so."""
-        fresh = self.folder.with_name(f"{names.BEST_FOLDER}.new")
-        if self._ranks.is_main_process:
-            shutil.rmtree(fresh, ignore_errors=True)
-        self._ranks.wait_for_everyone()
-        failed: list[str] = []
-        try:
-            self._trl.save(fresh)
-        except Exception as error:  # other ranks must not wait for this one
-            failed = [_in_words(error)]
-        reasons = gather_object(failed)
-        if self._ranks.is_main_process and not reasons:
-            try:
-                if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
-                    raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
-                note = {"step": evaluation.step, "by": self._by, **asdict(evaluation)}
-                (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-                put_in_place(fresh, self.folder)
-            except Exception as error:
-                reasons = [_in_words(error)]
-        if self._ranks.is_main_process and reasons:
-            shutil.rmtree(fresh, ignore_errors=True)
-            logger.warning(f"the best policy was not kept: {reasons[0]}")
-        return bool(broadcast_object_list([not reasons])[0])
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"it can't be saved ({type(error).__name__})"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
 
 T = TypeVar("T")
+Call = Callable[[], Awaitable[T]]
 Results = Sequence[tuple[T, float] | ServiceError]  # by call: the answer with its seconds, or the error
 NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
 
@@ -55,7 +56,7 @@ class Target(Generic[T]):
     transport: Transport | None  # `None` for a judge of one's own
     in_flight: int  # most calls at once
     patience_s: float  # for one call, retries included
-    calls: Sequence[Callable[[], Awaitable[T]]]
+    calls: Sequence[Call[T]]
     instead: str | None  # what happens without this service; `None` if training needs it
 
 
@@ -125,7 +126,7 @@ async def _put_loads(targets: Mapping[str, Target[T]]) -> dict[str, Results[T]]:
     async def put_load(service: str, target: Target[T]) -> Results[T]:
         gate, patience_s = asyncio.Semaphore(target.in_flight), target.patience_s
 
-        async def answer_of(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+        async def answer_of(call: Call[T]) -> tuple[T, float] | ServiceError:
             async with gate:
                 try:
                     with deadline(patience_s):
@@ -183,14 +184,11 @@ def _report(
     codes = ", ".join(f"{code} {count}" for code, count in Counter(error.code for error in errors).most_common())
     text = f"{name}: of {len(results)} calls, {in_flight} at once, {len(errors)} failed ({codes or 'none'}), and "
     text += f"{traffic['overloads']} requests were turned away."
-    remedy = "Mend the service, or ask it for less at once (`max_concurrency`)."
-    if needed and len(answered) < least * len(results):
-        text += f" Training skips a batch with fewer than {least:.0%} of its rewards. The first failure: {errors[0]}"
-        findings.fail(text, remedy)
-    elif errors:
-        findings.note(f"{text} The first failure: {errors[0]}", remedy)
-    elif traffic["overloads"]:
-        findings.note(text, remedy)
+    is_failure = needed and len(answered) < least * len(results)
+    text += f" Training skips a batch with fewer than {least:.0%} of its rewards." * is_failure
+    if errors or traffic["overloads"]:
+        text += f" The first failure: {errors[0]}" if errors else ""
+        findings.add(text, "Mend the service, or ask it for less at once (`max_concurrency`).", is_failure=is_failure)
     return [each[0] for each in answered]
 
 
@@ -277,7 +275,7 @@ def _judge_targets(
 
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
-    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1], for_rewards=True)
+    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1])
     targets, planned = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, findings)

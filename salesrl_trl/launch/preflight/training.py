@@ -16,12 +16,10 @@ from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
-from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.telemetry.perf import COMPUTE_PHASES
-from salesrl_trl.types import Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
@@ -32,15 +30,14 @@ GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly o
 _ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # they end a completion early
 
 
-class MadeUpReward(Scorer):
+def made_up_reward() -> Scorer:
     """Rewards from no service, all different, so that every group has advantages."""
+    numbers = itertools.count(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = itertools.count(1)
+    def made_up(completions: Sequence[object], **_: object) -> list[float]:
+        return [next(numbers) * GOLDEN % 1 for _ in completions]
 
-    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        return Reward.scored(next(self._count) * GOLDEN % 1)
+    return reward_of(made_up)
 
 
 def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
@@ -57,7 +54,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
         # random weights: only a push that works can make log-probs agree
         training.vllm_engine_kwargs = {**engine, "load_format": "dummy"}
-    order = sorted(range(len(plan.train.rows)), key=lambda place: -plan.train.lengths[place])  # the longest first
+    order = sorted(range(len(plan.train.rows)), key=plan.train.lengths.__getitem__, reverse=True)  # the longest first
     count = training.generation_batch_size // training.num_generations
     rows = plan.train.at(itertools.islice(itertools.cycle(order), count))
     telemetry = replace(plan.config.telemetry, trace_steps="", quick_eval_steps=0)
@@ -65,7 +62,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     rehearsal = Plan(config, dtype=plan.dtype)
     rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
-    trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
+    trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
     return trainer
 
