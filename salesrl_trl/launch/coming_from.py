@@ -1,5 +1,5 @@
-"""Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
-versions. `coming_from.yaml` says what each is here, and this module how a value is converted."""
+"""Names from elsewhere: verl's configuration (0.5 to 0.9), scripts with upper-case names, and earlier versions.
+`coming_from.yaml` maps them to settings, and this module converts their values."""
 
 import functools
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import yaml
 from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.data.files import read_yaml
 
-GONE = "gone"  # the part of the table with the settings of earlier versions
+GONE = "gone"  # the part of the table for earlier versions
 Given = Mapping[str, Any]  # values by the keys of the table
 _OVERLONG = "reward_model.overlong_buffer"  # of DAPO
 
@@ -36,7 +36,7 @@ def _content() -> Mapping[str, Given]:
 
 
 def beside() -> Mapping[str, object]:
-    """The settings for which verl has no word."""
+    """The settings without an equivalent in verl."""
     return _content()["beside"]
 
 
@@ -51,26 +51,26 @@ def names() -> dict[str, Name]:
 
 
 def plain(name: str) -> str:
-    """A name as the table would have it: without the first part, and the same for all versions of verl."""
+    """A name as in the table: without the first part, and normalised over verl's versions."""
     name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
     return name.replace("reward_kwargs.overlong_buffer_cfg.", "overlong_buffer.")
 
 
 def line_of(name: str) -> Name:
-    """The line of a name that the table has. `*` in its settings is what stands for that of the table's name."""
+    """The table's line for a known name, with `*` in its settings replaced by the match."""
     key = known_as(name) or ""
     return names()[key]._replace(here=names()[key].here.replace("*", plain(name)[key.find("*") :]))
 
 
 def known_as(name: str) -> str | None:
-    """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
+    """The key in the table for a name, which may omit leading parts: `"optim.lr"`. `None` for an unknown name."""
     name = plain(name)
     ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
 
 def converted(key: str, value: object, given: Given) -> dict[str, object] | None:
-    """The settings of a value that is given with others. `None` where it can't be converted."""
+    """The settings for a value, `given` the others. `None` if it can't be converted."""
     name = line_of(key)
     try:
         if not given.get(name.when, True):
@@ -84,7 +84,7 @@ def converted(key: str, value: object, given: Given) -> dict[str, object] | None
 
 
 def answer(name: str, value: object, given: Given) -> str:
-    """What to do instead of a name, with the converted value if there is one. Empty for a name that is not known."""
+    """The equivalent of a name, with the converted value if there is one. Empty for an unknown name."""
     if (key := known_as(name)) is None:
         return ""
     line = names()[key]
@@ -97,7 +97,7 @@ def answer(name: str, value: object, given: Given) -> str:
 
 
 def flat(given: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without Hydra's classes."""
     found = dict[str, object]()
     for name, value in given.items():
         if isinstance(value, Mapping) and value:
@@ -115,7 +115,7 @@ def value_of(text: str) -> object:
 
 
 def flow(settings: Mapping[str, object]) -> str:
-    """`{"a": 1, "b.c": 2}` as YAML on a line: `"a: 1, b: {c: 2}"`."""
+    """`{"a": 1, "b.c": 2}` as YAML on one line: `"a: 1, b: {c: 2}"`."""
     return yaml.safe_dump(with_entries(settings), default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]
 
 
@@ -152,8 +152,8 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
 
 
 def _convert(by: str, here: str, value: Any, given: Given) -> dict[str, object]:
-    """The settings `here` with their values. `by`: the name of the conversion in the table. Raises an error for what
-    it can't convert."""
+    """The settings `here` with their values. `by`: the name of the conversion in the table. Raises for invalid
+    values."""
     *others, setting = here.split(", ")
     match by:
         case "overlong" if not given["custom_reward_function.path"]:

@@ -125,7 +125,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
             SalesGRPOConfig(**given, record=wrong)
     with pytest.raises(ConfigError, match=r"replay\.on_miss"):
         RewardConfig(replay={"run": folder, "on_miss": "guess"})
-    with pytest.raises(ConfigError, match=r"nothing', which holds no record\. Expected `demo`"):
+    with pytest.raises(ConfigError, match=r"nothing', which lacks a record\. Expected `demo`"):
         RewardConfig(replay=str(tmp_path / "nothing"))
     assert [RewardConfig(replay=run).parsed_replay().on_miss for run in (folder, "demo")] == ["fail", "nearest"]
     assert RewardConfig(replay={"run": "demo", "on_miss": "fail"}).parsed_replay().on_miss == "fail"

@@ -39,14 +39,14 @@ def test_another_recipe_can_be_named(tmp_path):
     ("text", "message"),
     [
         ("learning_rat: 1.0\n", r"unknown keys: learning_rat \(did you mean learning_rate\?\)"),
-        ("- 1\n", "holds a list. Expected a mapping"),
+        ("- 1\n", "contains a list. Expected a mapping"),
         ("a: [\n", "is not YAML"),
-        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+        ("loss_type: dapo\nmax_steps: many\n", "invalid settings"),
         ("dataset: 7\n", "`dataset` is of type int. Expected a text, or a list"),
         ("judge_model: 7\n", "`judge_providers.model` is of type int. Expected a text"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
-        ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
+        ("env: {'': x}\n", "invalid settings: .*Invalid argument"),
         ("branches: &a [*a]\n", "unhashable|recursion"),
     ],
     ids=lambda text: text[:20],
@@ -129,7 +129,7 @@ def test_help_of_a_group_names_its_settings(capsys, group):
 
 def test_help_of_a_setting_has_its_text_its_default_and_its_entries(capsys):
     page = told(capsys, "--rag-top-k")
-    assert page.startswith("rag.top_k") and "default:3" in page and "Mostpassagesofananswer." in page
+    assert page.startswith("rag.top_k") and "default:3" in page and "Maximumnumberofpassagesinananswer." in page
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
 
 
@@ -151,9 +151,9 @@ def test_an_unknown_argument_is_refused():
 
 def test_one_recipe_is_named_at_most():
     recipe = str(ROOT / "recipes/debug.yaml")
-    with pytest.raises(ConfigError, match="names no file, or several"):
+    with pytest.raises(ConfigError, match="needs exactly one YAML file"):
         parse(["--config", recipe, f"--config={recipe}"], ROOT / "recipes/full.yaml")
-    with pytest.raises(ConfigError, match="names no file, or several"):
+    with pytest.raises(ConfigError, match="needs exactly one YAML file"):
         parse(["--config"], ROOT / "recipes/full.yaml")
 
 

@@ -227,7 +227,7 @@ def test_each_rank_has_as_many_rows_and_no_row_is_there_twice(count):
 
 
 def test_an_evaluation_without_held_out_rows_is_refused():
-    with pytest.raises(ConfigError, match="takes its rows from `eval_dataset`, which is NoneType"):
+    with pytest.raises(ConfigError, match="need an `eval_dataset`, which is NoneType"):
         sample(None, 4, BRANCHES, one_rank())
     one = Dataset.from_list([{"prompt": "", "row": 0, "branch": "fairness"}])
     with pytest.raises(ConfigError, match="1 held-out rows for 2 processes"):
