@@ -90,7 +90,7 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "weight_decay: 0.01 # actor.optim.weight_decay: 0.01, the default\n",
         "--num_processes 4 -m salesrl_trl.launch.train",
         "#   trainer.total_epochs: ${oc.env:EPOCHS} is unknown\n",
-        "#   critic.optim.lr: GRPO has no critic\n",
+        "#   critic.optim.lr: GRPO does not use a critic\n",
         "#   model.lora_alpha: no effect, since model.lora_rank is off\n",
         "epsilon: 0.2 # actor.clip_ratio: 0.3; actor.clip_ratio_low: 0.2\n",
         "# data.train_batch_size: 64; actor.ppo_mini_batch_size: 32; actor.ppo_micro_batch_size_per_gpu: 6\n",
@@ -165,7 +165,7 @@ def test_the_words_of_a_script_are_a_configuration(tmp_path):
     assert read["dataset"] == [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}]
     assert "reward_funcs" not in read
     text = recipe.read_text()
-    assert "algorithm.adv_estimator: gae. advantages are those of GRPO" in text
+    assert "algorithm.adv_estimator: gae. only GRPO advantages" in text
     assert "reward_funcs: verl scores by a row's data_source" in text
 
 
@@ -232,7 +232,7 @@ def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
     [
         ("+data.apply_chat_template_kwargs='{enable_thinking:false}'",
          {"chat_template_kwargs": {"enable_thinking": False}}, ""),
-        ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM generates in place"),
+        ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM replaces sglang"),
         ("trainer.total_epochs=0", {"mode": "rollouts", "num_train_epochs": None}, "trainer.total_epochs: 0. num_"),
         ("algorithm.hybrid_grpo.enable=True", {}, "algorithm.hybrid_grpo.enable: hybrid_reference_weight: the 32B"),
         ("rollout.load_format=dummy_dtensor", {"vllm_engine_kwargs": None}, "rollout.load_format: the default"),

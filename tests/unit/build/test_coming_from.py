@@ -30,7 +30,7 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
         ("algorithm.norm_adv_by_std_in_grpo", False, "of verl; here scale_rewards: none"),
         ("trainer.save_freq", -1, "of verl; here save_strategy: 'no'"),
         ("actor.kl_loss_type", "abs", "of verl; here branch_kl.settings.estimator"),  # there is no such estimator
-        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO has no critic"),
+        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO does not use a critic"),
         ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
         ("max_kl", 3, "gone: it is a constant"),
     ],

@@ -137,7 +137,7 @@ def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(caps
     page = told(capsys, "outage")
     assert "--outage_patience_s" in page and "--seed" not in page
     assert "didyoumeanrag.timeout_s," in told(capsys, "rag_timout_s", code=2)
-    assert "gone:branch_kl.settings.law_settings.max_step" in told(capsys, "kl_max_step", code=2)
+    assert "gone:usebranch_kl.settings.law_settings.max_step" in told(capsys, "kl_max_step", code=2)
     assert "ofverl;hereheld_out_eval" in told(capsys, "val_before_train", code=2)
 
 
