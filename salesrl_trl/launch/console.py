@@ -76,7 +76,7 @@ def keep_console(path: Path) -> None:
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()
-        atexit.register(_give_back, tee, descriptor, original)  # runs after the traceback of a last error
+        atexit.register(_give_back, tee, descriptor, original)  # runs after the last error's traceback
 
 
 def _give_back(tee: subprocess.Popen[bytes], descriptor: int, original: int) -> None:

@@ -64,7 +64,7 @@ class EvalSource:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
-    """`dataset`, or an entry of it where it is a list."""
+    """`dataset`, or an entry of its list."""
 
     path: Annotated[str, _check_source]
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
@@ -134,7 +134,7 @@ class DatasetSource:
 @takes_former_names
 @dataclass
 class DataConfig:
-    """The rows to train and evaluate on."""
+    """The training and held-out rows."""
 
     dataset: dict[str, object] | str | list[object] | None = "demo"
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.

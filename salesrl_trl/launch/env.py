@@ -1,6 +1,5 @@
 """`salesrl env`: the code and versions of a run here, the differences of two runs, or whether the code contains a
-change. Exit code: 0; 1 if the runs differ or the change is missing; 2 for invalid input, or if it can't be
-determined."""
+change. Exit code: 0; 1 if the runs differ or lack the change; 2 for invalid input, or if it can't be determined."""
 
 import platform
 import sys
@@ -31,7 +30,7 @@ def _version(package: software.Package) -> str:
     extra = f", for the extra {package.extra}" if package.extra else ""
     if package.is_met:
         return f"{package.name} {package.installed or 'is not installed'} ({package.wanted}{extra})"
-    return f"NOT MET: {package.name} {package.wanted} is wanted{extra}, installed: {package.installed}"
+    return f"NOT MET: {package.name} {package.wanted} is required{extra}, installed: {package.installed}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

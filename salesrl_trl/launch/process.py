@@ -187,7 +187,7 @@ def begin_run(is_recipe: bool = True) -> None:
         faulthandler.enable()  # a crash names its signal in the log
     folder, launcher = _folder(), _launcher()
     if folder is not None:
-        with contextlib.suppress(OSError):  # a full disk; a killed run then has no summary
+        with contextlib.suppress(OSError):  # a full disk; a killed run then lacks a summary
             folder.mkdir(mode=0o700, exist_ok=True)
             _running(folder, os.getpid()).write_text(_started(os.getpid()), "utf-8")
             atexit.register(lambda: _running(folder, os.getpid()).unlink(missing_ok=True))

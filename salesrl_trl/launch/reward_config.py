@@ -36,7 +36,7 @@ from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.batch import LINE_KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
-_LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
+_LOW_REWARD = Range(-sys.float_info.max, 0.5, "a low reward compared with the judge's 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class RagSettings:
     base_url: Annotated[str, check_url] | None = None
     """Address of the RAG service, before `/v1/rag/...`. Without one, the recipe starts the embedded service."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the service's key."""
+    """Name of the environment variable with the service's API key."""
     client: str | None = None
     """Dotted path of your own client for a service with another API: a class that derives from
     `salesrl_trl.RagBackend`. It replaces the address above and sets its own limits."""
@@ -212,7 +212,7 @@ class RewardConfig:
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
     def parsed_replay(self) -> ReplaySettings | None:
-        """`replay`, checked. `None` without one."""
+        """`replay`, checked; `None` without one."""
         if self.replay is None:
             return None
         replay = entry_of("replay", ReplaySettings, self.replay, text="run")
@@ -300,7 +300,7 @@ class RewardConfig:
         return entry_of("max_attempts", Attempts, value)
 
     def parsed_judge_meter(self) -> JudgeMeterSettings | None:
-        """`judge_meter`, checked. `None` without one."""
+        """`judge_meter`, checked; `None` without one."""
         if self.judge_meter is None:
             return None
         meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)

@@ -195,7 +195,7 @@ class SettingsParser(TrlParser):
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An instance of each of the `kinds`. Works once: a recipe's values become defaults of this parser.
 
-        `default_recipe`: the recipe if the command line has no `--config`. `--help` prints its answer and exits.
+        `default_recipe`: the recipe without `--config`. `--help` prints its answer and exits.
         """
         answer_help(argv)
         words = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -369,7 +369,7 @@ def _is_own_task(settings: Namespace) -> bool:
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, object]:
-    """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
+    """The arguments with their values, including verl's form `trainer.nnodes=1`."""
     found = dict[str, object]()
     for word, following in itertools.pairwise([*argv, ""]):
         name, is_set, text = word.partition("=")
@@ -379,5 +379,5 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
 
 
 def _setting(option: object, before: str = "no_") -> str:
-    """The setting of an argument: `learning_rate` of `--learning-rate`."""
+    """The setting named by an argument: `learning_rate` for `--learning-rate`."""
     return str(option).removeprefix("--").replace("-", "_").removeprefix(before)

@@ -52,7 +52,7 @@ MADE_UP_STEPS = 5  # of `mode: rewards`
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
-    """Run a recipe and exit. `default_recipe`: the YAML file if the command line has no `--config`."""
+    """Run a recipe and exit. `default_recipe`: the YAML file without `--config`."""
     set_up_logging()
     signals.catch()
     argv = sys.argv[1:] if argv is None else argv
@@ -71,7 +71,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     stack.enter_context(claim_output_dir(config.training.output_dir))
                 if config.training.process_index == config.training.local_process_index:  # of the first node
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
-                services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+                services = stack.enter_context(launched_services(config.reward))  # they start during the checks
                 training = config.training
                 resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
                 plan = prepare(config)
@@ -166,7 +166,7 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
             stopping.raise_if_asked()  # before the evaluation, which scores nothing without services
             held_out = next(part for part in trainer.components.parts if isinstance(part, HeldOut))
             is_done = held_out.done_at == trainer.state.global_step  # by `eval_strategy`
-            is_done = is_done and not config.training.load_best_model_at_end  # else of other weights
+            is_done = is_done and not config.training.load_best_model_at_end  # else by other weights
             if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
                 trainer.evaluate()
                 stopping.raise_if_asked()

@@ -1,7 +1,7 @@
 """`python -m salesrl_trl.launch.translate FILE [--processes N] [--output RECIPE.yaml]`.
 
 Converts a verl configuration (YAML), or arguments such as `data.seed=1` in a script that starts verl, to a recipe. Its
-comments document the origin of each setting, what was dropped and why, and what to review. Exit code: 0; 2 for an
+comments document the origin of each setting, dropped names with reasons, and what to review. Exit code: 0; 2 for an
 unreadable file.
 """
 
@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, object]:
         if not is_script or "." in name or (name.isupper() and known_as(name))
     }
     if not any(map(known_as, found)):
-        raise ConfigError(f"{path} has no verl settings. Expected its YAML, or a script with e.g. `data.seed=1`.")
+        raise ConfigError(f"{path} lacks verl settings. Expected its YAML, or a script with e.g. `data.seed=1`.")
     return found
 
 
@@ -141,7 +141,7 @@ def _converted(
             is_off = not every.get(line.when, True) and value not in _OFF
             reason = f"no effect, since {line.when} is off" if is_off else "the default, or part of another setting"
             left.setdefault(reason, []).append(as_written)
-    if isinstance(files := settings.get("dataset"), list):  # each has the columns
+    if isinstance(files := settings.get("dataset"), list):  # each entry gets the columns
         inner = {name: settings.pop(name) for name in [*settings] if name.startswith("dataset.")}
         settings["dataset"] = [with_entries({"dataset": file, **inner})["dataset"] for file in files]
     body = list[str]()

@@ -18,7 +18,7 @@ class StageVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found."""
+    """One finding of a check."""
 
     text: str  # the actual and the expected state
     remedy: str = ""

@@ -38,7 +38,7 @@ class Portion(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How the records of a source become rows."""
+    """How to convert the records of a source to rows."""
 
     format: DatasetFormat | None = None
     """`None` for records in this package's columns."""

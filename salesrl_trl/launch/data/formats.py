@@ -32,7 +32,7 @@ from salesrl_trl.launch.data.prompts import CHAT_ROLES
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A valid record that is excluded."""
+    """A valid record to exclude."""
 
     reason: str
     """Completes "12 ...": `"have no known answer"`. Reasons are counted, so they must not contain a record's text."""

@@ -53,7 +53,7 @@ def videos_left_out() -> Iterator[None]:
 def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
-    """The processor of a vision model. Raises `ConfigError` if it or a required package is missing."""
+    """The processor of a vision model. Raises `ConfigError` without it or a required package."""
     try:
         with videos_left_out():
             processor = AutoProcessor.from_pretrained(

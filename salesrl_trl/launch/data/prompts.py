@@ -126,7 +126,7 @@ class LengthLimit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittingPrompts:
-    """Rows whose prompts fit, and their prompts."""
+    """Rows whose prompts fit, with their prompts."""
 
     rows: list[SalesRow]
     prompts: list[Prompt]

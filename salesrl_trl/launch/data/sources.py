@@ -45,7 +45,7 @@ def load_rows(
             The rows to train on or to hold out, by the form's share.
 
     Raises:
-        `DataError`: the source does not exist or is empty, a column is missing, or a row is malformed.
+        `DataError`: the source does not exist or is empty, lacks a column, or has a malformed row.
     """
     return check_rows(part_of(load_records(source, split, form), form, part), branches, limit)
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     set_up_logging()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for output of other libraries
         failing_as = EXIT_BAD_INPUT
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             set_log_level(config.training.log_level)
             own = config.model.model_name_or_path or "the built-in small policy"
             policies = named or [answering.EvaluatedPolicy(name=own, path=None)]
-            services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+            services = stack.enter_context(launched_services(config.reward))  # they start during the checks
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
             plans = answering.plans_of(config, policies, folder, options.rows)
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):

@@ -136,7 +136,7 @@ def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> Fitting
     everywhere = set(keys[0]).intersection(*keys[1:])
     places = [place for place, key in enumerate(keys[0]) if key in everywhere]
     if not places:
-        raise ConfigError("there is no held-out row whose prompt fits all policies. Set `eval_dataset`.")
+        raise ConfigError("no held-out row has a prompt that fits all policies. Set `eval_dataset`.")
     branch_of = [first.rows[place].branch for place in places]
     branches = sorted({*branch_of})
     branch_ids = [*map(branches.index, branch_of)]
@@ -153,7 +153,7 @@ def _read(path: Path) -> Mapping[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
+        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}).") from None
     if isinstance(content, dict):
         return content
     raise ConfigError(f"{path} contains a {type(content).__name__}. Expected an object of settings.")

@@ -12,7 +12,7 @@ from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluation.held_out import row_means
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
-ALL = "all"  # stands for the rows of all branches
+ALL = "all"  # the rows of all branches
 GREEDY = "greedy"
 LABELS = ("A", "B")  # labels of the policies, in the given order
 FEW = "*"

@@ -147,7 +147,7 @@ def change_in_words(first: _Evaluation, last: _Evaluation) -> str | None:
     if not changes:
         return f": none of {total} rows was scored both times, so the change is unknown"
     error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
-    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
+    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows scored both times"
     return f" mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}"
 
 

@@ -107,7 +107,7 @@ class QuickEvalPart(Part):
             aside = self._folder.with_name(f"{names.BEST_FOLDER}.earlier")
             shutil.rmtree(aside, ignore_errors=True)
             self._folder.rename(aside)
-            logger.info(f"the best policy of an earlier start (step {kept_step}) is now in {aside}")
+            logger.info(f"moved the best policy of an earlier start (step {kept_step}) to {aside}")
 
     def after_step(self, step: int) -> None:
         if step % self._settings.steps == 0 and step != self._evaluated_step:
@@ -179,7 +179,7 @@ class QuickEvalPart(Part):
         if self._ranks.is_main_process and not reasons:
             try:
                 if not any(path for pattern in WEIGHTS for path in fresh.glob(pattern)):
-                    raise CheckpointError(f"with these settings saving leaves no weights in {fresh}")
+                    raise CheckpointError(f"saving with these settings wrote no weights to {fresh}")
                 note = {"step": evaluation.step, "by": self._settings.best, **asdict(evaluation)}
                 (fresh / names.BEST_NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
                 put_in_place(fresh, self._folder)

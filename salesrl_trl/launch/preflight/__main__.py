@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, as_json, is_first = sys.stdout, "--json" in argv, os.environ.get("RANK", "0") == "0"
     wanted, reports = list[str](), list[StageReport]()
     examined = _reports(argv, wanted)
-    with contextlib.redirect_stdout(sys.stderr):  # for lines of DeepSpeed and vLLM
+    with contextlib.redirect_stdout(sys.stderr):  # for output of DeepSpeed and vLLM
         for report in examined:
             reports.append(report)
             if not is_first and report.verdict is StageVerdict.FAILED:

@@ -117,7 +117,7 @@ def _compare(estimated: Estimate, used_gib: float, setup: Setup, findings: Findi
         text = "vLLM's memory share does not fit the weights and one completion of full length: it would not start."
         findings.fail(text, f"Raise `vllm_gpu_memory_utilization`. {LESS}")
     elif not estimated.fits:
-        is_tried = setup.model.dtype == "float32" and not setup.lora  # in spite of the estimate
+        is_tried = setup.model.dtype == "float32" and not setup.lora  # despite the estimate
         text = f"training needs about {needed:.1f} GiB ({estimated.peak.name}, ±{MARGIN:.0%}), the GPU has {card:.1f}."
         findings.add(text, LESS, is_failure=needed > (1 + MARGIN) * card and not is_tried)
     elif used_gib + needed > (1 + MARGIN) * card:

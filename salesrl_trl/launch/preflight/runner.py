@@ -131,7 +131,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
             one.check(dataset.column_names)
     records = [*plan.train_records, *plan.held_out_records]
     findings.notes([*(part.note for part in records), train.note, held_out.note])
-    if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
+    if training.resume_from_checkpoint is not None:  # the trainer logs allowed differences
         made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
     if config.telemetry.quick_eval_steps and len(held_out.rows) < training.world_size:

@@ -91,7 +91,7 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
 
 def _score_made_up(plan: "Plan", findings: Findings) -> None:
     if plan.load and _puts_load(plan):
-        from salesrl_trl.launch.preflight.scored_load import score_made_up  # brings torch
+        from salesrl_trl.launch.preflight.scored_load import score_made_up  # imports torch
 
         score_made_up(plan, findings)
 
@@ -294,7 +294,7 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
 
 
 def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:
-    """`orders`: the judge's, if it judges groups. `times`: the verdicts on an answer that is judged alone."""
+    """`orders`: the judge's, if it judges groups. `times`: the verdicts per separately judged answer."""
     setting, times = ("judge_mode.orders", orders) if orders else ("judge_mode.repeats", times)
     share = noise.share(times)
     figures = {**dataclasses.asdict(noise), "noise_share": share}

@@ -1,4 +1,4 @@
-"""A stage of a preflight: its checks in order, and its report. Imports no torch."""
+"""A stage of a preflight: its checks in order, and its report. Does not import torch."""
 
 import logging
 import textwrap

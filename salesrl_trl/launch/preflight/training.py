@@ -63,7 +63,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     rehearsal = Plan(config, dtype=plan.dtype)
     rehearsal.reward = replace(
         plan.reward, tools=()
-    )  # tools call services, and a completion of full length has no results
+    )  # tools call services, and full-length completions lack their results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
@@ -108,7 +108,7 @@ def judge_update(step: Mapping[str, float], training: SalesGRPOConfig, findings:
         remedy = "Normal in first steps with `fp16`; set `bf16: true` or float32, and check `learning_rate`."
         findings.add(text, remedy, is_failure=not training.fp16)  # which lowers the loss scale until it fits
     elif norm == 0:
-        findings.fail("the longest batch gives zero gradients.", "Check `loss_type` and the frozen weights.")
+        findings.fail("the longest batch has zero gradients.", "Check `loss_type` and the frozen weights.")
 
 
 def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, findings: Findings) -> None:
