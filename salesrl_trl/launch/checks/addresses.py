@@ -113,8 +113,8 @@ def _refuse_outage(answer: bytes | ServiceError, service: str, setting: str, bas
 def _ask(
     base_url: str, path: str, key: str | None, service: str, body: Mapping[str, object] | None = None
 ) -> bytes | ServiceError:
-    """GET, or POST a body, in this thread, so that Ctrl-C interrupts it; in another thread if an event loop runs, as in
-    a notebook."""
+    """GET, or POST a body, in this thread, so that Ctrl-C interrupts it; in another thread if an event loop runs, as
+    in a notebook."""
 
     def read(content: bytes) -> bytes:
         with suppress(ValueError):

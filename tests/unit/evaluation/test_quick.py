@@ -98,7 +98,7 @@ def test_a_policy_whose_saving_leaves_no_weights_does_not_take_the_place_of_one_
     evaluator(WrittenSubject(RISING))(0, 2)
     evaluator(WrittenSubject(RISING, weights="config.json"))(2, 4)
     assert kept(tmp_path) == (2, "step 2")
-    assert "leaves no weights" in caplog.text
+    assert "wrote no weights" in caplog.text
 
 
 @pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
