@@ -56,7 +56,7 @@ class EvalSource:
     format: Annotated[str, _check_format] | None = None
     """Defaults to that of the dataset."""
     columns: _Columns | None = None
-    """Default to those of the dataset."""
+    """Defaults to those of the dataset."""
     share: LessThan1 | None = None
     """Share of the dataset's prompts or conversations to hold out from training, instead of another source. Defaults
     to a tenth of a local file if held-out rows are needed and no other source is set."""

@@ -61,7 +61,7 @@ class JudgeProviderConfig:
     name: str
     """Name of the provider in metrics, logs and reason codes."""
     base_url: Annotated[str, check_url]
-    """OpenAI-style address, `/v1` included."""
+    """OpenAI-compatible address, including `/v1`."""
     model: str
     """Name of the model."""
     api_key_env: str | None = None
@@ -82,9 +82,9 @@ class JudgeProviderConfig:
     extra_body: dict[str, object] = field(default_factory=dict)
     """Additional fields of every request, e.g. `{"chat_template_kwargs": {"enable_thinking": false}}`."""
     usd_per_million_prompt_tokens: NotNegative = 0.0
-    """Price in US dollars, for the cost metrics."""
+    """Price in US dollars, for cost metrics and limits."""
     usd_per_million_completion_tokens: NotNegative = 0.0
-    """Price in US dollars, for the cost metrics."""
+    """Price in US dollars, for cost metrics and limits."""
     max_calls: Count | None = None
     """Request limit for the run and its resumes. At the limit, the other providers take over."""
     max_usd: Positive | None = None

@@ -107,6 +107,7 @@ SALES_CHAIN = "sales_chain"  # recipe key: settings for the built-in reward pipe
 ENVIRONMENT = "env"  # recipe key: environment variables to set
 PRESET = "preset"  # command line argument: names of recipe overlays
 MOST_NAMES = 12  # unknown names in a message
+Recipe = dict[str, Any]
 
 
 def all_kinds() -> tuple[type, ...]:
@@ -211,14 +212,14 @@ class SettingsParser(TrlParser):
             not strange and all(chosen.preset),
             f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}.",
         )
-        recipe, is_packaged = dict[str, Any](), True
+        recipe, is_built_in = Recipe(), True
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
-            recipe, is_packaged = self._checked_recipe(file), file.resolve() in RECIPES.values()
+            recipe, is_built_in = self._checked_recipe(file), file.resolve() in RECIPES.values()
             for folder in _folders_of_code(file):
                 find_modules_in(folder)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
-        self.given = on_command_line | (set() if is_packaged else recipe.keys())
+        self.given = on_command_line | (set() if is_built_in else recipe.keys())
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         try:
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})
@@ -255,7 +256,7 @@ class SettingsParser(TrlParser):
             raise ConfigError(f"unknown arguments: {self._with_guesses(unknown, known)}. `--help` lists all.")
 
     def _overlaid(
-        self, recipe: dict[str, Any], presets: Sequence[str], on_command_line: Collection[str]
+        self, recipe: Recipe, presets: Sequence[str], on_command_line: Collection[str]
     ) -> dict[str, object]:
         """The recipe's values including `sales_chain`, overridden by presets, and by `small_policy` if no model is
         named."""
@@ -302,7 +303,7 @@ class SettingsParser(TrlParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"invalid settings: {message}. `--help` lists all.")
 
-    def _checked_recipe(self, path: Path) -> dict[str, Any]:
+    def _checked_recipe(self, path: Path) -> Recipe:
         """The content of a recipe. Raises `ConfigError` if it can't be read or has unknown names."""
         expected = f"Expected a YAML file, or a built-in recipe: {', '.join(RECIPES)}."
         check(path.is_file(), f"there is no recipe {path}.{nearest_file(path)} {expected}")

@@ -14,7 +14,7 @@ from salesrl_trl.ground.texts import NOT_KNOWN, number
 from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
-Record = Mapping[str, Any]  # one evaluation as a JSON object
+Record = Mapping[str, Any]  # an evaluation, or its part for a branch, as a JSON object
 SHOWN_ON_FRONT = 5  # latest evaluations on the front to show
 
 
@@ -39,7 +39,7 @@ class QuickEvaluation:
 
     step: int
     reward: float | None  # mean reward of all scored answers
-    branches: Mapping[str, Mapping[str, Any]]
+    branches: Mapping[str, Record]
     """By name, in the order of the settings: `rows` (answers), `scored` (scored answers), and metrics by name: `score`
     (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and your own. A
     metric is `None` if it could not be measured."""

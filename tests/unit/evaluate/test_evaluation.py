@@ -87,9 +87,9 @@ def test_the_table_has_every_figure_and_says_what_it_does_not_know():
     assert ["fairness", "+0.000", "-1.271", "to", "+1.271*", "1.000", "1", "1", "0", "2", "of", "2"] in cells
     assert ["hallucination", "+0.300", "n/a", "n/a", "1", "0", "0", "1", "of", "2"] in cells
     assert "greedy: no difference is shown: the interval includes 0." in text
-    assert "B greedy: answers that could not be scored: judge_timeout 1" in text
-    assert "* fewer than 10 rows: too few to rely on." in text
-    assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers to a row, seed 7" in text
+    assert "B greedy: unscored answers: judge_timeout 1" in text
+    assert "* fewer than 10 rows: not reliable." in text
+    assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers per row, seed 7" in text
 
 
 def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
