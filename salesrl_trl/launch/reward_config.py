@@ -265,8 +265,7 @@ class RewardConfig:
         replay = self.parsed_replay()
         check(
             replay is None or bool(record_files(replay.record)),
-            f"`replay` is {self.replay!r}, which lacks a record. Expected `{CASSETTE}`, or the output folder of "
-            "another run with `record: true`.",
+            f"`replay` is {self.replay!r}, which lacks a record. Expected `{CASSETTE}`, or a run with `record: true`.",
         )
         check(
             not {SALES, JUDGE} <= {*self.reward_funcs},

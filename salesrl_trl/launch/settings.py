@@ -79,8 +79,7 @@ class TelemetryConfig:
         steps = range(int(match[1]), int(match[2]) + 1 if match[2] else sys.maxsize) if match else range(0)
         check(
             len(steps) > 0,
-            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST such as '1:50', an open FIRST:, or nothing; "
-            "quoted in YAML, which reads 1:50 as 110.",
+            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST, FIRST: or nothing, quoted in YAML.",
         )
         return steps
 
@@ -255,9 +254,7 @@ class SettingsParser(TrlParser):
         if unknown:
             raise ConfigError(f"unknown arguments: {self._with_guesses(unknown, known)}. `--help` lists all.")
 
-    def _overlaid(
-        self, recipe: Recipe, presets: Sequence[str], on_command_line: Collection[str]
-    ) -> dict[str, object]:
+    def _overlaid(self, recipe: Recipe, presets: Sequence[str], on_command_line: Collection[str]) -> dict[str, object]:
         """The recipe's values including `sales_chain`, overridden by presets, and by `small_policy` if no model is
         named."""
         small_policy, chain = (with_entries(recipe.pop(key, None) or {}) for key in (SMALL_POLICY, SALES_CHAIN))

@@ -46,8 +46,7 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded "
-            f"({type(error).__name__}). Expected a folder with config.json, or a reachable model on the hub; log in "
-            "if it is gated."
+            f"({type(error).__name__}). Expected a folder with config.json, or a reachable model on the hub."
         ) from error
 
 

@@ -81,8 +81,7 @@ def read_reward(
     rag = None if client is None else build_object(client, "rag.client", RagBackend)
     if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
         raise ConfigError(
-            f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected a `Transport` by name for "
-            f"{', '.join(ENDPOINTS)}, in this order."
+            f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected {', '.join(ENDPOINTS)}."
         )
     judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})

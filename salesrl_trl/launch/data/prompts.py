@@ -222,8 +222,7 @@ def fit_prompts(
     shortened = _without_oldest_turns([rows[index] for index in long], prompt, count, text_limits)
     if unfit := [index for index, short in zip(long, shortened, strict=True) if short is None]:
         raise DataError(
-            f"{excess(unfit)} even with only the last turn: {named(unfit)}. Shorten them, raise the limit, or set "
-            "`long_prompts: drop`."
+            f"{excess(unfit)} even with only the last turn: {named(unfit)}. Shorten them, or set `long_prompts: drop`."
         )
     whole = "services and judge still see the whole conversation"
     note = (

@@ -17,10 +17,7 @@ from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that exceeds the GPU's memory by less than this share is a note, not a failure
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
-LESS = (
-    "Use a `--preset` for this GPU, `gradient_checkpointing: true`, a smaller `per_device_train_batch_size`, LoRA "
-    "(`use_peft: true`) or DeepSpeed on several GPUs."
-)
+LESS = "Use this GPU's `--preset`, `gradient_checkpointing: true`, a smaller batch, `use_peft: true` or DeepSpeed."
 
 
 def setup_of(plan: Plan, card_gib: float, prompt_tokens: int | None = None) -> Setup | None:
