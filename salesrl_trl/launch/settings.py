@@ -285,9 +285,7 @@ class SettingsParser(TrlParser):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}
             values |= left
             if left:
-                reason = (
-                    f"your own functions score your own rows, so the recipe's `{SALES_CHAIN}` settings are ignored"
-                )
+                reason = f"your own functions score your own rows, so `{SALES_CHAIN}` settings are ignored"
                 self.notes.append(f"{reason}: {', '.join(left)}")
         known = values.keys()
         values = {name: value for name, value in with_entries({**values, **entries}).items() if name in known}

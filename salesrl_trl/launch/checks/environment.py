@@ -50,9 +50,7 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     findings.figures |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver}
     findings.figures["gpus"] = torch.cuda.device_count()
     if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not torch.cuda.is_available():
-        text = (
-            f"torch {torch.__version__} can't use the {len(gpus)} GPUs of driver {driver} and would train on the CPU."
-        )
+        text = f"torch {torch.__version__} can't use the {len(gpus)} GPUs of driver {driver}: it would use the CPU."
         findings.note(text, "Install the GPU packages (scripts/install.sh), or update the driver.")
     if training.device.type == "cuda":
         findings.figures["device"] = torch.cuda.get_device_name(training.device)

@@ -80,9 +80,7 @@ def read_reward(
     client = config.rag_service.client
     rag = None if client is None else build_object(client, "rag.client", RagBackend)
     if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
-        raise ConfigError(
-            f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected {', '.join(ENDPOINTS)}."
-        )
+        raise ConfigError(f"`rag.client` is {client!r} with the `transports` {[*named]}. Expected {[*ENDPOINTS]}.")
     judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
     if config.judges.own is None and config.uses_services:

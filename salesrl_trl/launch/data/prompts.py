@@ -221,13 +221,9 @@ def fit_prompts(
     text_limits = [limit.tokens - extra[index] for index in long]
     shortened = _without_oldest_turns([rows[index] for index in long], prompt, count, text_limits)
     if unfit := [index for index, short in zip(long, shortened, strict=True) if short is None]:
-        raise DataError(
-            f"{excess(unfit)} even with only the last turn: {named(unfit)}. Shorten them, or set `long_prompts: drop`."
-        )
+        raise DataError(f"{excess(unfit)} even with only the last turn: {named(unfit)}. Shorten or drop them.")
     whole = "services and judge still see the whole conversation"
-    note = (
-        f"{excess(long)} and lose their oldest turns (`long_prompts: truncate_oldest_turns`; {whole}): {named(long)}."
-    )
+    note = f"{excess(long)} and lose old turns (`long_prompts: truncate_oldest_turns`; {whole}): {named(long)}."
     short_prompts = [short for short in shortened if short is not None]
     for index, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
         prompts[index], lengths[index] = short, length + extra[index]

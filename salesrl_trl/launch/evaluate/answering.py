@@ -83,9 +83,7 @@ def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe
     config = parse(argv, recipe)
     if config.reward.replay is not None and given(argv, "replay") is None:
         config.reward = replace(config.reward, replay=None)
-        logger.info(
-            "ignoring the run's `replay`: services score the answers (`--replay RUN` replays recorded rewards)"
-        )
+        logger.info("ignoring the run's `replay`: services score the answers (`--replay RUN` replays rewards)")
     paths = [policy.path for policy in policies if policy.path is not None]
     others = [path for path in paths if _shape(Path(path).expanduser()) != _shape(PACKAGED)]  # not of the small policy
     if config.model.model_name_or_path is None and others:

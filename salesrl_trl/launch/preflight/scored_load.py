@@ -63,6 +63,6 @@ def score_made_up(plan: "Plan", findings: Findings) -> None:
     if skipped := sum(share < least for share in scored):
         reasons = ", ".join(f"{name} {count}" for name, count in lost.most_common())
         text = (
-            f"Training would skip {skipped} of {plan.load} steps; the worst had {min(scored):.0%} scored ({reasons})."
+            f"Training would skip {skipped} of {plan.load} steps; at worst {min(scored):.0%} were scored ({reasons})."
         )
         findings.fail(text, f"Fix the services or lower the concurrency: `min_valid_reward_fraction` is {least:.0%}.")
