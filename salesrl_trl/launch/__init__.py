@@ -1,1 +1,1 @@
-"""A whole run around the trainer: its rows, services, settings and checks, its process, and its evaluations."""
+"""A complete run around the trainer: data, services, settings, checks, process, and evaluations."""

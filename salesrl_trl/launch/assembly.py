@@ -1,4 +1,4 @@
-"""From settings to the reward chain: its clients, with limits, caches and keys, and the process that it runs in."""
+"""Builds the reward pipeline from settings: clients with limits, caches and keys, and the process it runs in."""
 
 import contextlib
 import logging
@@ -41,9 +41,9 @@ def open_reward(
     config: RewardConfig, training: "SalesGRPOConfig", rows: Sequence[SalesRow], parts: RewardParts | None = None,
     services: EmbeddedServices | None = None, *, records: bool = False,
 ) -> Iterator[Scorer]:  # fmt: skip
-    """Check the settings, start the embedded services where no address is configured, and build the reward chain.
+    """Check the settings, start the embedded services if no address is configured, and build the reward pipeline.
 
-    The services stop on exit. `SalesGRPOTrainer.finish` closes the connections of the chain.
+    The services stop on exit. `SalesGRPOTrainer.finish` closes the pipeline's connections.
 
         with open_reward(RewardConfig(), training, rows) as reward:
             trainer = SalesGRPOTrainer(model, reward, training, train_dataset=build_dataset(rows, "instruct"))
@@ -56,14 +56,14 @@ def open_reward(
         rows (`Sequence[SalesRow]`):
             Training rows and held-out rows.
         parts (`RewardParts`, *optional*):
-            From `prepare_reward`, which is called without them.
+            From `prepare_reward`, the default.
         services (`EmbeddedServices`, *optional*):
-            From `launched_services`, which is called without them.
+            From `launched_services`, the default.
         records (`bool`, *optional*, defaults to `False`):
             As in `SalesReward`.
 
     Raises:
-        `SalesRLError`: a setting or a service is not as expected.
+        `SalesRLError`: a setting or a service is invalid.
     """
     if parts is None:
         branches = training.branches or sorted({row.branch for row in rows})
@@ -73,7 +73,7 @@ def open_reward(
         _connected(config, parts, urls[0], training) as budget,
     ):
 
-        def packaged() -> Scorer:
+        def built_in() -> Scorer:
             reward = build_reward(
                 config, parts, rows, *urls, output_dir=Path(training.output_dir), processes=training.world_size,
                 process_index=training.process_index, records=records,
@@ -82,40 +82,37 @@ def open_reward(
             return placed(reward, None if config.asks_nobody else training.reward_process, stays)
 
         paths, own = config.reward_funcs or [SALES], parts.functions
-        rewards = [own[path] if path in own else packaged() for path in paths]
+        rewards = [own[path] if path in own else built_in() for path in paths]
         weights = training.reward_weights or [1.0] * len(rewards)
-        replay = config.parsed_replay()
-        if replay is None:
-            reward = combined(rewards, weights, RemoteReward if training.reward_process else None)
-            own_budget, reward.budget = reward.budget, reward.budget or budget
-            try:
-                yield reward
-            finally:  # a function of a module is another run's too
-                reward.budget = own_budget
-            return
         is_apart = training.reward_process and not config.asks_nobody
         reward = combined(rewards, weights, RemoteReward if is_apart else None)
-        yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=training.process_index)
+        if (replay := config.parsed_replay()) is not None:
+            rank = training.process_index
+            yield ReplayReward(reward, replay.record, replay.on_miss, delays=replay.delays, rank=rank)
+            return
+        own_budget, reward.budget = reward.budget, reward.budget or budget
+        try:
+            yield reward
+        finally:  # a module's function may be shared with another run
+            reward.budget = own_budget
 
 
 @contextlib.contextmanager
 def _connected(
     config: RewardConfig, parts: RewardParts, rag_base_url: str, training: "SalesGRPOConfig"
 ) -> Iterator[Budget | None]:
-    """The packaged tool, if the policy has it, with a client of its own: its event loop is not that of rewards. Gives
-    the budget to show where rewards have none."""
+    """Connect the built-in tool, if used, to its own client, because its event loop is not that of rewards. Yields the
+    budget to show if rewards have none."""
     budget = None
     if parts.search is not None:
         service = config.rag_service
         rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
-        budget = config.budget(Path(training.output_dir), training.world_size)  # one for each event loop
+        budget = config.budget(Path(training.output_dir), training.world_size)  # one per event loop
         clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-        is_kept = not service.is_embedded
         backend = clients.rag(rag_base_url, name_8b="tool_search")
-        answers = _kept_answers(config, Path(training.output_dir), training.process_index, is_kept)
-        references = _kept_references(config, Path(training.output_dir), is_kept)
-        asked = RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, answers, references)
-        parts.search.connect(asked)
+        folder = None if service.is_embedded else Path(training.output_dir)
+        stores = _stores(config, folder, training.process_index)
+        parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
         budget = budget and Budget(budget.path, budget.limits)
     try:
         yield budget
@@ -125,8 +122,8 @@ def _connected(
 
 
 def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> JudgeReward | RemoteReward:
-    """Move the chain into a process of its own, or leave it in the trainer's. `in_a_process`: the setting
-    `reward_process`, whose `None` chooses a process of its own, except on a CPU."""
+    """Move the pipeline to its own process, or keep it in the trainer's. `in_a_process`: the setting `reward_process`;
+    `None` selects a separate process, except on a CPU."""
     if in_a_process is False or (in_a_process is None and on_cpu):
         return chain
     try:
@@ -134,7 +131,7 @@ def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> Judge
     except ConfigError as error:
         if in_a_process:
             raise
-        logger.warning(f"rewards stay in the trainer's process, where they take vLLM's time: {error}")
+        logger.warning(f"rewards stay in the trainer's process, where they slow down vLLM: {error}")
         return chain
 
 
@@ -142,23 +139,24 @@ def build_reward(
     config: RewardConfig, parts: RewardParts, rows: Sequence[SalesRow], rag_base_url: str, judge_base_url: str, *,
     output_dir: Path | None, processes: int = 1, process_index: int = 0, records: bool = False,
 ) -> JudgeReward:  # fmt: skip
-    """Build the packaged reward: the chain, or with `judge` in `reward_funcs` the judge alone, which needs no rows.
+    """Build the built-in reward: the pipeline, or with `judge` in `reward_funcs` only the judge, which needs no rows.
 
-    `output_dir`: folder of the run's own cache of answers; nothing is kept or counted without one.
+    `output_dir`: folder of the run's answer cache and budget; without it, nothing is cached or counted.
     """
     budget = None if output_dir is None else config.budget(output_dir, processes)
     clients, direct = ServiceClients(config, parts, processes, budget), config.judges_answers
-    # an embedded service has a new address in every run, so its answers are not kept
+    # an embedded service's address changes with every run, so its answers are not cached
     is_kept = not (config.embeds_judge if direct else config.rag_service.is_embedded)
+    answers, references = _stores(config, output_dir if is_kept else None, process_index)
     common: dict[str, Any] = {
         "deadline_s": config.reward_deadline_s,
         "stages": parts.stages,
         "lines": SampleLines(config.verbose),
         "records": records,
-        "answers": _kept_answers(config, output_dir, process_index, is_kept),
+        "answers": answers,
         "second": clients.second_judge(),
     }
-    judge = clients.judge(judge_base_url, for_rewards=True)
+    judge = clients.judge(judge_base_url)
     if direct:
         reward = JudgeReward(judge, parts.scoring, **common)
     else:
@@ -171,54 +169,49 @@ def build_reward(
             score_threshold=config.rag_service.score_threshold,
             top_k=config.rag_service.top_k,
             action_format=config.rag_service.action_format,
-            references=_kept_references(config, output_dir, is_kept),
+            references=references,
             **common,
         )
     reward.budget = budget
     return reward
 
 
-def _kept_answers(config: RewardConfig, output_dir: Path | None, process_index: int, is_kept: bool) -> AnswerStore:
-    if not config.cache_answers:
-        return AnswerStore(most=0)
-    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite" if output_dir and is_kept else None)
-
-
-def _kept_references(config: RewardConfig, output_dir: Path | None, is_kept: bool) -> AnswerStore:
-    return AnswerStore(output_dir / "references.sqlite" if output_dir and config.cache_answers and is_kept else None)
+def _stores(config: RewardConfig, output_dir: Path | None, process_index: int) -> tuple[AnswerStore, AnswerStore]:
+    """Stores of answers and references: in `output_dir`, or in memory without it or `cache_answers`."""
+    if output_dir is None or not config.cache_answers:
+        return AnswerStore() if config.cache_answers else AnswerStore(most=0), AnswerStore()
+    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite"), AnswerStore(
+        output_dir / "references.sqlite"
+    )
 
 
 def judge_reward(
     rubric: str | Mapping[str, str] | None = None, *, output_dir: str = "", **settings: Any
 ) -> JudgeReward:
-    """The packaged judge as a reward function, for a trainer's `reward_funcs`.
+    """The built-in judge as a reward function, for a trainer's `reward_funcs`.
 
         judge = judge_reward(judge_providers={"base_url": "https://api.openai.com/v1", "model": "gpt-4.1-mini",
                                               "api_key_env": "OPENAI_API_KEY"})
         trainer = SalesGRPOTrainer(model, [judge, my_function], training, dataset)
 
-    It reads a row's `prompt`, and, where the dataset has them, `reference`, `documents`, `criteria` and `branch`.
+    It reads the columns `prompt`, and if present `reference`, `documents`, `criteria` and `branch`.
 
     Args:
         rubric (`str` or `Mapping[str, str]`, *optional*):
-            What to judge by: a text, or one for each value of the column `branch`. The packaged one when not given.
+            The rubric, or one per value of the column `branch`. Defaults to the built-in one.
         output_dir (`str`, *optional*):
-            The trainer's folder: it keeps verdicts for a resume, and what a limit of `max_calls` or `max_usd` has
-            spent. Needed for such a limit.
+            The trainer's folder, for cached verdicts and spending. Required for `max_calls` and `max_usd`.
         settings:
-            Settings of `RewardConfig`, such as `judge_providers` and `judge_timeout_s`.
+            Settings of `RewardConfig`, e.g. `judge_providers` and `judge_timeout_s`.
 
     Raises:
-        `ConfigError`: a setting is not as expected, or names no judge.
+        `ConfigError`: a setting is invalid, or no judge is configured.
     """
     config = RewardConfig(reward_funcs=[JUDGE], **settings)
     if config.embeds_judge:
-        raise ConfigError(
-            "`judge_reward` names no judge. Expected `judge_providers`: an address and a model, several of them, or "
-            "the path of a class."
-        )
+        raise ConfigError("`judge_reward` lacks `judge_providers`: an address and a model, or the path of a class.")
     if not output_dir and (config.max_calls is not None or config.max_usd is not None):
-        raise ConfigError("`judge_reward` has a limit and no `output_dir`, which keeps the count. Expected both.")
+        raise ConfigError("`judge_reward` has a limit but no `output_dir`, which stores the count. Expected both.")
     rubrics = {ALL: rubric} if isinstance(rubric, str) else dict(rubric or {})
     parts = read_reward(config, [*rubrics] or [ALL], rubrics=rubrics)
     processes, index = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
@@ -230,22 +223,22 @@ def judge_reward(
 
 @dataclass(frozen=True)
 class ServiceClients:
-    """Makes the clients of the services, without a connection."""
+    """Builds the services' clients, without connecting."""
 
     config: RewardConfig
     parts: RewardParts
-    processes: int = 1  # which share the limits
-    budget: Budget | None = None  # `RewardConfig.budget`; nothing is limited or counted without it
+    processes: int = 1  # that share the limits
+    budget: Budget | None = None  # `RewardConfig.budget`; without it, nothing is limited or counted
 
     def rag(self, base_url: str, name_8b: str = "rag_8b") -> RagBackend:
-        """The client of the RAG service, or that of a user's own. `name_8b`: of the 8B endpoint, in figures and reason
+        """The client of the RAG service, or the user's own. `name_8b`: the 8B endpoint's name in metrics and reason
         codes."""
         config, parts = self.config, self.parts
         if parts.rag is not None:
             self._count(parts.rag.transports)
             return parts.rag
         limits = (config.rag_service.max_concurrency, config.rag_service.timeout_s, config.parsed_attempts().rag)
-        # A row can be judged without the reference. An outage of the 32B endpoint is waited out only if it counts.
+        # Rows can be judged without the reference, so only wait out an outage of the 32B endpoint if it counts.
         patience_32b_s = config.outage_patience_s if parts.reference_weighed else 0.0
         return RagClient(
             base_url,
@@ -254,14 +247,13 @@ class ServiceClients:
             api_key=parts.rag_key,
         )
 
-    def judge(self, base_url: str, *, for_rewards: bool = False) -> Judge:
-        """The client of the judges, or that of a user's own. `base_url` is that of the embedded judge.
-        `for_rewards`: without the provider that is only the second judge of `judge_meter`."""
+    def judge(self, base_url: str) -> Judge:
+        """The client of the rewards' judges, or the user's own. `base_url`: the embedded judge's address."""
         config, own = self.config, self.parts.judge
         if own is not None:
             self._count(own.transports)
             return own
-        meter = config.parsed_judge_meter() if for_rewards else None
+        meter = config.parsed_judge_meter()
         providers = [one for one in config.judges.providers if meter is None or one.name != meter.second]
         providers = providers or [JudgeProviderConfig(name=JUDGE, base_url=base_url, model=EMBEDDED_MODEL)]
         return self._judges(providers, self.parts.rubrics)
@@ -317,7 +309,7 @@ class ServiceClients:
         )
 
     def _count(self, transports: Mapping[str, Transport]) -> None:
-        """Let the budget count what a user's own client sends."""
+        """Let the budget count the requests of a user's own client."""
         for name, transport in transports.items():
             if self.budget is not None:
                 transport.count_by(self.budget.quota(name))

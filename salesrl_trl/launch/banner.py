@@ -1,4 +1,4 @@
-"""The banner: lines at the start of a run about its parts, and the lines at its end."""
+"""The banner: lines about the parts of a run at its start, and the lines at its end."""
 
 import platform
 from collections import Counter
@@ -36,11 +36,9 @@ _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
 
 def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequence[str] = ()) -> list[str]:
-    """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks, a line each."""
+    """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks."""
     data, reward, training = config.data, config.reward, config.training
-    services = [("judge", _judge(reward))] if reward.uses_services else []
-    if reward.uses_rag:
-        services.insert(0, ("RAG service", _rag(reward)))
+    services = [("RAG service", _rag(reward))] * reward.uses_rag + [("judge", _judge(reward))] * reward.uses_services
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
     is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
@@ -61,23 +59,23 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         ("versions", ", ".join((f"salesrl_trl {code()}", *versions, f"Python {platform.python_version()}"))),
         record_line(training),
         *hub_lines(training),
-        ("output", f"{training.output_dir} ({LOG_FILE} keeps what is shown here)"),
+        ("output", f"{training.output_dir} ({LOG_FILE} has this output)"),
         *(("note", note) for note in notes),
     ]
     return shown(lines)
 
 
 def closing_lines(output_dir: str, *, saves_policy: bool, notes: Sequence[str]) -> list[str]:
-    """The last lines of a run that did not fail. Of the checks' `notes`, those about scores that mean nothing."""
+    """The last lines of a successful run. Repeats the checks' `notes` about meaningless scores."""
     saved = f"the policy is in {output_dir}; " if saves_policy else ""
-    lines = [f"{saved}its figures on a page: salesrl report {output_dir}"]
+    lines = [f"{saved}its metrics as a page: salesrl report {output_dir}"]
     return [f"[Run] {line}" for line in (*lines, *(note for note in notes if MEANINGLESS in note))]
 
 
 def _policy(config: RunConfig) -> list[tuple[str, str]]:
-    """The policy with its size, and the tokens that end a completion, by the tokenizer and the generation settings."""
+    """The policy with its size, and the end tokens of the tokenizer and the generation settings."""
     model, (path, revision, trusted) = config.model, config.policy_source
-    name = model.model_name_or_path or "the packaged small policy (your own: --model_name_or_path NAME)"
+    name = model.model_name_or_path or "the built-in small policy (your own: --model_name_or_path NAME)"
     trained = f"LoRA of rank {model.lora_r}" if model.use_peft else "all weights"
     size = parameter_count(*config.policy_source) / 1e6
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
@@ -89,7 +87,7 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
-    """Of one dataset its rows. Where it is one of several, its name stands before their ids."""
+    """The numbers of rows of a dataset. If there are several, its name prefixes their ids."""
     name, of_format = source.name, "" if source.entry.format == ROWS else f" ({source.entry.format})"
     train, held_out = (Counter(row.row_id.partition(":")[0] if name else "" for row in part)[name] for part in rows)
     share = f" ({train / len(rows[0]):.0%})" if name else ""
@@ -99,10 +97,10 @@ def _rows(source: DatasetSource, rows: Sequence[Sequence[SalesRow]]) -> str:
 def _prompt(data: DataConfig, reward: RewardConfig) -> str:
     prompt = template_name(data, reward)
     if prompt is None or prompt in PROMPT_STYLES:
-        prompt = f"{f'packaged, {prompt}' if prompt else 'of the rows'} (your own: --prompt_template FILE)"
+        prompt = f"{f'built-in, {prompt}' if prompt else 'of the rows'} (your own: --prompt_template FILE)"
     if not reward.uses_services:
         return prompt
-    return f"{prompt}; rubrics: {f'of {reward.rubric_dir} before packaged ones' if reward.rubric_dir else 'packaged'}"
+    return f"{prompt}; rubrics: {f'of {reward.rubric_dir}, then built-in' if reward.rubric_dir else 'built-in'}"
 
 
 def _rag(reward: RewardConfig) -> str:
@@ -123,5 +121,5 @@ def _judge(reward: RewardConfig) -> str:
 
 
 def _replay(replay: ReplaySettings) -> str:
-    record = "the packaged record" if replay.run == CASSETTE else f"the record of {replay.run}"
-    return f"rewards from {record}; of completions that are not there: on_miss {replay.on_miss}"
+    record = "the built-in record" if replay.run == CASSETTE else f"the record of {replay.run}"
+    return f"rewards from {record}; for other completions: on_miss {replay.on_miss}"

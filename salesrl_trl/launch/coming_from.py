@@ -1,8 +1,8 @@
-"""Names that are no settings: of verl's configuration (0.5 to 0.9), of scripts with upper-case names, and of earlier
-versions. `coming_from.yaml` says what each is here, and this module how a value is converted."""
+"""Names from elsewhere: verl's configuration (0.5 to 0.9), scripts with upper-case names, and earlier versions.
+`coming_from.yaml` maps them to settings, and this module converts their values."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import ceil
 from pathlib import Path, PurePath
@@ -13,7 +13,7 @@ import yaml
 from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.data.files import read_yaml
 
-GONE = "gone"  # the part of the table with the settings of earlier versions
+GONE = "gone"  # the part of the table for earlier versions
 Given = Mapping[str, Any]  # values by the keys of the table
 _OVERLONG = "reward_model.overlong_buffer"  # of DAPO
 
@@ -31,12 +31,12 @@ class Name(NamedTuple):
 
 
 @functools.cache
-def _content() -> dict[str, dict[str, Any]]:
-    return cast(dict[str, dict[str, Any]], read_yaml(Path(__file__).with_suffix(".yaml")))
+def _content() -> Mapping[str, Given]:
+    return cast(Mapping[str, Given], read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
-def beside() -> dict[str, object]:
-    """The settings for which verl has no word."""
+def beside() -> Mapping[str, object]:
+    """The settings without an equivalent in verl."""
     return _content()["beside"]
 
 
@@ -51,26 +51,26 @@ def names() -> dict[str, Name]:
 
 
 def plain(name: str) -> str:
-    """A name as the table would have it: without the first part, and the same for all versions of verl."""
+    """A name as in the table: without the first part, and normalised over verl's versions."""
     name = name.lstrip("+").removeprefix("actor_rollout_ref.").removeprefix("reward.")  # of verl 0.9
     return name.replace("reward_kwargs.overlong_buffer_cfg.", "overlong_buffer.")
 
 
 def line_of(name: str) -> Name:
-    """The line of a name that the table has. `*` in its settings is what stands for that of the table's name."""
+    """The table's line for a known name, with `*` in its settings replaced by the match."""
     key = known_as(name) or ""
     return names()[key]._replace(here=names()[key].here.replace("*", plain(name)[key.find("*") :]))
 
 
 def known_as(name: str) -> str | None:
-    """The key in the table for a name, whose first parts may be left out: `"optim.lr"`. `None` for another name."""
+    """The key in the table for a name, which may omit leading parts: `"optim.lr"`. `None` for an unknown name."""
     name = plain(name)
     ends = [name] if name in names() else [key for key in names() if key.endswith(f".{name}")]
     return ends[0] if len(ends) == 1 else next((key for key in names() if fnmatchcase(name, key)), None)
 
 
 def converted(key: str, value: object, given: Given) -> dict[str, object] | None:
-    """The settings of a value that is given with others. `None` where it can't be converted."""
+    """The settings for a value, `given` the others. `None` if it can't be converted."""
     name = line_of(key)
     try:
         if not given.get(name.when, True):
@@ -78,13 +78,13 @@ def converted(key: str, value: object, given: Given) -> dict[str, object] | None
         if name.values is not None:
             here = name.values[value]
             return {name.here: here} if name.here and here is not None else {}
-        return CONVERTERS[name.by](name.here, value, given) if name.here else None
+        return _convert(name.by, name.here, value, given) if name.here else None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration):
         return None
 
 
 def answer(name: str, value: object, given: Given) -> str:
-    """What to do instead of a name, with the converted value if there is one. Empty for a name that is not known."""
+    """The equivalent of a name, with the converted value if there is one. Empty for an unknown name."""
     if (key := known_as(name)) is None:
         return ""
     line = names()[key]
@@ -96,17 +96,18 @@ def answer(name: str, value: object, given: Given) -> str:
     return f"of verl; {text}" if line.system == "verl" else text
 
 
-def flat(given: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without the classes of Hydra."""
-    found = dict[str, Any]()
+def flat(given: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, without Hydra's classes."""
+    found = dict[str, object]()
     for name, value in given.items():
-        is_inner = isinstance(value, Mapping) and value
-        inner = flat(value, f"{before}{name}.") if is_inner else {f"{before}{name}": value}
-        found |= inner if name != "_target_" else {}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{before}{name}.")
+        elif name != "_target_":
+            found[f"{before}{name}"] = value
     return found
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     try:
         return yaml.safe_load(text) if text else None
     except yaml.YAMLError:
@@ -114,7 +115,7 @@ def value_of(text: str) -> Any:
 
 
 def flow(settings: Mapping[str, object]) -> str:
-    """`{"a": 1, "b.c": 2}` as YAML on a line: `"a: 1, b: {c: 2}"`."""
+    """`{"a": 1, "b.c": 2}` as YAML on one line: `"a: 1, b: {c: 2}"`."""
     return yaml.safe_dump(with_entries(settings), default_flow_style=True, sort_keys=False, width=10**6).strip()[1:-1]
 
 
@@ -127,7 +128,7 @@ def processes(given: Given) -> int:
     return int((given.get("trainer.n_gpus_per_node") or 1) * (given.get("trainer.nnodes") or 1))
 
 
-def _sizes(_: str, __: Any, given: Given) -> dict[str, object]:
+def _sizes(given: Given) -> dict[str, object]:
     group, prompts = given["rollout.n"], given["data.train_batch_size"]
     mini = min(given.get("actor.ppo_mini_batch_size") or prompts, prompts)
     share, rest = divmod(mini * group, processes(given))  # completions of a process and an optimizer step
@@ -136,16 +137,6 @@ def _sizes(_: str, __: Any, given: Given) -> dict[str, object]:
     size = next(size for size in range(most, 0, -1) if share % size == 0)
     sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": share // size}
     return sizes | ({"steps_per_generation": share // size * ceil(prompts / mini)} if mini < prompts else {})
-
-
-def _steps(here: str, value: Any, given: Given) -> dict[str, object]:
-    *strategy, setting = here.split(", ")
-    number = {setting: value * updates(given)} if value > 0 else {}
-    return dict.fromkeys(strategy, "steps" if number else "no") | number
-
-
-def _named(here: str, *values: object) -> dict[str, object]:
-    return dict(zip(here.split(", "), values, strict=True))
 
 
 def _function(here: str, value: str, given: Given) -> dict[str, object]:
@@ -160,33 +151,42 @@ def _function(here: str, value: str, given: Given) -> dict[str, object]:
     return {here: [function, overlong], "reward_weights": [1.0, given.get(f"{_OVERLONG}.penalty_factor", 1.0)]}
 
 
-def _files(here: str, value: Any, _: Given) -> dict[str, object]:
-    """Several files are entries of `dataset`. Several to evaluate on raise."""
-    files = [value] if isinstance(value, str) else value
-    if here == "dataset" and len(files) > 1:
-        return {here: [{"path": path} for path in files]}
-    return _named(here, *files)
-
-
-CONVERTERS: dict[str, Callable[[str, Any, Given], dict[str, object]]] = {
-    "each": lambda here, value, _: dict.fromkeys(here.split(", "), value),
-    "within": lambda *_: {},
-    "text": lambda here, value, _: {here: str(value)},
-    "positive": lambda here, value, _: {here: value} if value > 0 else {},
-    "overlong": lambda _, __, given: given["custom_reward_function.path"] and {},
-    "epochs": lambda here, value, _: {here: value} if value else {"mode": "rollouts"},
-    "not_negative": lambda here, value, _: {here: max(value, 0)},
-    "one_more": lambda here, value, _: {here: value + 1},
-    "column": lambda here, value, _: {} if here.endswith(f".{value}") else {here: value},
-    "lora": lambda here, value, _: _named(here, True, value, 0.0) if value else {},
-    "kl": lambda here, value, given: _named(here, value, given.get("actor.kl_loss_type") in ("kl", "k1")),
-    "files": _files,
-    "lengths": lambda here, value, given: {here: value + given["data.max_response_length"]},
-    "sizes": _sizes,
-    "steps": _steps,
-    "function": _function,
-    "trackers": lambda here, value, _: {
-        here: [name for name in ([value] if isinstance(value, str) else value) if name != "console"] or "none"
-    },
-}
-"""By their names in the table: from the settings, the value, and all that is given, to settings and their values."""
+def _convert(by: str, here: str, value: Any, given: Given) -> dict[str, object]:
+    """The settings `here` with their values. `by`: the name of the conversion in the table. Raises for invalid
+    values."""
+    *others, setting = here.split(", ")
+    match by:
+        case "overlong" if not given["custom_reward_function.path"]:
+            raise LookupError
+        case "within" | "overlong":  # `_function` adds the overlong reward
+            return {}
+        case "sizes":
+            return _sizes(given)
+        case "function":
+            return _function(here, value, given)
+        case "steps":
+            number = {setting: value * updates(given)} if value > 0 else {}
+            return dict.fromkeys(others, "steps" if number else "no") | number
+        case "files" if not isinstance(value, str):  # several are entries of `dataset`
+            [value] = value if here != "dataset" or len(value) == 1 else [[{"path": path} for path in value]]
+        case "lora":
+            return {others[0]: True, others[1]: value, setting: 0.0} if value else {}
+        case "kl":
+            return {others[0]: value, setting: given.get("actor.kl_loss_type") in ("kl", "k1")}
+        case "epochs" if not value:
+            return {"mode": "rollouts"}
+        case "column" if here.endswith(f".{value}"):
+            return {}
+        case "positive" if value <= 0:
+            return {}
+        case "not_negative":
+            value = max(value, 0)
+        case "one_more":
+            value += 1
+        case "lengths":
+            value += given["data.max_response_length"]
+        case "text":
+            value = str(value)
+        case "trackers":
+            value = [name for name in ([value] if isinstance(value, str) else value) if name != "console"] or "none"
+    return dict.fromkeys([*others, setting], value)

@@ -1,4 +1,4 @@
-"""The console of a run's process: its log lines, the file that keeps them, its last message and exit code."""
+"""The console of a run's process: log lines and their file, the final error summary and the exit code."""
 
 import atexit
 import contextlib
@@ -20,14 +20,14 @@ from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
 
 class _Kept:
-    """Where this process's lines go."""
+    """The destinations of this process's output."""
 
     log: Path | None = None
-    terminal: int = 2  # file descriptor of the stderr that the process was started with
+    terminal: int = 2  # file descriptor of the original stderr
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
-    """Show this package's lines from `level` on stderr, and only warnings of other packages."""
+    """Log this package's lines from `level` on to stderr, and only warnings of other packages."""
     logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
     logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
@@ -36,16 +36,16 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 def set_log_level(level: str) -> None:
-    """Show this package's lines from the level of the setting `log_level` on; `passive` leaves it as it is."""
+    """Apply the setting `log_level` to this package; `passive` does nothing."""
     if level != "passive":
         logging.getLogger("salesrl_trl").setLevel(level.upper())
 
 
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
-    """Print the error and what to do about it, with the traceback of a foreign one or a foreign cause, and end the
-    process: with 75 if the run can go on, 130 after Ctrl-C, 1 for a foreign error, else with `code`."""
+    """Print the error and its remedies, with the traceback of a foreign error or cause, and exit: with 75 if the run
+    is resumable, 130 after Ctrl-C, 1 for a foreign error, else with `code`."""
     if isinstance(error, StopRequested):
-        error = RunStopped(f"stopped by {error} before the first step. Give the same command again.")
+        error = RunStopped(f"stopped by {error} before the first step. Run the same command again.")
     elif isinstance(error, KeyboardInterrupt):
         error, code = RunStopped("interrupted by Ctrl-C"), EXIT_INTERRUPTED
     foreign = error.__cause__ if isinstance(error, SalesRLError) else error
@@ -60,15 +60,15 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
 
 
 def keep_console(path: Path) -> None:
-    """From now on, append the stdout and stderr of this process and its children to the file `path` too. C code and
-    children write to file descriptors directly, so two `tee` processes take these over. Processes may share a file."""
+    """From now on, also append the stdout and stderr of this process and its children to the file `path`. C code and
+    children write to file descriptors directly, so two `tee` processes replace these. Processes may share a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _Kept.log = path
     keep_log(path)
     for descriptor in (1, 2):
         _Kept.terminal = original = os.dup(descriptor)
-        # A session of its own: a signal to this process's group would end `tee` before the last lines are written.
-        # SIGPIPE stays ignored, as Python has it: `tee` goes on with the file when the console ends, as with `| head`.
+        # In its own session: a signal to this process's group would end `tee` before the last lines are written.
+        # SIGPIPE stays ignored, as in Python: `tee` keeps writing the file if the console is closed, as by `| head`.
         tee = subprocess.Popen(
             ["tee", "-a", str(path)], stdin=subprocess.PIPE, stdout=original, stderr=subprocess.DEVNULL,
             start_new_session=True, restore_signals=False,
@@ -76,13 +76,13 @@ def keep_console(path: Path) -> None:
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()
-        atexit.register(_give_back, tee, descriptor, original)  # runs after the traceback of a last error
+        atexit.register(_give_back, tee, descriptor, original)  # runs after the last error's traceback
 
 
 def _give_back(tee: subprocess.Popen[bytes], descriptor: int, original: int) -> None:
-    """Wait until the last lines are written, so that none comes after the shell's next prompt."""
+    """Wait until the last lines are written, so that none appears after the shell's next prompt."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(original, descriptor)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a child that lives on holds the pipe's other end
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a surviving child holds the pipe's other end
         tee.wait(timeout=2)

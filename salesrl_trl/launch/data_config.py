@@ -1,4 +1,4 @@
-"""Settings of the rows: their source, their number and their prompt. A part of `launch.settings.RunConfig`."""
+"""Settings of the data: source, number of rows and prompt. A part of `launch.settings.RunConfig`."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -24,16 +24,15 @@ from salesrl_trl.launch.data.sources import PACKAGED
 
 
 def _check_source(setting: str, source: object) -> None:
-    """Refuse an empty name, and a split of a local file, which is one split."""
+    """Reject an empty name, and a split of a local file."""
     if isinstance(source, list) or str(source).startswith("["):  # several datasets
         return
     kind = type(source).__name__
     check(isinstance(source, str | PurePath), f"`{setting}` is of type {kind}. Expected a text, or a list.")
-    source = str(source)
-    check(bool(source), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`. Name one.")
-    file, split = _source_and_split(source, "")
-    message = f"`{setting}` is {source!r}, and a local file is one split. Expected {file!r}, without a split."
-    check(not split or Path(file).suffix not in ENDINGS, message)
+    check(bool(str(source)), f"`{setting}` is empty. Expected a file, the name of a dataset, or `{DEMO}`.")
+    file, split = _source_and_split(str(source), "")
+    is_wrong = bool(split) and Path(file).suffix in ENDINGS
+    check(not is_wrong, f"`{setting}` is {str(source)!r}, but a local file lacks splits. Expected {file!r}.")
 
 
 def _check_format(setting: str, name: str) -> None:
@@ -53,48 +52,48 @@ class EvalSource:
     """`eval_dataset`, checked."""
 
     path: Annotated[str, _check_source] | None = None
-    """Where the rows are. Defaults to the split `heldout` of the dataset."""
+    """Source of the held-out rows. Defaults to the split `heldout` of the dataset."""
     format: Annotated[str, _check_format] | None = None
     """Defaults to that of the dataset."""
     columns: _Columns | None = None
-    """Default to those of the dataset."""
+    """Defaults to those of the dataset."""
     share: LessThan1 | None = None
-    """Share of the prompts or conversations of the dataset to evaluate on and not to train on, in place of the others.
-    Defaults to a tenth of a local file, if there is nothing else to evaluate on and something is evaluated."""
+    """Share of the dataset's prompts or conversations to hold out from training, instead of another source. Defaults
+    to a tenth of a local file if held-out rows are needed and no other source is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
-    """`dataset`, or an entry of it where it is a list."""
+    """`dataset`, or an entry of its list."""
 
     path: Annotated[str, _check_source]
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
-    `NAME:SPLIT` is another split than `train`."""
+    `NAME:SPLIT` selects another split than `train`."""
     format: Annotated[str, _check_format] = ROWS
-    """`rows` have this package's columns. `bbq`, `halueval`, `qrecc` and `topiocqa` are published datasets in their
-    own files. The dotted path of a class that derives from `DatasetFormat` is a format of your own."""
+    """`rows` for this package's columns; `bbq`, `halueval`, `qrecc` or `topiocqa` for the original files of these
+    datasets; or the dotted path of your own class that derives from `DatasetFormat`."""
     columns: _Columns | None = None
-    """For a field of the row the column that holds it, or `{value: CONSTANT}`. docs/DATA.md lists the fields."""
+    """Maps a row's fields to columns, or to `{value: CONSTANT}`. docs/DATA.md lists the fields."""
     branch: str | None = None
-    """Branch of all its rows. Defaults to that of the format or of the rows."""
+    """Branch of all rows. Defaults to that of the format or of the rows."""
     rows: Count | None = None
-    """Most training rows, drawn from all over the source."""
+    """Maximum number of training rows, sampled from the whole source."""
     share: Annotated[float, Range(MORE_THAN_0, 1)] | None = None
-    """Share of the run's training rows: in each entry, or in none. As many rows are drawn as the scarcest source
-    allows, and none comes twice."""
+    """Share of the run's training rows; in all entries or none. As many rows are drawn as the scarcest source allows,
+    without repetition."""
     held_out_share: LessThan1 | None = None
-    """As `share` of `eval_dataset`, which is the default."""
+    """Like `share` of `eval_dataset`, its default."""
     eval: dict[str, object] | str | None = None
-    """As `eval_dataset`."""
+    """Like `eval_dataset`."""
 
 
 @dataclass
 class DatasetSource:
-    """One dataset of a run: where its rows are, and those to evaluate on."""
+    """One dataset of a run, with its held-out rows."""
 
     entry: DatasetEntry
     eval: EvalSource
-    name: str = ""  # where it is one of several
+    name: str = ""  # if there are several
     held_out_share: float | None = None
 
     @property
@@ -107,8 +106,8 @@ class DatasetSource:
         return (self.train_source[0], "heldout") if path is None else _source_and_split(path, "heldout")
 
     def form(self, answers_directly: bool = False) -> Form:
-        """The form of the rows, for a policy that answers directly or for the packaged chain. Raises `ConfigError` if
-        the class of a format can't be made."""
+        """The form of the rows, for a policy that answers directly or for the built-in reward pipeline. Raises
+        `ConfigError` if a format's class can't be instantiated."""
         return Form(
             format=_format("dataset.format", self.entry.format, answers_directly),
             columns={**(_columns("dataset.columns", self.entry.columns) or {}), **self._branch},
@@ -117,7 +116,7 @@ class DatasetSource:
         )
 
     def eval_form(self, answers_directly: bool = False) -> Form:
-        """The form of the held-out rows. Arguments and errors are those of `form`."""
+        """The form of the held-out rows. Arguments and errors as in `form`."""
         form, columns = self.form(answers_directly), _columns("eval_dataset.columns", self.eval.columns)
         other = self.eval.format
         return Form(
@@ -135,27 +134,27 @@ class DatasetSource:
 @takes_former_names
 @dataclass
 class DataConfig:
-    """The rows to train and evaluate on."""
+    """The training and held-out rows."""
 
     dataset: dict[str, object] | str | list[object] | None = "demo"
     """`demo`, `demo_pictures`, `arithmetic`, a `.jsonl`, `.json` or `.parquet` file, or a dataset on the hub.
-    `NAME:SPLIT` is another split than `train`. A mapping with the fields of `DatasetEntry` has another format or other
-    columns; several datasets are a list of such mappings."""
+    `NAME:SPLIT` selects another split than `train`. For another format or columns, use a mapping with the fields of
+    `DatasetEntry`; for several datasets, a list of such mappings."""
     eval_dataset: dict[str, object] | str | None = None
-    """Source of the held-out rows, such as `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of
-    `dataset`. `{path: NAME, format: rows, columns: {}}` has another format or other columns than `dataset`. `{share:
-    0.1}` holds out a share of `dataset`, which for a local file is the default."""
+    """Source of the held-out rows, e.g. `heldout.jsonl` or `NAME:SPLIT`. Defaults to the split `heldout` of `dataset`.
+    `{path: NAME, format: rows, columns: {}}` sets another format or columns than `dataset`. `{share: 0.1}`, the
+    default for a local file, holds out a share of `dataset`."""
     max_train_rows: Count | None = None
-    """Number of training rows to take, from the first one on. Defaults to all."""
+    """Use only the first training rows. Defaults to all."""
     max_eval_rows: Count | None = None
-    """Number of held-out rows to take, from the first one on. Defaults to all."""
+    """Use only the first held-out rows. Defaults to all."""
     prompt_template: str | None = None
-    """A file with a prompt of your own: a Jinja template with the row's fields (docs/DATA.md). Without one the prompt
-    is the row's `prompt`, or the turns of its `conversation`. The packaged reward chain has two: `instruct` explains
-    its task to a general chat model, `compact` is the conversation alone."""
+    """File with your own prompt: a Jinja template with the row's fields (docs/DATA.md). Defaults to the row's
+    `prompt`, or the turns of its `conversation`. The built-in reward pipeline has two templates: `instruct` explains
+    its task to a general chat model, `compact` only shows the conversation."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"
-    """Rule for rows whose prompts leave no room for `max_completion_length` in `vllm_max_model_length`, or in the
-    model's positions: `error` ends the run, `drop` leaves them out, `truncate_oldest_turns` shortens their prompts."""
+    """Rule for prompts that leave no room for `max_completion_length` within `vllm_max_model_length` or the model's
+    maximum length: `error` stops the run, `drop` drops the rows, `truncate_oldest_turns` shortens the prompts."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -170,7 +169,7 @@ class DataConfig:
             return [_source("dataset", {"path": DEMO} | structure("dataset", given, dict), evaluated)]
         check(
             evaluated == EvalSource(share=evaluated.share),
-            "`eval_dataset` stands beside a list in `dataset`. Expected it in its entries, as `eval`.",
+            "`dataset` is a list. Expected `eval` in its entries, not `eval_dataset`.",
         )
         sources = list[DatasetSource]()
         for number, value in enumerate(structure("dataset", self.dataset, list)):
@@ -181,14 +180,14 @@ class DataConfig:
         shares = [source.entry.share for source in sources if source.entry.share is not None]
         check(
             bool(sources) and (not shares or (len(shares) == len(sources) and abs(sum(shares) - 1) < 0.01)),
-            f"`dataset` has {len(sources)} entries and the shares {shares}. Expected at least one entry; no share, or "
-            "one in each entry, and the sum 1.",
+            f"`dataset` has {len(sources)} entries and the shares {shares}. Expected at least one entry, with shares "
+            "that sum to 1 in all or none.",
         )
         return sources
 
     @property
     def own_sources(self) -> list[str]:
-        """The datasets of the run that are not packaged."""
+        """The datasets of the run that are not built in."""
         sources = dict.fromkeys(name for each in self.sources for name, _ in (each.train_source, each.eval_source))
         return [source for source in sources if source not in PACKAGED]
 
@@ -200,22 +199,20 @@ def _eval_source(setting: str, given: object) -> EvalSource:
 
 
 def _source(setting: str, value: object, evaluated: EvalSource) -> DatasetSource:
-    """A dataset from its mapping. `evaluated`: what to evaluate on, unless its entry says so."""
+    """A dataset from its mapping. `evaluated`: the held-out rows, unless its entry sets them."""
     entry = entry_of(setting, DatasetEntry, value)
-    share = entry.held_out_share
     if entry.eval is not None:
         evaluated = _eval_source(f"{setting}.eval", entry.eval)
-    share = evaluated.share if share is None else share
+    share = evaluated.share if entry.held_out_share is None else entry.held_out_share
     check(
         not share or (evaluated == EvalSource(share=evaluated.share) and entry.path != DEMO),
-        f"a share of `{setting}` is to be held out, and held-out rows are there already: in `eval_dataset`, or in the "
-        "demo. Expected it with a dataset of your own, without others. Leave one of them out.",
+        f"`{setting}` sets a held-out share, but `eval_dataset` or the demo already has held-out rows. Expected one.",
     )
     return DatasetSource(entry, evaluated, held_out_share=share)
 
 
 def _source_and_split(source: str, split: str) -> tuple[str, str]:
-    """A source without `:SPLIT`, and that split or this one. A local file is one split."""
+    """A source without `:SPLIT`, and its split, which defaults to `split`."""
     name, colon, named = source.rpartition(":")
     return (name, named) if colon and named and Path(source).suffix not in ENDINGS else (source, split)
 

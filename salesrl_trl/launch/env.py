@@ -1,5 +1,5 @@
-"""`salesrl env`: which code and versions a run would have here, what two runs differ in, or whether the code holds a
-change. Exit code: 0; 1 if the runs differ or the change is not there; 2 for bad input, and where nobody can know."""
+"""`salesrl env`: the code and versions of a run here, the differences of two runs, or whether the code contains a
+change. Exit code: 0; 1 if the runs differ or lack the change; 2 for invalid input, or if it can't be determined."""
 
 import platform
 import sys
@@ -11,8 +11,6 @@ from salesrl_trl.ground.command_line import ended, parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch import software
 from salesrl_trl.launch.run_record import differences, settings_text
-
-DIFFERENT = 1
 
 
 def page() -> str:
@@ -32,7 +30,7 @@ def _version(package: software.Package) -> str:
     extra = f", for the extra {package.extra}" if package.extra else ""
     if package.is_met:
         return f"{package.name} {package.installed or 'is not installed'} ({package.wanted}{extra})"
-    return f"NOT MET: {package.name} {package.wanted} is wanted{extra}, installed: {package.installed}"
+    return f"NOT MET: {package.name} {package.wanted} is required{extra}, installed: {package.installed}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(argv: Sequence[str]) -> int:
     options, settings = parser_of("env").parse_known_args(argv)
     if settings and (options.diff or options.has):
-        raise ConfigError("there are settings beside `--diff` or `--has`. Expected none. Leave them out.")
+        raise ConfigError("`--diff` and `--has` accept no settings.")
     if options.has:
         has = own_code.holds(options.has)
         print(f"{options.has} is {'' if has else 'NOT '}in the code of {own_code.PACKAGE}, {own_code.code()}")
-        return 0 if has else DIFFERENT
+        return int(not has)
     if options.diff:
         changes = differences(*options.diff)
         for part, values in changes.items():
             for name, (first, other) in values.items():
                 print(f"{part}: {name}: {first} -> {other}")
-        return DIFFERENT if any(changes.values()) else 0
+        return int(any(changes.values()))
     print(page())
     if settings:
         from salesrl_trl.launch.settings import parse

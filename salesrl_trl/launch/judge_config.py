@@ -1,4 +1,4 @@
-"""Settings of the judges, of how they judge, and of the meter over them. A part of `launch.reward_config`."""
+"""Settings of the judges, the judging mode and the judge drift monitor. Used by `launch.reward_config`."""
 
 import re
 from dataclasses import dataclass, field
@@ -42,16 +42,16 @@ class JudgeModeSettings:
 
     mode: Annotated[str, ("single", "group")] = "single"
     repeats: Count = 1
-    """Verdicts for each answer, with the mode `single`."""
+    """Verdicts per answer in the mode `single`."""
     orders: Count = 2
-    """Calls for each group, with the mode `group`: each shows the answers in another order, every second one the
-    order before it turned round."""
+    """Calls per group in the mode `group`: each shows the answers in another order, every second one in the reverse of
+    the order before it."""
     aggregation: Annotated[str, (*AGGREGATIONS,)] = "mean"
-    """The one score of several verdicts: their `mean`, `median` or `min`."""
+    """How to combine several verdicts: `mean`, `median` or `min`."""
 
     @property
     def orders_of_groups(self) -> int:
-        """`orders`, or 0 where each completion is judged by itself."""
+        """`orders`, or 0 if each completion is judged separately."""
         return self.orders if self.mode == "group" else 0
 
 
@@ -62,38 +62,38 @@ class JudgeProviderConfig:
     name: str
     """Name of the provider in metrics, logs and reason codes."""
     base_url: Annotated[str, check_url]
-    """OpenAI-style address, `/v1` included."""
+    """OpenAI-compatible address, including `/v1`."""
     model: str
     """Name of the model."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key."""
+    """Name of the environment variable with the API key."""
     weight: NotNegative = 1.0
-    """Share of the verdicts, relative to the other providers' weights. 0 for a provider that is only a fallback."""
+    """Share of the verdicts, relative to the other providers' weights; 0 for a fallback only."""
     max_concurrency: Count | None = None
-    """Most calls in flight, of all processes together. Defaults to `judge_max_concurrency`."""
+    """Concurrency limit, over all processes. Defaults to `judge_max_concurrency`."""
     timeout_s: Positive | None = None
-    """Seconds that one attempt may take. Defaults to `judge_timeout_s`."""
+    """Timeout of one attempt, in seconds. Defaults to `judge_timeout_s`."""
     response_format: Annotated[str, RESPONSE_FORMATS] = "auto"
     """`json_schema` enforces the verdict's schema. `text` describes it in the prompt. `auto` tries the first and falls
     back to the second."""
     temperature: NotNegative | None = 0.0
-    """Sampling temperature. `null` sends none. A provider that refuses it gets none either."""
+    """Sampling temperature. `null` omits it; it is also omitted once a provider rejects it."""
     max_completion_tokens: Count = 512
-    """Most tokens of the verdict, a reasoning model's thoughts included. `max_tokens` in `extra_body` replaces it."""
+    """Token limit of the verdict, including reasoning. `max_tokens` in `extra_body` replaces it."""
     extra_body: dict[str, object] = field(default_factory=dict)
-    """Further fields of every request, for example `{"chat_template_kwargs": {"enable_thinking": false}}`."""
+    """Additional fields of every request, e.g. `{"chat_template_kwargs": {"enable_thinking": false}}`."""
     usd_per_million_prompt_tokens: NotNegative = 0.0
-    """Price in US dollars, for the cost metrics."""
+    """Price in US dollars, for cost metrics and limits."""
     usd_per_million_completion_tokens: NotNegative = 0.0
-    """Price in US dollars, for the cost metrics."""
+    """Price in US dollars, for cost metrics and limits."""
     max_calls: Count | None = None
-    """Most requests of the run and its resumes. The other providers are asked then."""
+    """Request limit for the run and its resumes. At the limit, the other providers take over."""
     max_usd: Positive | None = None
-    """Most US dollars of the run and its resumes, by the prices above."""
+    """Spending limit in US dollars for the run and its resumes, by the prices above."""
     tokens_per_minute: Count | None = None
-    """Most tokens of any minute, of prompts and answers, of all processes together. Requests wait for them."""
+    """Rate limit in tokens of prompts and answers, over all processes. Requests wait when it is reached."""
     requests_per_minute: Count | None = None
-    """Most requests of any minute, retries included, of all processes together. Further ones wait."""
+    """Rate limit in requests, including retries, over all processes. Further requests wait."""
 
     @property
     def price(self) -> Price:
@@ -105,15 +105,13 @@ class JudgeProviderConfig:
 
     def __post_init__(self) -> None:
         where = f"judge_providers[{self.name}]"
-        check(
-            bool(re.fullmatch(NAME, str(self.name))),
-            "a provider of `judge_providers` has a name with other characters. Expected letters, digits, - and _.",
-        )
+        message = "a provider of `judge_providers` has an invalid name. Expected letters, digits, - and _."
+        check(bool(re.fullmatch(NAME, str(self.name))), message)
         check_settings(self, f"{where}.")
         check(
             self.max_usd is None or not self.price.is_free,
-            f"`{where}.max_usd` is given, and the provider has no price. Expected `usd_per_million_prompt_tokens` "
-            "or `usd_per_million_completion_tokens`: without one nothing is ever spent.",
+            f"`{where}.max_usd` is set without a price. Expected `usd_per_million_prompt_tokens` or "
+            "`usd_per_million_completion_tokens`.",
         )
 
 
@@ -122,8 +120,8 @@ class Judges:
     """`judge_providers`, checked."""
 
     providers: tuple[JudgeProviderConfig, ...] = ()  # none without an address
-    own: str | None = None  # the dotted path of a class of the user's own
-    are_several: bool = False  # whether they are a list, and have names
+    own: str | None = None  # dotted path of the user's own class
+    are_several: bool = False  # whether they are a list, with names
 
     def place_of(self, provider: JudgeProviderConfig) -> str:
         return f"judge_providers[{provider.name}]" if self.are_several else "judge_providers"
@@ -134,8 +132,8 @@ class Judges:
 
 
 def judges_of(given: object) -> Judges:
-    """The judges of the setting `judge_providers`. Raises `ConfigError` for an entry that lacks a field, has an
-    unknown one, or does not fit the others."""
+    """The judges of the setting `judge_providers`. Raises `ConfigError` for missing or unknown fields, and for entries
+    that contradict each other."""
     if isinstance(given, str) and not given.startswith(("{", "[")):
         return Judges(own=given)
     if not isinstance(given, list) and not str(given).startswith("["):

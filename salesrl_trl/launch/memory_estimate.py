@@ -1,7 +1,8 @@
-"""The memory of a training process on one card at four moments of a step, by parts, in GiB, within about 10 % of an
-H200's (docs/EXPERIMENTS.md). The formulas are those of a decoder of transformers 5, of TRL 1.16's tiled log-probs and
-of vLLM 0.31, without DeepSpeed and FSDP."""
+"""Estimates the GPU memory of a training process at four moments of a step, by parts, in GiB, to within about 10 % on
+an H200 (docs/EXPERIMENTS.md). The formulas follow transformers 5 decoders, TRL 1.16's tiled log-probs and vLLM 0.31,
+without DeepSpeed and FSDP."""
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,29 +18,29 @@ from salesrl_trl.telemetry.device import GIB
 
 CONTEXT_GIB = 0.75  # CUDA's context and kernels: 0.74 GiB on an H200 in every row of `benchmarks.memory`
 CHANNELS_GIB = 0.5  # NCCL's channels, with several processes
-FRAGMENTS = 0.04  # share of PyTorch's allocations that its allocator cannot use again when sizes change
+FRAGMENTS = 0.04  # share of PyTorch's allocations lost to fragmentation when sizes change
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32_768  # `TOKEN_CHUNK_SIZE` and `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL
-PROFILED_TOKENS = 4096  # `max_num_batched_tokens`, with which TRL's vLLM measures its working memory
+PROFILED_TOKENS = 4096  # `max_num_batched_tokens`, with which vLLM profiles its memory in TRL
 MOMENTS = {"adamw": 2, "adafactor": 0, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3}
-"""Numbers that an optimizer keeps for a weight, by the begin of its name in transformers. Others count as AdamW."""
+"""Optimizer states per weight, by the prefix of the name in transformers. Others count as AdamW."""
 STOCHASTIC_OPTIM = "adamw_torch_8bit"  # torchao's optimizer, which can round stochastically
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder's figures. Widths and counts are numbers of parameters or of values per token, not bytes."""
+    """A decoder's dimensions. Widths and counts are numbers of parameters or of values per token, not bytes."""
 
     parameters: int
-    linear: int  # parameters of the linear layers without the output head
+    linear: int  # parameters of the linear layers, excluding the output head
     embedding: int
     layers: int
     hidden: int
     intermediate: int  # width of a block's MLP
     query: int  # width of a token's queries, over all heads
-    key_value: int  # width of a token's keys, over all heads of keys. Its values are as wide
+    key_value: int  # width of a token's keys, over all key heads; the same for its values
     vocabulary: int
-    positions: int | None  # tokens that the model is made for, if its configuration says
+    positions: int | None  # maximum length, if the configuration has one
     number_bytes: int  # of a number in the checkpoint
     adapters: int  # parameters of LoRA's adapters
 
@@ -49,8 +50,8 @@ def parameter_count(name_or_path: str, revision: str | None, trust_remote_code: 
 
 
 def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
-    """The figures of an empty model, with the adapters that PEFT puts on it. `None` for one that is no decoder of
-    attention and MLP blocks, by its configuration. Raises `ConfigError` if the adapters have no place."""
+    """The dimensions of an empty model with PEFT's adapters. `None` unless its configuration is that of a decoder with
+    attention and MLP blocks. Raises `ConfigError` if no layer fits the adapters."""
     text = model.config.get_text_config()
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     if not all(isinstance(getattr(text, name, None), int) for name in needed):
@@ -78,14 +79,14 @@ def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
 
 @dataclass(kw_only=True)
 class Setup:
-    """What a process trains with: the settings of its run, and what is given in place of some."""
+    """The training setup of a process: the settings of its run, and values that replace some of them."""
 
     training: SalesGRPOConfig
     model: ModelConfig
     shape: ModelShape
     card_gib: float
-    prompt_tokens: int  # of the longest prompt, to which TRL pads a generation batch
-    dtype: str | None  # number format of the weights in training; `None` or `"auto"` for the checkpoint's
+    prompt_tokens: int  # length of the longest prompt, to which TRL pads a generation batch
+    dtype: str | None  # number format of the trained weights; `None` or `"auto"` for the checkpoint's
     optim: str
 
     def __post_init__(self) -> None:
@@ -102,12 +103,12 @@ class Setup:
         self.completion_tokens = training.max_completion_length or 1
         self.length = self.prompt_tokens + self.completion_tokens
         self.rollouts = int(training.per_device_train_batch_size * training.steps_per_generation)
-        # of a pass with gradients. Passes of groups that share their prompt are hardly larger
+        # in a forward and backward pass; shared prompts need hardly more
         self.tokens = int(max(training.per_device_train_batch_size * self.length, training.pass_tokens or 0))
         self.has_engine = bool(training.use_vllm) and training.vllm_mode == "colocate"
 
     def weighed(self, dtype: str | None, optim: str) -> "Estimate":
-        """The estimate with another number format, and another optimizer by its name in transformers."""
+        """The estimate with another number format and optimizer, by its name in transformers."""
         return estimate(replace(self, dtype=dtype, optim=optim))
 
 
@@ -116,7 +117,7 @@ class Moment:
     """The memory at one moment of a step."""
 
     name: str
-    parts: Mapping[str, float]  # GiB by part; parts of 0 are left out
+    parts: Mapping[str, float]  # GiB by part, without empty parts
 
     @property
     def total_gib(self) -> float:
@@ -125,15 +126,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """The memory of a process on one card."""
+    """The memory of a process on one GPU."""
 
     card_gib: float
     moments: tuple[Moment, ...]
-    sequences: float | None  # completions of full length for which vLLM's KV cache has room at once, if vLLM is here
+    sequences: float | None  # completions of full length that fit into the KV cache of a colocated vLLM
 
     @property
     def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total_gib)
+        return max(self.moments, key=operator.attrgetter("total_gib"))
 
     @property
     def needed_gib(self) -> float:
@@ -141,7 +142,7 @@ class Estimate:
 
     @property
     def starts_engine(self) -> bool:
-        """Whether vLLM's share holds its weights and one completion of full length. Without it vLLM does not start."""
+        """Whether vLLM's share fits its weights and one completion of full length. Otherwise vLLM does not start."""
         return self.sequences is None or self.sequences >= 1
 
     @property
@@ -150,17 +151,17 @@ class Estimate:
 
 
 def estimate(setup: Setup) -> Estimate:
-    """The memory of a process that trains so."""
+    """The memory of a process with this setup."""
     shape, training = setup.shape, setup.training
     gradients = setup.trained * (4 if setup.lora else setup.weight_bytes)
-    gradients *= 2 if training.world_size > 1 else 1  # DDP has them a second time
-    before = gradients * (training.gradient_accumulation_steps > 1)  # those of the micro-batches before
+    gradients *= 2 if training.world_size > 1 else 1  # DDP keeps a second copy
+    before = gradients * (training.gradient_accumulation_steps > 1)  # from earlier micro-batches
     embedding = shape.embedding * (not setup.lora)
-    # autocast's, kept until the pass ends
+    # autocast caches them for the forward pass
     copies = 2.0 * shape.linear * (setup.compute_bytes < setup.weight_bytes)
     saved, working = _activations(setup)
     predicted = training.per_device_train_batch_size * setup.completion_tokens
-    # Beside a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format.
+    # Besides a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format
     head = predicted * shape.hidden * (4 + setup.weight_bytes) + embedding * (4 + 2 * (setup.weight_bytes == 2))
     end_of_forward = {
         "gradients": before,
@@ -173,13 +174,14 @@ def estimate(setup: Setup) -> Estimate:
         "activations": saved + working,
         "16-bit copies of weights": copies / shape.layers if training.gradient_checkpointing else copies,
     }
-    # torchao works on one weight at a time, in float32; the fused AdamW needs nothing, this one a copy of the weights
+    # torchao updates one weight at a time, in float32; fused AdamW needs no memory, plain AdamW a copy of the weights
     work = 16.0 * min(setup.trained, shape.embedding) if re.search("torch_[48]bit", setup.optim) else 0.0
     work += 4.0 * setup.trained * (setup.optim == "adamw_torch")
     held, awake = _held(setup), _generation(setup)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
     in_training = {**held, **asleep}
-    fullest = max(end_of_forward, backward_of_a_layer, key=lambda parts: sum(parts.values()))
+    is_backward = sum(backward_of_a_layer.values()) > sum(end_of_forward.values())
+    fullest = backward_of_a_layer if is_backward else end_of_forward
     moments = (
         _moment("forward and backward", {**in_training, **fullest}, setup),
         _moment("optimizer step", {**in_training, "gradients": gradients, "optimizer's working memory": work}, setup),
@@ -196,8 +198,8 @@ def estimate(setup: Setup) -> Estimate:
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:
-    """Bytes that an optimizer, by its name in transformers, keeps for a weight of so many bytes. Moments are float32;
-    those of PyTorch's AdamW have the weight's format; those of 8 and 4 bits have a scale for each 256 numbers."""
+    """Bytes of optimizer state per weight, by the optimizer's name in transformers. Moments are float32, except that
+    PyTorch's AdamW uses the weight's format, and 8-bit and 4-bit moments have a scale per 256 numbers."""
     moments = MOMENTS.get(optim.removeprefix("paged_").split("_")[0], 2)
     if few := re.search(r"([48])bit", optim):
         return moments * int(few[1]) / 8 + 2 * 4 / 256
@@ -215,7 +217,7 @@ def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
 
 
 def _held(setup: Setup) -> dict[str, float]:
-    """bitsandbytes quantizes the linear layers: 1 byte, or 4 bits and a 32-bit scale for each 64 numbers. Adapters are
+    """bitsandbytes quantizes the linear layers: 1 byte, or 4 bits and a 32-bit scale per 64 numbers. Adapters are
     float32."""
     shape = setup.shape
     weights: float = shape.parameters * setup.weight_bytes + 4 * shape.adapters
@@ -229,9 +231,9 @@ def _held(setup: Setup) -> dict[str, float]:
 
 
 def _generation(setup: Setup) -> dict[str, float]:
-    """vLLM takes its share of the card: weights; the working memory of its largest batch, which are hidden states, the
-    MLP's two widths, and logits of every sequence, thrice in float32; the KV cache gets the rest. Without vLLM: the KV
-    cache of `generate`, and its float32 logits."""
+    """vLLM's share of the GPU holds its weights, the working memory of its largest batch (hidden states, the MLP's two
+    widths, and three float32 copies of every sequence's logits), and the KV cache in the rest. Without vLLM: the KV
+    cache of `generate` and its float32 logits."""
     shape, training = setup.shape, setup.training
     if setup.has_engine:
         number, processes = setup.engine_bytes, training.vllm_tensor_parallel_size
@@ -250,13 +252,13 @@ def _generation(setup: Setup) -> dict[str, float]:
 
 
 def _token_cache(shape: ModelShape, number_bytes: int) -> float:
-    """Keys and values of one token, in all layers."""
+    """Keys and values of one token in all layers."""
     return 2.0 * shape.layers * shape.key_value * number_bytes
 
 
 def _without_gradients(setup: Setup, copies: float) -> dict[str, float]:
-    """The larger of an evaluation and, where prompts are shared, of the reference's log-probs. One block's forward
-    pass: three widths of the MLP, two of the residual stream, the norm's output."""
+    """The larger of an evaluation and, with shared prompts, the reference's log-probs. A block's forward pass holds
+    three MLP widths, two widths of the residual stream, and the norm's output."""
     training, shape = setup.training, setup.shape
     evaluates = training.held_out_eval or training.eval_strategy != "no"
     tokens = int(training.per_device_eval_batch_size) * setup.length * evaluates
@@ -272,12 +274,11 @@ def _without_gradients(setup: Setup, copies: float) -> dict[str, float]:
 
 
 def _activations(setup: Setup) -> tuple[float, float]:
-    """What autograd keeps from the forward pass to the backward pass, and more than that while one block's backward
-    pass runs.
+    """What autograd saves for the backward pass, and the additional memory of one block's backward pass.
 
-    Of a block: two norms' float32 input; queries, repeated keys and values, the output of attention, with a mask;
-    gate, its activation and up of the MLP; inputs of the norms and of the linear layers. With gradient checkpointing a
-    block keeps its input alone, and the rest is made again.
+    A block saves the float32 inputs of two norms; queries, repeated keys and values, the attention output and a mask;
+    the MLP's gate, its activation and up projection; inputs of the norms and of the linear layers. With gradient
+    checkpointing a block saves only its input and recomputes the rest.
     """
     shape, computed, stream, hidden = setup.shape, setup.compute_bytes, setup.weight_bytes, setup.shape.hidden
     block: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
@@ -291,5 +292,5 @@ def _activations(setup: Setup) -> tuple[float, float]:
 
 
 def _logits(setup: Setup, tokens: int) -> float:
-    """One tile of logits: the log-probs and entropies of so many completion tokens (`ChunkedLogProbFunction`)."""
+    """One tile of logits, for the log-probs and entropies of completion tokens (`ChunkedLogProbFunction`)."""
     return min(tokens, TILE_TOKENS) * TILE_VOCABULARY * float(setup.compute_bytes)

@@ -1,7 +1,7 @@
-"""The plan of a run: its settings, the parts that are made of them without a model's weights, and the trainer.
+"""The plan of a run: its settings, the parts built from them without model weights, and the trainer.
 
-A part is made when it is first asked for, and kept. One that can't be made raises a `SalesRLError`. Its check is in
-`checks`, `config` or `data`. `assembly` builds the reward chain.
+Parts are built on first access and cached. Invalid ones raise a `SalesRLError`, by checks in `checks`, `config` or
+`data`. `assembly` builds the reward pipeline.
 """
 
 import copy
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 
 
 def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, object]) -> SalesGRPOConfig:
-    """A copy of settings of training with those of an overlay of `overlays.yaml`, and with further changes."""
-    made = copy.copy(training)  # `replace` would settle settings again that are settled
+    """A copy of training settings with an overlay of `overlays.yaml` and further changes."""
+    made = copy.copy(training)  # `replace` would resolve settings a second time
     overlays = cast(dict[str, dict[str, object]], read_yaml(Path(__file__).with_name("overlays.yaml")))
     for name, value in (overlays[overlay] | dict(changes)).items():
         was = training.__dict__[name]
@@ -71,28 +71,28 @@ def overlaid(training: SalesGRPOConfig, overlay: str, changes: Mapping[str, obje
 
 @dataclass
 class Plan(ServicesPlan):
-    """A run before its model is loaded. Stages settle some of its settings: the checkpoint's path, the optimizer."""
+    """A run before its model is loaded. Stages resolve some of its settings, e.g. the checkpoint's path."""
 
     config: RunConfig
-    in_depth: bool = False  # stages may take seconds, as in a preflight. At the start of a run they only look
-    dtype: str | None = None  # number format of the policy's weights in training. The stage `memory` sets it
-    notes: list[str] = field(default_factory=list)  # findings for the run's banner
+    in_depth: bool = False  # whether stages may run slow checks, as in a preflight but not at the start of a run
+    dtype: str | None = None  # number format of the trained weights, set by the stage `memory`
+    notes: list[str] = field(default_factory=list)  # banner lines
     policy: PreTrainedModel | None = None  # with its weights
 
     @property
     def rows(self) -> list[SalesRow]:
-        """Training rows, then held-out rows. Their prompts fit."""
+        """Training rows, then held-out rows, whose prompts fit."""
         return [*self.train.rows, *self.held_out.rows]
 
     @cached_property
     def prompt(self) -> str | PromptTemplate | None:
-        """The user's template, the name of a packaged style, or `None` for the rows' own prompts."""
+        """The user's template, the name of a built-in style, or `None` for the rows' own prompts."""
         return prompt_of(self.config.data, self.config.reward)
 
     @cached_property
     def held_out_records(self) -> list[Records]:
-        """The records to evaluate on: of each dataset a share, or a source of their own. None if nothing is to be
-        evaluated. Raises `DataError` if a dataset has none."""
+        """The held-out records: a share of each dataset, or another source. Empty if nothing is evaluated. Raises
+        `DataError` if a dataset has none."""
         directly = not self.config.reward.has_chain
         return [
             part_of(self.own_records[number], source.form(), Portion.HELD_OUT)
@@ -117,7 +117,7 @@ class Plan(ServicesPlan):
 
     @cached_property
     def processor(self) -> ProcessorMixin | None:
-        """The processor of a policy that reads pictures. `None` for one that reads text alone."""
+        """The processor of a vision policy; `None` for a text policy."""
         return load_processor(*self.config.policy_source) if policy_checks.reads_pictures(self.model_config) else None
 
     @cached_property
@@ -135,8 +135,8 @@ class Plan(ServicesPlan):
 
     @cached_property
     def limit(self) -> LengthLimit | None:
-        """The longest prompt. Asks the vLLM server for its length, if there is one. Lengths of a packaged recipe that
-        the model has no positions for become shorter."""
+        """The longest prompt, considering the vLLM server's length if there is one. Shortens a built-in recipe's
+        lengths that exceed the model's maximum length."""
         training, server_room = self.config.training, None
         positions = policy_checks.positions_of(self.model_config)
         if positions is not None:
@@ -144,23 +144,21 @@ class Plan(ServicesPlan):
             room = min(positions, training.vllm_max_model_length or positions)
             training.max_completion_length = self._shortened("max_completion_length", room - 1, room // 2)
         if training.use_vllm and training.vllm_mode == "server":
-            check(
-                training.vllm_server_base_url is not None
-                or training.vllm_server_host != type(training).vllm_server_host,
-                "`vllm_mode` is server, and no address is given. Expected that of a running vLLM server, such as "
-                "`--vllm_server_base_url http://127.0.0.1:8000`, or `vllm_mode: colocate`.",
-            )
+            expected = "Expected e.g. `--vllm_server_base_url http://127.0.0.1:8000`, or `vllm_mode: colocate`."
+            has_host = training.vllm_server_host != type(training).vllm_server_host
+            is_given = training.vllm_server_base_url is not None or has_host
+            check(is_given, f"`vllm_mode` is server, and no address is given. {expected}")
             url = training.vllm_server_base_url or f"http://{training.vllm_server_host}:{training.vllm_server_port}"
             server_room = check_vllm_server(url.rstrip("/"), training.vllm_server_timeout)
         return prompt_limit(training, positions, server_room)
 
     def _shortened(self, name: str, most: int, length: int) -> int | None:
-        """The value of a length, or another one in place of a packaged recipe's that is too long."""
+        """A length setting, or a shorter value if a built-in recipe's value is too long."""
         was: int | None = vars(self.config.training)[name]
         if was is None or was <= most or name in self.config.given:
             return was
         self.config.recipe[name] = length
-        self.notes.append(f"`{name}` is {length}, and not the recipe's {was}: the model has fewer positions")
+        self.notes.append(f"`{name}` is {length} instead of the recipe's {was}, which exceeds the model's positions")
         return length
 
     @cached_property
@@ -173,10 +171,11 @@ class Plan(ServicesPlan):
 
     @cached_property
     def datasets(self) -> tuple[Dataset, Dataset | None]:
-        """For the trainer: the rows to train on, and those to evaluate on, if there are some. Raises `DataError`."""
-        train, held_out = self.train, self.held_out
-        make = partial(prompt_dataset, for_functions=bool(self.config.reward.reward_funcs))
-        return make(train.prompts, train.rows), make(held_out.prompts, held_out.rows, len(train.prompts)) or None
+        """The trainer's training and held-out datasets; `None` without held-out rows. Raises `DataError`."""
+        functions, first = bool(self.config.reward.reward_funcs), len(self.train.prompts)
+        train = prompt_dataset(self.train.prompts, self.train.rows, for_functions=functions)
+        held_out = prompt_dataset(self.held_out.prompts, self.held_out.rows, first, for_functions=functions)
+        return train, held_out or None
 
     def _fitting(self, rows: list[SalesRow], name: str) -> FittingPrompts:
         kwargs = self.config.training.chat_template_kwargs
@@ -186,26 +185,23 @@ class Plan(ServicesPlan):
 
 
 def build_instruments(config: RunConfig) -> Instruments:
-    telemetry = config.telemetry
-    settings = InstrumentSettings(
-        trace_steps=telemetry.traced_steps(),
-        peak_flops=None if telemetry.peak_tflops is None else telemetry.peak_tflops * 1e12,
-    )
+    peak = None if config.telemetry.peak_tflops is None else config.telemetry.peak_tflops * 1e12
+    settings = InstrumentSettings(trace_steps=config.telemetry.traced_steps(), peak_flops=peak)
     return Instruments(settings, config.training.device, Path(config.training.output_dir))
 
 
 def take_policy(plan: Plan, instruments: Instruments) -> None:
-    """Load the policy of the plan, unless it is there. The main process logs the banner first."""
+    """Load the plan's policy, unless it is loaded. The main process logs the banner first."""
     phase = instruments.timeline.phase
     with phase(StartUp.IMPORTS):
-        import salesrl_trl.trainer  # noqa: F401 (imports vLLM, which takes seconds)
+        import salesrl_trl.trainer  # noqa: F401 (imports vLLM, slowly)
     with phase(StartUp.POLICY):
         if plan.policy is None:
             if PartialState().is_main_process:
                 notes = [*plan.config.notes, *plan.config.training.machine_notes, *plan.notes]
                 for line in banner(plan.config, (plan.train.rows, plan.held_out.rows), notes):
                     logger.info(line)
-                plan.config.training.machine_notes.clear()  # the trainer logs those that were not told
+                plan.config.training.machine_notes.clear()  # the trainer logs new ones
             plan.config.training.is_introduced = True
             plan.policy = load_policy(plan.config, plan.dtype)
 
@@ -227,8 +223,8 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
 
 
 def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
-    """The policy's model in this number format, loaded straight to this rank's device. DeepSpeed and FSDP place it
-    themselves, later."""
+    """The policy's model in this number format, loaded directly to this rank's device. DeepSpeed and FSDP place it
+    later."""
     model, training = config.model, config.training
     stays = training.device.type == "cpu" or training.is_sharded
     path, where = config.policy_path, {"revision": model.model_revision}
@@ -241,11 +237,7 @@ def load_policy(config: RunConfig, dtype: str | None) -> PreTrainedModel:
 
 
 def settings_beside_the_trainers(config: RunConfig) -> dict[str, object]:
-    """The settings that are not the trainer's, as the recipe gives them, by names such as `reward.max_calls`."""
+    """The recipe's settings outside of the trainer's, by names such as `reward.max_calls`."""
     owners = {"data": config.data, "reward": config.reward, "telemetry": config.telemetry, "model": config.model}
-    return {
-        f"{owner}.{field.name}": config.recipe[field.name]
-        for owner, part in owners.items()
-        for field in fields(part)
-        if field.name in config.recipe
-    }
+    names = [(owner, field.name) for owner, part in owners.items() for field in fields(part)]
+    return {f"{owner}.{name}": config.recipe[name] for owner, name in names if name in config.recipe}

@@ -1,11 +1,11 @@
-"""The process of a launch: its last words, what to do about a failure, and the code that it ends with.
+"""The final error summary of a launch: what failed, how to fix it, and the exit code.
 
-`accelerate launch` ends a failed run with a traceback and exit code 1. So each process leaves its last words in the
-folder of the launch: an exit code, and below it the text. A process that outlives launcher and run prints the first
-ones, or finds some for a run that a signal ended. `scripts/supervise.sh` gives the folder in `SALESRL_TRL_LAUNCH`,
-else it is a temporary one; `OUTPUT_DIR/last_words.txt` is a copy that stays. `catalogue.toml` has the faults, of which
-the first with a fitting sign counts; it is read at the import, because where files are used up it is too late.
-Standard library only: commands call this before the imports that take seconds.
+`accelerate launch` ends a failed run with a traceback and exit code 1. Therefore each process writes its summary, an
+exit code followed by text, to the launch folder. A helper process that outlives launcher and run prints the first
+summary, or creates one if a signal killed the run. `scripts/supervise.sh` sets the folder in `SALESRL_TRL_LAUNCH`;
+otherwise it is temporary. `OUTPUT_DIR/last_words.txt` is a permanent copy. `catalogue.toml` lists the known faults, of
+which the first match counts; it is read on import, in case file descriptors run out later. Standard library only:
+commands call this before imports that take seconds.
 """
 
 import atexit
@@ -31,18 +31,16 @@ from salesrl_trl.ground.process import stat_of
 from salesrl_trl.ground.shutdown import print_line
 from salesrl_trl.launch import signals
 
-FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the folder of the launch
-LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is under way there
-_FIRST, _FOLLOWING = "first", "following"  # files: words of the first error, and of one that follows from it
-_LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
+FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the launch folder
+LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is active there
+_FIRST, _FOLLOWING = "first", "following"  # files: the first error, and an error that follows from it
 _LOG = "log"
-_POLL_S = 0.2
-PAGE = "docs/TROUBLESHOOTING.md"  # the page of all faults
+PAGE = "docs/TROUBLESHOOTING.md"
 
 
 @dataclass(frozen=True)
 class Sign:
-    """How an error is recognised: every field given must fit. `catalogue.toml` says what each is compared with."""
+    """How to recognise an error: all given fields must match. `catalogue.toml` documents them."""
 
     text: str = ""
     kind: str = ""
@@ -52,7 +50,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and what to do, the cheapest first. `follows`: whether another process's error is the cause."""
+    """A fault and its remedies, cheapest first. `follows`: whether another process's error is the cause."""
 
     title: str
     cause: str
@@ -62,17 +60,17 @@ class Fault:
 
     @property
     def anchor(self) -> str:
-        """The heading's name in a link, as GitHub makes it."""
+        """The heading's anchor on GitHub."""
         return "".join(letter for letter in self.title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
 
 
 @dataclass(frozen=True)
 class Words:
-    """The last words of one process."""
+    """The final error summary of a process."""
 
     text: str
     code: int  # exit code
-    follows: bool = False  # whether the error follows from that of another process, which then is the one to report
+    follows: bool = False  # whether the error follows from another process's, which is then reported instead
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
@@ -81,14 +79,13 @@ FAULTS = tuple(
     Fault(**fault | {"signs": tuple(Sign(**sign) for sign in fault["signs"]), "remedies": tuple(fault["remedies"])})
     for fault in _TABLE["fault"]
 )
-"""In the order in which they are tried."""
+"""In matching order."""
 
-_LOG_TAIL = 400_000  # bytes at the end of a log that are searched
-_LONGEST = 400  # characters of a foreign error's message
+_LONGEST = 400  # maximum length of a foreign error's message
 
 
 def words_of(error: BaseException, code: int, log: Path | None) -> Words:
-    """The last words about an error. They name the run's log, if there is one."""
+    """The summary of an error, with the run's log if there is one."""
     fault = recognised(error)
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     lines = [f"{type(error).__name__}{rank}: {short(error)}"]
@@ -98,36 +95,36 @@ def words_of(error: BaseException, code: int, log: Path | None) -> Words:
 
 
 def short(error: BaseException) -> str:
-    """An error's message in one line: the whole of this package's own errors, a part of a long foreign one."""
+    """An error's message on one line; long messages of foreign errors are truncated."""
     message = " ".join(str(error).split())
     return message if isinstance(error, SalesRLError) or len(message) <= _LONGEST else message[:_LONGEST] + " ..."
 
 
 def words_of_end(log: Path | None, begin: int = 0) -> Words:
-    """The last words about a run that a signal ended. Only the launcher gets its number: a crash stands in the log,
-    from byte `begin` on, and SIGKILL, which the kernel sends when memory is used up, leaves no line."""
+    """The summary of a run killed by a signal. Only the launcher gets the signal's number: crashes are logged, after
+    byte `begin`, whereas SIGKILL, which the kernel sends when memory runs out, is not."""
     text = _tail(log, begin) if log is not None else ""
     crash = re.search(r"Fatal Python error: ([A-Z][a-z ]+)", text)
     number = signal.Signals[CRASHES.get(crash[1].strip(), "SIGABRT") if crash else "SIGKILL"]
     signs = [(sign, fault) for fault in FAULTS for sign in fault.signs if not sign.kind and not sign.where]
-    signs.sort(key=lambda pair: not pair[0].text)  # the signal alone says least
-    fitting = (fault for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text))
-    fault = next(fitting, None)
+    fitting = [(sign, fault) for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text)]
+    specific = [fault for sign, fault in fitting if sign.text]  # more than the signal
+    fault = next(iter(specific or [fault for _, fault in fitting]), None)
     lines = [f"The run was ended by {number.name}.", *_advice(fault, log)]
     return Words("\n".join(lines), 128 + number)
 
 
 def recognised(error: BaseException) -> Fault | None:
-    """The first fault of the catalogue with a sign that fits the error, its causes, or the errors of a group."""
+    """The first fault in the catalogue that matches the error, its causes, or the errors of a group."""
     errors = list(_chain(error))
     return next((fault for fault in FAULTS if any(_fits(sign, part) for sign in fault.signs for part in errors)), None)
 
 
 def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[str]:
-    """What to do. The first address that the error's message names takes the place of `ADDRESS`."""
+    """The remedies. The first address in the error's message replaces `ADDRESS`."""
     where = f"{log} is the run's log." if log is not None else ""
     if fault is None:
-        return [f"No known fault. The traceback says where it happened; {PAGE} has the known ones. {where}".rstrip()]
+        return [f"Unknown error. See the traceback; {PAGE} lists known errors. {where}".rstrip()]
     named = re.search(r"https?://[^\s,)]+?(?=(/healthz|/models)?[.:;]?([\s,)]|$))", message)
     address = named[0] if named else "ADDRESS"
     steps = [f"  {number}. {step.replace('ADDRESS', address)}" for number, step in enumerate(fault.remedies, 1)]
@@ -139,7 +136,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     left, seen = [error], set[int]()
     while left:
         error = left.pop()
-        if id(error) in seen:  # an error may be its own cause
+        if id(error) in seen:  # causes may be circular
             continue
         seen.add(id(error))
         yield error
@@ -164,21 +161,21 @@ def _fits(sign: Sign, error: BaseException) -> bool:
 def _tail(log: Path, begin: int) -> str:
     try:
         with log.open("rb") as file:
-            file.seek(max(log.stat().st_size - _LOG_TAIL, begin))
+            file.seek(max(log.stat().st_size - 400_000, begin))
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
 
 
 def end_tidily() -> None:
-    """`shutdown.end_tidily` for a command that may be launched: its line comes at the launch's end."""
+    """`shutdown.end_tidily` for a command that may have a launcher: prints its line at the end of the launch."""
     shutdown.end_tidily(_speak_line)
 
 
 def begin_run(is_recipe: bool = True) -> None:
-    """`end_tidily` for a recipe. From now on a signal stops it, and so does the end of its launcher.
+    """`end_tidily` for a recipe. From now on, a signal or the end of its launcher stops it.
 
-    `is_recipe`: whether `--help` is that of a recipe's script, which ends here. Other commands have their own.
+    `is_recipe`: whether to answer a recipe's `--help` here. Other commands have their own.
     """
     end_tidily()
     if is_recipe and not {"-h", "--help"}.isdisjoint(sys.argv[1:]):
@@ -190,7 +187,7 @@ def begin_run(is_recipe: bool = True) -> None:
         faulthandler.enable()  # a crash names its signal in the log
     folder, launcher = _folder(), _launcher()
     if folder is not None:
-        with contextlib.suppress(OSError):  # without room for it, a run that a signal ends has no last words
+        with contextlib.suppress(OSError):  # a full disk; a killed run then lacks a summary
             folder.mkdir(mode=0o700, exist_ok=True)
             _running(folder, os.getpid()).write_text(_started(os.getpid()), "utf-8")
             atexit.register(lambda: _running(folder, os.getpid()).unlink(missing_ok=True))
@@ -204,22 +201,22 @@ def _speak_line(text: str, code: int) -> None:
 
 
 def keep_log(path: Path) -> None:
-    """Note where the run's log is, and how long it is before this run. A copy of the last words will lie beside it."""
+    """Note the path of the run's log and its size before this run. The summary will be copied next to it."""
     path.with_name(LAST_WORDS).unlink(missing_ok=True)
     if (folder := _folder()) is not None:
-        with contextlib.suppress(OSError):  # without room for it, such words do without the log
+        with contextlib.suppress(OSError):  # a full disk; the summary then lacks the log
             folder.mkdir(mode=0o700, exist_ok=True)
             size = path.stat().st_size if path.is_file() else 0
             (folder / _LOG).write_text(f"{size} {path.resolve()}", encoding="utf-8")
 
 
 def speak(words: Words, terminal: int = 2, log: Path | None = None) -> None:
-    """Print this process's last words, unless another process of the launch did so, and leave them for its end.
+    """Print this process's error summary, unless another process of the launch did, and keep it for the launch's end.
 
-    `terminal`: the file descriptor for words after the launcher's own lines. A copy stays beside `log`.
+    `terminal`: the file descriptor for the summary after the launcher's output. A copy is saved next to `log`.
     """
     folder, is_first = _folder(), True
-    with contextlib.suppress(OSError):  # a full disk, for example: the words come before the launcher's lines alone
+    with contextlib.suppress(OSError):  # e.g. a full disk: the summary then only appears before the launcher's output
         if folder is not None:
             folder.mkdir(mode=0o700, exist_ok=True)
             is_first = _leave(folder / (_FOLLOWING if words.follows else _FIRST), words)
@@ -231,7 +228,7 @@ def speak(words: Words, terminal: int = 2, log: Path | None = None) -> None:
 
 
 def _leave(file: Path, words: Words) -> bool:
-    """Write the words as a whole, unless there are some. Returns whether there were none."""
+    """Write a summary atomically, unless one exists. Returns whether it was written."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     unfinished.write_text(f"{words.code}\n{words.text}\n", encoding="utf-8")
     try:
@@ -252,7 +249,7 @@ def _first(folder: Path) -> Words | None:
 
 
 def _folder() -> Path | None:
-    """The folder of the launch; `None` for a process without a launcher."""
+    """The launch folder; `None` for a process without a launcher."""
     named, launcher = os.environ.get(FOLDER), _launcher()
     if named:
         return Path(named)
@@ -265,14 +262,14 @@ def _launcher() -> int | None:
         argv = Path(f"/proc/{parent}/cmdline").read_text("utf-8", errors="replace").split("\0")
     except OSError:
         return None
-    names = (Path(part).name for part in argv[:3])
-    return parent if any(name.startswith(_LAUNCHERS) for name in names) else None
+    launchers = ("accelerate", "torchrun", "torch.distributed.run")
+    return parent if any(Path(part).name.startswith(launchers) for part in argv[:3]) else None
 
 
 def _started(pid: int | None) -> str:
-    """When a process was started, in the kernel's ticks; empty when it has ended. Process ids are used again."""
+    """When a process was started, in kernel ticks; empty if it has ended. Needed because process ids are reused."""
     stat = stat_of(pid) if pid is not None else None
-    # a parent may read all output before it asks for the exit code
+    # a parent may read all output before it waits for the exit code
     return stat[2] if stat is not None and stat[0] != "Z" else ""
 
 
@@ -281,7 +278,7 @@ def _running(folder: Path, pid: int) -> Path:
 
 
 def _wait_beside(folder: Path, launcher: int | None, terminal: int = 2) -> None:
-    """Start the process that waits for the end of the launch, unless there is one. The file `waiting` has its id."""
+    """Start the process that waits for the end of the launch, unless it runs. Its id is in the file `waiting`."""
     try:
         file = (folder / "waiting").open("x", encoding="utf-8")
     except FileExistsError:
@@ -289,25 +286,25 @@ def _wait_beside(folder: Path, launcher: int | None, terminal: int = 2) -> None:
     pid = launcher if launcher is not None else os.getpid()
     command = [sys.executable, "-m", __name__, str(folder), str(pid), _started(pid)]
     quiet = subprocess.DEVNULL
-    with file:  # a signal to the launch's group is not meant for that process, hence a session of its own
+    with file:  # in its own session, so that signals to the launch's process group do not reach it
         waiting = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=terminal, start_new_session=True)
         file.write(str(waiting.pid))
 
 
 def _wait(pid: int, started: str) -> None:
     while _started(pid) == started:
-        time.sleep(_POLL_S)
+        time.sleep(0.2)
 
 
 def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:
-    """Wait for the launcher and all processes of the run, then print the first words, or some for a killed run."""
+    """Wait for the launcher and all processes of the run, then print the first summary, or one for a killed run."""
     is_launched = not _running(folder, launcher).exists()
     _wait(launcher, started)
     killed = False
     while begun := list(folder.glob("running-*")):
         for file in begun:
             _wait(int(file.name.partition("-")[2]), file.read_text("utf-8") if file.is_file() else "")
-            if file.is_file():  # it did not come to its own end
+            if file.is_file():  # it did not end by itself
                 killed = True
                 file.unlink()
     words = _first(folder)
@@ -318,9 +315,9 @@ def _print_at_the_end(folder: Path, launcher: int, started: str) -> None:
         if log:
             with contextlib.suppress(OSError):
                 _leave(Path(log).with_name(LAST_WORDS), words)
-    if not os.environ.get(FOLDER):  # whoever gave the folder reads it now
+    if not os.environ.get(FOLDER):  # else its owner reads it now
         shutil.rmtree(folder, ignore_errors=True)
-    if words is not None and (killed or is_launched):  # else it was printed, and nothing came after it
+    if words is not None and (killed or is_launched):  # else it was already printed last
         print_line(words.text)
 
 

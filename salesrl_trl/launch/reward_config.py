@@ -1,4 +1,4 @@
-"""Settings of the services that score: addresses, limits, and the weights of the reward's components."""
+"""Settings of the scoring services: addresses, limits, and the weights of the reward components."""
 
 import re
 import sys
@@ -36,7 +36,7 @@ from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.batch import LINE_KINDS
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
 
-_LOW_REWARD = Range(-sys.float_info.max, 0.5, "it is a low reward beside the judge's 0 to 1")
+_LOW_REWARD = Range(-sys.float_info.max, 0.5, "a low reward compared with the judge's 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +63,26 @@ class RagSettings:
     """`rag`, checked."""
 
     base_url: Annotated[str, check_url] | None = None
-    """Address of the RAG service, before `/v1/rag/...`. Without one the recipe starts the embedded service."""
+    """Address of the RAG service, before `/v1/rag/...`. Without one, the recipe starts the embedded service."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the service's key."""
+    """Name of the environment variable with the service's API key."""
     client: str | None = None
-    """Dotted path of a client of your own for a service of another form, a class that derives from
-    `salesrl_trl.RagBackend`. It replaces the address above, and has limits of its own."""
+    """Dotted path of your own client for a service with another API: a class that derives from
+    `salesrl_trl.RagBackend`. It replaces the address above and sets its own limits."""
     top_k: Annotated[int, Range(1, 50)] = 3
-    """Most passages of an answer."""
+    """Maximum number of passages in an answer."""
     score_threshold: Annotated[float, Range(0, 1, "scores of passages are normalised")] = 0.03
-    """Lowest normalised score of a passage, in [0, 1]. In the embedded service raw conversations score near 0.09 and
+    """Lowest normalised score of a passage, in [0, 1]. In the embedded service, raw conversations score about 0.09 and
     good queries 0.2 to 0.6."""
     timeout_s: Positive = 30.0
-    """Seconds that one attempt at an endpoint may take."""
+    """Timeout of one attempt at an endpoint, in seconds."""
     max_concurrency: Count = 64
-    """Most calls in flight to each endpoint, of all processes together."""
+    """Concurrency limit of each endpoint, over all processes."""
     knowledge_file: str | None = None
-    """Documents for the embedded service, not the demo's: JSON lines of `{id, text}`, perhaps with a `title`."""
+    """Your own documents for the embedded service: JSON lines of `{id, text}`, optionally with a `title`."""
     action_fields: list[str] | str = field(default_factory=lambda: list(DEFAULT_FORMAT.fields))
-    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query` is
-    searched with, or else the first. Other names need a `prompt_template` and services of your own."""
+    """Names of the texts that the policy writes, in its JSON and in requests to the 8B endpoint. `rewritten_query`, or
+    else the first one, is the search query. Other names need your own `prompt_template` and services."""
 
     def __post_init__(self) -> None:
         names = self.action_format.fields
@@ -94,16 +94,15 @@ class RagSettings:
         check(
             not bad,
             f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
-            f"other fields of a request: {', '.join(RESERVED_FIELDS)}.",
+            f"reserved request fields: {', '.join(RESERVED_FIELDS)}.",
         )
         check(
             self.client is None or (self.base_url is None and self.api_key_env is None),
-            "`rag.client` is given beside an address or a key. Expected one of them: a class of your own has its own.",
+            "`rag.client` is set together with an address or a key. Expected one of them: your own class has its own.",
         )
         check(
             self.knowledge_file is None or self.is_embedded,
-            "`rag.knowledge_file` is given beside `rag.base_url` or `rag.client`. Expected one of them: only the "
-            "embedded RAG service reads it.",
+            "`rag.base_url` or `rag.client` is set, but only the embedded service reads `rag.knowledge_file`.",
         )
 
     @property
@@ -112,7 +111,7 @@ class RagSettings:
 
     @property
     def action_format(self) -> ActionFormat:
-        """The names of an action's fields, and the one that is searched with."""
+        """The names of an action's fields, and the one used as the search query."""
         names = (self.action_fields,) if isinstance(self.action_fields, str) else tuple(self.action_fields)
         usual = DEFAULT_FORMAT.query if DEFAULT_FORMAT.query in names else next(iter(names), "")
         return ActionFormat(fields=names, query=usual)
@@ -121,85 +120,84 @@ class RagSettings:
 @takes_former_names
 @dataclass
 class RewardConfig:
-    """The services that score, the limits of calls to them, and the formula of the reward."""
+    """The scoring services, their limits, and the reward formula."""
 
     allow_stand_ins: bool = False
-    """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They know only the
-    demo, so the scores mean nothing: for trying things. Without it such a run is refused."""
+    """Whether the embedded RAG service and judge may score your own rows, branches and rubrics. They only know the
+    demo, so the scores are meaningless: for smoke tests. Such a run is rejected by default."""
     rag: dict[str, object] | str | None = None
-    """The RAG service: a mapping with the fields of `RagSettings`, such as `{base_url: http://rag.internal:8801}`, or
-    the dotted path of a client of your own. Without an address the recipe starts the embedded service."""
+    """The RAG service: a mapping with the fields of `RagSettings`, e.g. `{base_url: http://rag.internal:8801}`, or the
+    dotted path of your own client. Without an address, the recipe starts the embedded service."""
     judge_providers: dict[str, object] | str | list[object] | None = None
-    """The judge: a mapping with the fields of `JudgeProviderConfig`, such as `{base_url: http://HOST:PORT/v1, model:
+    """The judge: a mapping with the fields of `JudgeProviderConfig`, e.g. `{base_url: http://HOST:PORT/v1, model:
     NAME}`; a list of them, each with a `name`, in fallback order; or the dotted path of a class that derives from
-    `salesrl_trl.Judge`. Without an address the recipe starts the embedded judge."""
+    `salesrl_trl.Judge`. Without an address, the recipe starts the embedded judge."""
     judge_mode: dict[str, object] | str | None = "single"
-    """`single`: a call judges one completion. `group`: a call judges all completions of a prompt, a quarter of the
-    calls for groups of 8 in two orders; where it fails, its completions are judged one by one. A mapping with the
-    fields of `JudgeModeSettings` says more: `{mode: group, orders: 4, aggregation: min}`."""
+    """`single`: each call judges one completion. `group`: each call judges all completions of a prompt, with a quarter
+    of the calls for groups of 8 in two orders; if it fails, its completions are judged one by one. For more options,
+    use a mapping with the fields of `JudgeModeSettings`: `{mode: group, orders: 4, aggregation: min}`."""
     judge_meter: dict[str, object] | str | None = None
-    """Watches whether the judge's score still means what it meant: `{second: NAME, share: 0.02, on_alarm: warn,
-    rubric_dir: FOLDER}`. `second`, an entry of `judge_providers`, judges some completions again, at most `share` of
-    them, and gives no rewards. After an alarm the run goes on (`warn`), saves and ends (`stop`), or goes on with the
-    second judge's rewards (`second_judge`)."""
+    """Judge drift monitor: `{second: NAME, share: 0.02, on_alarm: warn, rubric_dir: FOLDER}`. `second`, an entry of
+    `judge_providers`, re-judges at most `share` of the completions, without affecting rewards. After an alarm, the run
+    logs a warning and continues (`warn`), saves and stops (`stop`), or switches to the second judge's rewards
+    (`second_judge`)."""
     reward_funcs: list[str] = field(default_factory=list)
-    """Dotted paths of reward functions of your own: of TRL's signature, or with `@per_completion` or `@per_group`.
-    Without any, or with `sales`, the packaged chain scores; with `judge` the packaged judge scores what the policy
-    answers, without a RAG service. `reward_weights` weighs them."""
+    """Dotted paths of your own reward functions, with TRL's signature, `@per_completion` or `@per_group`. By default,
+    or with `sales`, the built-in reward pipeline scores; with `judge`, the built-in judge scores the policy's answers
+    directly, without a RAG service. `reward_weights` weights them."""
     tools: list[str] = field(default_factory=list)
-    """Dotted paths of functions that the policy may call before it answers, as TRL's `tools`; `@tool` says what a
-    failed one means. `search` is the packaged tool: `search(query)` asks the RAG service of `rag`."""
+    """Dotted paths of functions that the policy may call before it answers, like TRL's `tools`; `@tool` sets how
+    failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`."""
     reward_stages: list[str] = field(default_factory=list)
-    """Dotted paths of stages of your own, in their order: classes that derive from
+    """Dotted paths of your own reward stages, in order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""
     rubric_dir: str | None = None
-    """Folder with files `<branch>.txt`. Each replaces the packaged rubric of a branch, or adds one."""
+    """Folder with files `<branch>.txt`. Each replaces the built-in rubric of a branch, or adds one."""
     branch_reward_weights: dict[str, object] | str | None = None
-    """Branch to component to weight, for example `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are
-    `judge`, `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. Defaults to `judge`
-    alone."""
+    """Component weights by branch, e.g. `{"fairness": {"judge": 0.8, "margin": 0.2}}`. Components are `judge`,
+    `margin`, `retrieval`, `format`, `judge_<rubric>`, and those of `reward_stages`. Defaults to `judge` alone."""
     missing_component: Annotated[str, MISSING_RULES] = "none"
-    """Rule for a completion without one of its components: `none` gives no reward, `reweight` uses the others."""
+    """Rule for a completion that lacks a component: `none` leaves it unscored, `reweight` uses the others."""
     judge_timeout_s: Positive = 60.0
-    """Seconds that one attempt at the judge may take."""
+    """Timeout of one attempt at the judge, in seconds."""
     max_attempts: dict[str, object] | str | int | None = 3
-    """Attempts of a call, the first included. An answer that says when to come back is not counted. `{rag: 3, judge:
-    1}` gives judges another number."""
+    """Attempts per call, including the first. Replies with a Retry-After are not counted. `{rag: 3, judge: 1}` sets
+    them separately."""
     judge_max_concurrency: Count = 64
-    """Most calls in flight to a judge, of all processes together."""
+    """Concurrency limit of a judge, over all processes."""
     initial_concurrency: Count = 8
-    """Calls in flight to each service at the start, of each process. The limit grows by half with each round of
-    answers until the service says 429."""
+    """Initial concurrency limit of each service, per process. It grows by half with each round of answers until the
+    service returns 429."""
     hedge_fraction: Share = 0.05
-    """Largest share of calls that are repeated because they are late; 0 for none."""
+    """Largest share of calls that may be hedged, i.e. repeated because they are late; 0 for none."""
     outage_patience_s: NotNegative = 30.0
-    """Seconds that calls wait for a service that is down, counted from the start of the outage. After that they fail
-    at once, except for single probes. Calls that have a fallback, or whose answer counts nowhere, do not wait."""
+    """Seconds that calls wait for an unavailable service, from the start of the outage. After that they fail
+    immediately, except for single probes. Calls with a fallback, or whose answer affects no reward, do not wait."""
     max_calls: Count | None = None
-    """Most requests to all services of the reward together, of the run and its resumes: every one that leaves counts.
-    At the limit the run saves and ends."""
+    """Request limit over all reward services, for the run and its resumes; every request sent counts. At the limit the
+    run saves and stops."""
     max_usd: Positive | None = None
-    """Most US dollars for judges, of the run and its resumes, by the prices in `judge_providers`."""
+    """Spending limit for judges in US dollars, for the run and its resumes, by the prices in `judge_providers`."""
     warm_up_services: bool = True
-    """Whether to ask both RAG endpoints and every judge once before the first step. The run stops if a necessary one
-    can't answer."""
+    """Whether to call both RAG endpoints and every judge once before the first step. The run stops if a required one
+    does not answer."""
     cache_answers: bool = True
-    """Whether to keep answers of a configured RAG service, and verdicts, in `output_dir`, so that a resumed run does
-    not ask again. The files hold texts of customers and services in plain form. `false` shares only the answers of
-    this run's calls."""
+    """Whether to cache verdicts and the answers of a configured RAG service in `output_dir`, so that a resumed run
+    does not request them again. The files contain customers' and services' texts in plain form. `false` only shares
+    answers within this run."""
     replay: dict[str, object] | str | None = None
-    """Output folder of a run with `record: true`, or `demo` for the packaged record: what is recorded is the reward,
-    and no service is asked. `{run: FOLDER, on_miss: fail, delays: false}` says more. A completion that the record does
-    not have has no reward (`fail`), that of the most similar completion of its row (`nearest`, for trying things), or
-    is scored by the services (`live`). With `delays` rewards take as long as they did."""
+    """Output folder of a run with `record: true`, or `demo` for the built-in record: recorded rewards are replayed
+    without calling a service. Options: `{run: FOLDER, on_miss: fail, delays: false}`. A completion that is not in the
+    record stays unscored (`fail`), gets the reward of the most similar completion of its row (`nearest`, for smoke
+    tests), or is scored by the services (`live`). `delays` replays the recorded latencies too."""
     reward_deadline_s: Positive = 300.0
-    """Seconds that a completion's reward may take from its start, and a batch from the start of its last one. Keep it
-    well below the time-out of the process group (600 s for NCCL)."""
+    """Deadline in seconds for a completion's reward, and for a batch from the start of its last reward. Keep it well
+    below the process group's timeout (600 s for NCCL)."""
     verbose: list[str] = field(default_factory=list)
-    """Lines about every single completion, with its row's id. `scoring` shows rewards, failures and seconds.
-    `completions` and `rag` show the texts of the policy and of the RAG service, which quote customers."""
+    """Log lines per completion, with its row's id. `scoring` shows rewards, failures and seconds. `completions` and
+    `rag` show the texts of the policy and of the RAG service, which quote customers."""
     invalid_action_reward: Annotated[float, _LOW_REWARD] = 0.0
-    """Reward of a completion that is no valid action. The judge's scores are in [0, 1]."""
+    """Reward of an invalid action. The judge's scores are in [0, 1]."""
 
     @property
     def rag_service(self) -> RagSettings:
@@ -214,37 +212,37 @@ class RewardConfig:
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
     def parsed_replay(self) -> ReplaySettings | None:
-        """`replay`, checked. `None` without one."""
+        """`replay`, checked; `None` without one."""
         if self.replay is None:
             return None
         replay = entry_of("replay", ReplaySettings, self.replay, text="run")
-        # Another CPU's policy writes other texts, and the packaged record is for a first look on any machine.
+        # Another CPU's policy writes different texts, and the built-in record has to work on any machine.
         return replace(replay, on_miss=replay.on_miss or ("nearest" if replay.run == CASSETTE else "fail"))
 
     @property
     def asks_nobody(self) -> bool:
-        """Whether rewards come from a record alone."""
+        """Whether rewards are only replayed from a record."""
         replay = self.parsed_replay()
         return replay is not None and replay.on_miss != "live"
 
     @property
     def uses_services(self) -> bool:
-        """Whether the packaged judge scores, behind a RAG service or alone."""
+        """Whether the built-in judge scores, behind a RAG service or alone."""
         return not self.asks_nobody and (self.has_chain or self.judges_answers)
 
     @property
     def uses_rag(self) -> bool:
-        """Whether a RAG service is asked: by the packaged chain, or by the packaged tool."""
+        """Whether the built-in reward pipeline or the built-in tool calls a RAG service."""
         return not self.asks_nobody and (self.has_chain or SEARCH in self.tools)
 
     @property
     def judges_answers(self) -> bool:
-        """Whether the packaged judge scores what the policy answers directly."""
+        """Whether the built-in judge scores the policy's answers directly."""
         return JUDGE in self.reward_funcs
 
     @property
     def has_chain(self) -> bool:
-        """Whether rewards are those of the packaged chain, asked now or recorded before."""
+        """Whether rewards are those of the built-in pipeline, live or recorded."""
         return not self.reward_funcs or SALES in self.reward_funcs
 
     @property
@@ -261,37 +259,34 @@ class RewardConfig:
         judges, judging, _ = self.judges, self.judging, self.rag_service
         check(
             self.judge_meter is None or self.replay is None,
-            "`judge_meter` is given beside `replay`. Expected one of them: nobody can ask a record for a second "
-            "judge's score.",
+            "`judge_meter` is set together with `replay`, but a record lacks a second judge's scores.",
         )
         self.parsed_judge_meter()
         replay = self.parsed_replay()
         check(
             replay is None or bool(record_files(replay.record)),
-            f"`replay` is {self.replay!r}, which holds no record. Expected `{CASSETTE}`, or the output folder of "
-            "another run with `record: true`.",
+            f"`replay` is {self.replay!r}, which lacks a record. Expected `{CASSETTE}`, or a run with `record: true`.",
         )
         check(
             not {SALES, JUDGE} <= {*self.reward_funcs},
-            f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges the answer of "
-            f"a RAG service to the policy's action, `{JUDGE}` what the policy answers itself.",
+            f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges a RAG "
+            f"service's answer to the policy's action, `{JUDGE}` the policy's own answer.",
         )
         check(
             judging.mode == "single" or (judges.own is None and judging.repeats == 1),
-            "`judge_mode: group` is given beside `repeats`, or a judge of your own. Expected it alone: `orders` says "
-            "how often a group is judged, and a judge of your own says so in its `orders`.",
+            "`judge_mode: group` is set together with `repeats` or your own judge. Expected neither: `orders` sets "
+            "how often a group is judged, and your own judge sets its `orders` itself.",
         )
         for kind in self.verbose:
             check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
         check(
             (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag,
-            "`max_calls` or `max_usd` is given, and neither `reward_funcs` nor `tools` ask a service of this package. "
-            f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: what functions of your own ask is not counted.",
+            "`max_calls` or `max_usd` is set, but neither `reward_funcs` nor `tools` calls a service of this package. "
+            f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: calls by your own functions are not counted.",
         )
         check(
             self.max_usd is None or any(not judge.price.is_free for judge in judges.providers),
-            "`max_usd` is given, and no judge has a price. Expected `usd_per_million_prompt_tokens` or "
-            "`usd_per_million_completion_tokens` for a provider of `judge_providers`: without one nothing is spent.",
+            "`max_usd` is set, but no judge has a price. Set `usd_per_million_prompt_tokens` in `judge_providers`.",
         )
         self.parsed_branch_weights()
 
@@ -304,7 +299,7 @@ class RewardConfig:
         return entry_of("max_attempts", Attempts, value)
 
     def parsed_judge_meter(self) -> JudgeMeterSettings | None:
-        """`judge_meter`, checked. `None` without one."""
+        """`judge_meter`, checked; `None` without one."""
         if self.judge_meter is None:
             return None
         meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)
@@ -313,10 +308,10 @@ class RewardConfig:
         check(
             meter.second in providers and len(others) > 0,
             f"`judge_meter.second` is {meter.second!r}, and `judge_providers` names {[*providers]}. Expected one of "
-            "them, and another one with a weight that gives the rewards.",
+            "them, and another one with a weight for the rewards.",
         )
-        check(meter.share > 0, "`judge_meter.share` is 0. Expected more: nothing would be asked.")
-        check(self.uses_services, "`judge_meter` is given, and no judge is asked here. Expected one, or no meter.")
+        check(meter.share > 0, "`judge_meter.share` is 0. Expected more than 0.")
+        check(self.uses_services, "`judge_meter` is set, but no judge scores here.")
         return meter
 
     def parsed_branch_weights(self) -> dict[str, dict[str, float]]:
@@ -331,7 +326,7 @@ class RewardConfig:
         return weights
 
     def budget(self, output_dir: Path, processes: int = 1) -> Budget | None:
-        """The budget of a run in this folder. `None` where nothing is limited and nothing has a price."""
+        """The budget of a run in this folder; `None` without limits, rates and prices."""
         providers = self.judges.providers
         places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, self)]
         places += [(f"{self.judges.place_of(judge)}.", self.judges.service_of(judge), judge) for judge in providers]

@@ -1,5 +1,5 @@
-"""A run's own record in its folder: every setting, the versions, the command; and the comparison of two runs. Needs no
-torch. Holds nothing of the machine, so that folders of two machines can be compared."""
+"""A run's record in its folder (all settings, versions, the command), and the comparison of two runs. Does not need
+torch. Excludes machine details, so that runs on different machines can be compared."""
 
 import dataclasses
 import json
@@ -24,15 +24,13 @@ from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 if TYPE_CHECKING:
     from salesrl_trl.config import SalesGRPOConfig
 
-Difference: TypeAlias = tuple[object, object]  # the values of two runs; `ABSENT` where one has none
+Difference: TypeAlias = tuple[object, object]  # the values of two runs; `ABSENT` for none
 ABSENT = "(none)"
-_HEAD = """\
-# Every setting of a run. `--config` with this file repeats the run; give `--output_dir` another folder.
-"""
+_HEAD = "# All settings of a run. `--config` with this file repeats the run; set another `--output_dir`.\n"
 
 
 def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[str], processes: int) -> None:
-    """Write both files. `recipe` has all settings. Files of an earlier start in the folder get another name."""
+    """Write both files. `recipe` has all settings. Renames the files of an earlier start."""
     (folder / FINISHED_FILE).unlink(missing_ok=True)
     put_aside(folder / SETTINGS_FILE, folder / RUN_FILE)
     write_whole(folder / SETTINGS_FILE, settings_text(recipe))
@@ -49,13 +47,13 @@ def write_record(folder: Path, recipe: Mapping[str, object], command: Sequence[s
 
 
 def write_finished(training: "SalesGRPOConfig", step: int) -> None:
-    """Note that a run of these settings has done everything, after so many optimizer steps."""
+    """Record that a run with these settings has finished after `step` optimizer steps."""
     text = json.dumps({"step": step, **_extent(training)}, indent=2) + "\n"
     write_whole(Path(training.output_dir) / FINISHED_FILE, text)
 
 
 def has_finished(training: "SalesGRPOConfig") -> bool:
-    """Whether a run of these settings has done everything, so that going on would do nothing more."""
+    """Whether a run with these settings has finished, so that a resume would do nothing."""
     resumed = training.resume_from_checkpoint
     step = None if resumed is None else step_of(Path(resumed))
     try:
@@ -66,7 +64,7 @@ def has_finished(training: "SalesGRPOConfig") -> bool:
 
 
 def _extent(training: "SalesGRPOConfig") -> dict[str, object]:
-    """How much a run does."""
+    """The settings that determine the extent of a run."""
     return {name: getattr(training, name) for name in ("max_steps", "num_train_epochs", "held_out_eval", "mode")}
 
 
@@ -92,14 +90,12 @@ def _read(folder: Path) -> dict[str, dict[str, object]]:
         parts = {"settings": plain, "versions": record["versions"], "code": record["code"], "command": started}
         return {part: flat(values) for part, values in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"{folder} holds no readable {SETTINGS_FILE} and {RUN_FILE} ({type(error).__name__}). Expected the "
-            "folder of a run, its `output_dir`. Correct the path."
-        ) from None
+        lack = f"{folder} lacks a readable {SETTINGS_FILE} and {RUN_FILE} ({type(error).__name__})"
+        raise ConfigError(f"{lack}. Expected a run's `output_dir`.") from None
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:
-    """The script's path from the working folder on, and the arguments, with asterisks for keys."""
+    """The script's path relative to the working folder, and the arguments, with keys masked."""
     script, here = Path(command[0]).absolute(), Path.cwd()
     yield str(script.relative_to(here)) if script.is_relative_to(here) else script.name
     name = ""

@@ -1,5 +1,5 @@
-"""The part of a run's plan that the stages `rag` and `judge` read, without torch or a tokenizer, and the embedded
-services of a run: where no address is configured, each node has its own."""
+"""The part of a run's plan needed by the stages `rag` and `judge`, without torch or a tokenizer, and the embedded
+services of a run, which each node starts if no address is configured."""
 
 import contextlib
 import os
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.settings import RunConfig
 
 
-NOWHERE = "http://nobody.invalid/v1"  # stands for the address of a service that is not asked
+NOWHERE = "http://nobody.invalid/v1"  # placeholder address of an unused service
 
 
 @contextlib.contextmanager
 def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
-    """The embedded services, which stop on exit. Where no address is configured, one process of each node has them
-    begin to start now."""
+    """The embedded services, which stop on exit. If no address is configured, one process per node starts them in the
+    background."""
     path = config.rag_service.knowledge_file
     services = EmbeddedServices(documents=None if path is None else Path(path).expanduser())
     try:
@@ -41,8 +41,8 @@ def launched_services(config: RewardConfig) -> Iterator[EmbeddedServices]:
 
 @contextlib.contextmanager
 def addresses(config: RewardConfig, services: EmbeddedServices | None = None) -> Iterator[tuple[str, str]]:
-    """The addresses of the RAG service and the judge. Embedded ones are started where none is configured; all ranks
-    learn those of their own node. `services`: from `launched_services`, which is called without them."""
+    """The addresses of the RAG service and the judge. Starts embedded services if none is configured; all ranks get
+    the addresses of their node. `services`: from `launched_services`, the default."""
     rag = config.rag_service.base_url
     if not (config.embeds_rag or config.embeds_judge):
         yield rag or NOWHERE, NOWHERE
@@ -55,7 +55,7 @@ def addresses(config: RewardConfig, services: EmbeddedServices | None = None) ->
 def _of_this_node(services: EmbeddedServices) -> ServiceAddresses:
     if "WORLD_SIZE" not in os.environ:
         return services.start()
-    from accelerate import PartialState  # brings torch, which a process alone does not need
+    from accelerate import PartialState  # loads torch, which a single process does not need
     from accelerate.utils import gather_object
 
     state = PartialState()
@@ -69,14 +69,14 @@ def _of_this_node(services: EmbeddedServices) -> ServiceAddresses:
     for result in everywhere:
         if isinstance(result, SalesRLError):
             raise result
-    here = everywhere[state.process_index - state.local_process_index]  # of this node's main process
+    here = everywhere[state.process_index - state.local_process_index]  # from this node's main process
     assert isinstance(here, ServiceAddresses)
     return here
 
 
 @dataclass
 class StepSettings:
-    """The settings of `SalesGRPOConfig`, with its defaults, that tools read without its import of torch."""
+    """Settings of `SalesGRPOConfig`, with its defaults, for tools that do not import torch."""
 
     output_dir: str = "trainer_output"
     branches: list[str] = field(default_factory=list)
@@ -113,10 +113,10 @@ class ServicesConfig:
 class ServicesPlan:
     config: "ServicesConfig | RunConfig"
     in_depth: bool = True
-    calls: int | None = None  # to each service, 0 for a single one; `None` for as many as a step has in flight
-    load: int = 0  # batches of made-up completions that the stage `judge` scores
+    calls: int | None = None  # per service; 0 for a single one, `None` for a step's concurrent calls
+    load: int = 0  # batches of made-up completions to score in the stage `judge`
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """What stages opened for later ones, such as the embedded services. The end of a preflight closes it."""
+    """Resources that stages open for later stages, e.g. the embedded services. Closed at the end of a preflight."""
 
     @cached_property
     def reward(self) -> RewardParts:
@@ -125,7 +125,8 @@ class ServicesPlan:
 
     @cached_property
     def addresses(self) -> tuple[str, str]:
-        """The addresses of the RAG service and the judge. Embedded ones are started, and stop with the preflight."""
+        """The addresses of the RAG service and the judge. Embedded services are started, and stop with the
+        preflight."""
         return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
@@ -136,15 +137,14 @@ class ServicesPlan:
 
     @cached_property
     def train_records(self) -> "list[Records]":
-        """The records to train on, by dataset. Raises `DataError` if one has none."""
-        return [
-            part_of(records, source.form(), Portion.TRAINING if source.held_out_share else Portion.ALL)
-            for source, records in zip(self.config.data.sources, self.own_records, strict=True)
-        ]
+        """The training records by dataset. Raises `DataError` for an empty dataset."""
+        pairs = zip(self.config.data.sources, self.own_records, strict=True)
+        parts = {True: Portion.TRAINING, False: Portion.ALL}
+        return [part_of(records, source.form(), parts[bool(source.held_out_share)]) for source, records in pairs]
 
     @property
     def branches_of_rows(self) -> list[str]:
-        """Of a task of one's own, whose settings name none."""
+        """The branches of the user's own task, if the settings name none."""
         records = (row.record for part in self.train_records for row in part.rows)
         return sorted({str(record.get("branch", ALL)) for record in records}) or [ALL]
 

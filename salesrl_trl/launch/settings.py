@@ -1,4 +1,4 @@
-"""From a recipe and a command line to the settings of a run: the keys of a recipe and the order of precedence."""
+"""Reads the settings of a run from a recipe and a command line: recipe keys and precedence."""
 
 import copy
 import difflib
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class TelemetryConfig:
-    """Measurements, logs and quick evaluations of a run, and how often they come."""
+    """Measurements, logs and quick evaluations of a run, and their intervals."""
 
     peak_tflops: Positive | None = None
-    """Dense bf16 peak of one device in TFLOP/s, for the utilisation of a chip that is not in the package's table."""
+    """Dense bf16 peak of a device in TFLOP/s, to compute the utilisation of chips unknown to the package."""
     trace_steps: str = "1:50"
-    """First and last step in `trace.json`. `"100:"` means all steps from 100 on, `""` no trace. A step that fails is
-    in a trace whatever its number."""
+    """First and last step in `trace.json`. `"100:"` traces all steps from 100 on, `""` none. A failing step is always
+    traced."""
     quick_eval_steps: NumberOrNone = 0
-    """Optimizer steps between two quick evaluations, which decode greedily; 0 for none."""
+    """Optimizer steps between quick evaluations, which decode greedily; 0 for none."""
     quick_eval_rows: Count = 16
-    """Held-out rows of a quick evaluation, spread evenly over the branches. They stay the same during the run."""
+    """Held-out rows of a quick evaluation, spread evenly over the branches; the same during the whole run."""
     quick_eval_best: str | None = None
-    """The figure that selects the best policy, which is kept in `OUTPUT_DIR/best`: `reward` (the mean over all rows),
-    `worst_branch`, a branch (its score), or one of your figures (over all rows, higher is better). At least
-    `min_valid_reward_fraction` of that branch, or of each branch, must have a score."""
+    """The metric that selects the best policy, kept in `OUTPUT_DIR/best`: `reward` (the mean over all rows),
+    `worst_branch`, a branch (its score), or one of your metrics (over all rows, higher is better). At least
+    `min_valid_reward_fraction` of that branch, or of each branch, must be scored."""
     quick_eval_figures: list[str] = field(default_factory=list)
-    """Dotted paths of classes for figures of your own, such as `"my_package.my_module.MyFigure"`.
-    `config.quick_evaluations.Figure` describes such a class."""
+    """Dotted paths of classes for your own metrics, e.g. `"my_package.my_module.MyFigure"`. They implement
+    `config.quick_evaluations.Figure`."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -79,8 +79,7 @@ class TelemetryConfig:
         steps = range(int(match[1]), int(match[2]) + 1 if match[2] else sys.maxsize) if match else range(0)
         check(
             len(steps) > 0,
-            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST such as '1:50', FIRST: for all from there "
-            "on, or nothing for no trace; in YAML between quotes, or 1:50 is read as 110.",
+            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST, FIRST: or nothing, quoted in YAML.",
         )
         return steps
 
@@ -93,7 +92,7 @@ class TelemetryConfig:
         )
 
     def check_branches(self, branches: list[str]) -> None:
-        """Raise `ConfigError` if `quick_eval_best` is no figure, or one of your figures has the name of a branch."""
+        """Raise `ConfigError` if `quick_eval_best` is not a metric, or a metric of yours has the name of a branch."""
         own = checked_figures(self.quick_eval().figures, branches)
         known = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own))
         check(
@@ -102,15 +101,16 @@ class TelemetryConfig:
         )
 
 
-SMALL_POLICY = "small_policy"  # a recipe's key: settings in place of its own when no model is named
-SALES_CHAIN = "sales_chain"  # a recipe's key: settings that only the packaged reward chain and the demo's rows need
-ENVIRONMENT = "env"  # a recipe's key: variables that are written to the environment
-PRESET = "preset"  # an argument of the command line, and no setting: names of overlays of the recipe
+SMALL_POLICY = "small_policy"  # recipe key: settings that replace the recipe's if no model is named
+SALES_CHAIN = "sales_chain"  # recipe key: settings for the built-in reward pipeline and the demo's rows
+ENVIRONMENT = "env"  # recipe key: environment variables to set
+PRESET = "preset"  # command line argument: names of recipe overlays
 MOST_NAMES = 12  # unknown names in a message
+Recipe = dict[str, Any]
 
 
 def all_kinds() -> tuple[type, ...]:
-    """All settings of a run. Their import takes seconds, because it brings torch."""
+    """All settings classes of a run. Importing them loads torch, which takes seconds."""
     from trl import ModelConfig
 
     from salesrl_trl.config import SalesGRPOConfig
@@ -127,13 +127,13 @@ class RunConfig:
     telemetry: "TelemetryConfig"
     training: "SalesGRPOConfig"
     model: "ModelConfig"
-    notes: list[str] = field(default_factory=list)  # for the banner: settings that differ from the recipe
-    recipe: dict[str, object] = field(default_factory=dict)  # every setting before a check changes it
-    given: set[str] = field(default_factory=set)  # names that are the user's own, and not a packaged recipe's
+    notes: list[str] = field(default_factory=list)  # banner lines about settings that differ from the recipe
+    recipe: dict[str, object] = field(default_factory=dict)  # all settings, before checks change them
+    given: set[str] = field(default_factory=set)  # settings given by the user, not by a built-in recipe
 
     @property
     def policy_path(self) -> str:
-        """Folder or hub name of the policy: a packaged small one if no model is named."""
+        """Folder or hub name of the policy; a built-in small one if no model is named."""
         if named := self.model.model_name_or_path:
             return str(named)
         small = {POLICY_OF.get(source.train_source[0], PACKAGED) for source in self.data.sources}
@@ -141,15 +141,15 @@ class RunConfig:
 
     @property
     def policy_source(self) -> tuple[str, str | None, bool]:
-        """`policy_path`, its revision, and whether code of its repository is run."""
+        """`policy_path`, its revision, and whether to run its remote code."""
         return self.policy_path, self.model.model_revision, self.training.trust_remote_code
 
 
 def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
     """Read the settings of a run from `--config FILE.yaml`, or from `default_recipe`.
 
-    The presets of `--preset` win over the recipe, later ones over earlier ones, and the command line over all. Raises
-    `ConfigError` for an unknown key, a missing file, a value outside its range.
+    Presets take precedence over the recipe, later presets over earlier ones, and the command line over all. Raises
+    `ConfigError` for an unknown key, a missing file, or an invalid value.
     """
     parser = SettingsParser(all_kinds())
     config = RunConfig(*parser.read(argv, default_recipe))
@@ -158,21 +158,21 @@ def parse(argv: Sequence[str], default_recipe: Path | None) -> RunConfig:
 
 
 def parse_part(argv: Sequence[str], kinds: Sequence[type], default_recipe: Path | None = None) -> tuple[Any, ...]:
-    """Read the settings of a tool: an object of each of the `kinds`. It accepts every recipe and setting of a run, but
-    reads and checks its own alone: training settings, for example, may need a GPU. Raises as `parse`."""
+    """Read the settings of a tool: an instance of each of the `kinds`. Accepts all recipes and settings of a run, but
+    only reads and checks those of `kinds`: training settings, for example, may need a GPU. Raises as `parse`."""
     return SettingsParser(kinds, names_of_settings()).read(argv, default_recipe)
 
 
 def names_of_settings() -> set[str]:
-    """Names of all settings of a run. Read from source: an import of the classes takes seconds."""
+    """Names of all settings of a run, read from the source code: importing the classes takes seconds."""
     return {name for name in settings() if "." not in name}
 
 
 class SettingsParser(TrlParser):
-    """TRL's parser. It raises `ConfigError` where `argparse` would exit, refuses unknown names with a guess, and has
-    presets, and `small_policy` when no model is named, replace settings of the recipe.
+    """TRL's parser with presets, `small_policy` and `sales_chain`. Raises `ConfigError` where `argparse` would exit,
+    with suggestions for unknown names.
 
-    `unread`: names of settings that are accepted and not read.
+    `unread`: names of settings to accept but ignore.
     """
 
     dataclass_types: list[type]  # of transformers' parser
@@ -180,23 +180,22 @@ class SettingsParser(TrlParser):
     def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
         super().__init__(kinds, allow_abbrev=False)
         self._unread = unread
-        # After `read`: lines for the banner; the recipe's `env` and every setting, before a class changes it.
+        # Set by `read`: banner lines; the recipe's `env` and all settings, before their classes change them.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
         self.given: set[str] = set()
-        self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, and their values without it
+        self._of_chain: dict[str, object] = {}  # settings of `sales_chain`, with their defaults
 
     @property
     def keys(self) -> set[str]:
-        """Names of all settings, and the keys of a recipe that are no settings."""
+        """Names of all settings, and the other keys of a recipe."""
         keys = {action.dest for action in self._actions}
         return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
-        """An object of each of the `kinds`. Works once: the values of a recipe become defaults of this parser.
+        """An instance of each of the `kinds`. Works once: a recipe's values become defaults of this parser.
 
-        `default_recipe`: recipe for a command line without `--config`. Without both, there is no recipe. `--help` is
-        answered, and ends the process.
+        `default_recipe`: the recipe without `--config`. `--help` prints its answer and exits.
         """
         answer_help(argv)
         words = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -204,26 +203,22 @@ class SettingsParser(TrlParser):
         words.add_argument(f"--{PRESET}", nargs="*", action="append", default=[])
         chosen, argv = words.parse_known_args(argv)
         argv, entries = self._without_entries(argv)
-        check(
-            len(chosen.config) < 2 and chosen.config != [None],
-            "`--config` names no file, or several. Expected the YAML file of one recipe.",
-        )
+        check(len(chosen.config) < 2 and chosen.config != [None], "`--config` needs exactly one YAML file.")
         self._check_arguments(argv)
         names = [*itertools.chain(*chosen.preset)]
         strange = [name for name in names if name not in PRESETS]
         check(
             not strange and all(chosen.preset),
-            f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}. Correct or "
-            "remove it.",
+            f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}.",
         )
-        recipe, is_packaged = dict[str, Any](), True
+        recipe, is_built_in = Recipe(), True
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
-            recipe, is_packaged = self._checked_recipe(file), file.resolve() in RECIPES.values()
+            recipe, is_built_in = self._checked_recipe(file), file.resolve() in RECIPES.values()
             for folder in _folders_of_code(file):
                 find_modules_in(folder)
         on_command_line = {_setting(word.split("=")[0], "") for word in argv if word.startswith("--")}
-        self.given = on_command_line | (set() if is_packaged else recipe.keys())
+        self.given = on_command_line | (set() if is_built_in else recipe.keys())
         self.values = {ENVIRONMENT: recipe[ENVIRONMENT]} if recipe.get(ENVIRONMENT) else {}
         try:
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})
@@ -236,12 +231,12 @@ class SettingsParser(TrlParser):
             )
         except SalesRLError:
             raise
-        except (ValueError, TypeError, OSError) as error:  # of other libraries; the last one is of the environment
-            raise ConfigError(f"the settings do not work: {error}") from error
+        except (ValueError, TypeError, OSError) as error:  # from other libraries; `OSError` from the environment
+            raise ConfigError(f"invalid settings: {error}") from error
 
     def _without_entries(self, argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-        """The command line without entries of settings, such as `--branch_kl.settings.law fixed`, and without settings
-        by former names; and these."""
+        """Split the command line into settings, and entries of settings (`--branch_kl.settings.law fixed`) or settings
+        by former names."""
         settings = "|".join(self.keys)
         dotted = {word.split("=")[0][2:] for word in argv if re.match(rf"--({settings})\.", word)}
         words = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
@@ -257,36 +252,28 @@ class SettingsParser(TrlParser):
             known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
         if unknown:
-            guesses = self._with_guesses(unknown, known)
-            raise ConfigError(f"unknown arguments: {guesses}. Correct them; `--help` lists all.")
+            raise ConfigError(f"unknown arguments: {self._with_guesses(unknown, known)}. `--help` lists all.")
 
-    def _overlaid(
-        self, recipe: dict[str, Any], presets: Sequence[str], on_command_line: Collection[str]
-    ) -> dict[str, object]:
-        """The recipe's values, `sales_chain`'s among them, under the presets', and, if no model is named, under
-        `small_policy`'s."""
+    def _overlaid(self, recipe: Recipe, presets: Sequence[str], on_command_line: Collection[str]) -> dict[str, object]:
+        """The recipe's values including `sales_chain`, overridden by presets, and by `small_policy` if no model is
+        named."""
         small_policy, chain = (with_entries(recipe.pop(key, None) or {}) for key in (SMALL_POLICY, SALES_CHAIN))
-        config = with_entries(recipe)
-        chain = {name: value for name, value in chain.items() if name not in config}
-        config |= chain
-        of_chain = [*chain]
+        own = with_entries(recipe)
+        config, of_chain = {**chain, **own}, [name for name in chain if name not in own]
         for name in presets:
             preset = self._checked_recipe(FOLDER / f"{name}.yaml")
             more = preset.pop(SALES_CHAIN, {})
             of_chain += more
             overlay = with_entries({**preset, **more})
-            told = [
-                f"{at} {value}"
-                for at, value in overlay.items()
-                if value != config.get(at) and at not in on_command_line
-            ]
-            self.notes.append(f"preset {name}: {', '.join(told) or 'changes nothing here'}")
+            changed = {at for at in overlay.keys() - on_command_line if overlay[at] != config.get(at)}
+            shown = ", ".join(f"{at} {value}" for at, value in overlay.items() if at in changed)
+            self.notes.append(f"preset {name}: {shown or 'no changes'}")
             config |= overlay
         self._of_chain = {name: self.get_default(name) for name in of_chain if name not in self._unread}
         is_named = "model_name_or_path" in on_command_line or config.get("model_name_or_path") is not None
         if small_policy and not is_named:
             names = ", ".join(name for name in small_policy if name not in on_command_line)
-            self.notes.append(f"no model is named, so the recipe's settings of `{SMALL_POLICY}` are used: {names}")
+            self.notes.append(f"no model is named, so the recipe's `{SMALL_POLICY}` settings apply: {names}")
             config |= small_policy
         return config
 
@@ -298,10 +285,8 @@ class SettingsParser(TrlParser):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}
             values |= left
             if left:
-                self.notes.append(
-                    "functions of your own score rows of your own, so the recipe's settings of "
-                    f"`{SALES_CHAIN}` are left out: {', '.join(left)}"
-                )
+                reason = f"your own functions score your own rows, so `{SALES_CHAIN}` settings are ignored"
+                self.notes.append(f"{reason}: {', '.join(left)}")
         known = values.keys()
         values = {name: value for name, value in with_entries({**values, **entries}).items() if name in known}
         if not _is_own_task(namespace) and values.get("branches") == []:
@@ -311,42 +296,35 @@ class SettingsParser(TrlParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the settings do not work: {message}. `--help` lists all.")
+        raise ConfigError(f"invalid settings: {message}. `--help` lists all.")
 
-    def _checked_recipe(self, path: Path) -> dict[str, Any]:
-        """The content of a recipe, whose unknown names are refused. Raises `ConfigError` where it can't be read."""
-        check(
-            path.is_file(),
-            f"there is no recipe {path}.{nearest_file(path)} Expected a YAML file, or a packaged recipe: "
-            f"{', '.join(RECIPES)}. Correct --config.",
-        )
+    def _checked_recipe(self, path: Path) -> Recipe:
+        """The content of a recipe. Raises `ConfigError` if it can't be read or has unknown names."""
+        expected = f"Expected a YAML file, or a built-in recipe: {', '.join(RECIPES)}."
+        check(path.is_file(), f"there is no recipe {path}.{nearest_file(path)} {expected}")
         try:
             recipe = read_yaml(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} can't be read ({unreadable(error)}). Expected a file of settings.") from None
+            raise ConfigError(f"{path} can't be read ({unreadable(error)}).") from None
         except (yaml.YAMLError, RecursionError) as error:
             fault, mark = getattr(error, "problem", None) or str(error), getattr(error, "problem_mark", None)
             place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-            # the place alone, without the line itself: it may hold a key
-            raise ConfigError(f"{path} is not YAML: {fault}{place}. Correct it there.") from None
+            # without the line itself, which may contain a key
+            raise ConfigError(f"{path} is not YAML: {fault}{place}.") from None
         if not isinstance(recipe, dict):
-            raise ConfigError(f"{path} holds a {type(recipe).__name__}. Expected a mapping of settings.")
+            raise ConfigError(f"{path} contains a {type(recipe).__name__}. Expected a mapping of settings.")
         known, given = self.keys | FORMER.keys(), dict(recipe)
         for key in (SMALL_POLICY, SALES_CHAIN, ENVIRONMENT):
             part = recipe.get(key) or {}
-            is_mapping = isinstance(part, dict)
-            check(is_mapping, f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping of settings.")
+            check(isinstance(part, dict), f"`{key}` of {path} is a {type(part).__name__}. Expected a mapping.")
             given |= part if key != ENVIRONMENT else {}
         if unknown := {name: given[name] for name in sorted(given.keys() - known, key=str)}:
-            raise ConfigError(
-                f"{path} has unknown keys: {self._with_guesses(unknown, known)}. Correct or remove them; `--help` "
-                "lists all."
-            )
+            raise ConfigError(f"{path} has unknown keys: {self._with_guesses(unknown, known)}. `--help` lists all.")
         return recipe
 
     def _with_guesses(self, unknown: Mapping[str, object], known: set[str]) -> str:
-        """`"learning_rat (did you mean learning_rate?)"`, or what replaces a setting, or what a name of another system
-        is here. Of many names the first ones."""
+        """Names with suggestions: `"learning_rat (did you mean learning_rate?)"`, the replacement of a former setting,
+        or the equivalent of another system's name. Shows the first names."""
         entries = coming_from.flat(unknown)
         if not any(map(coming_from.known_as, map(str, entries.keys() - unknown.keys()))):
             entries = dict(unknown)
@@ -362,31 +340,32 @@ class SettingsParser(TrlParser):
             texts.append(f"{name} ({note})" if note else str(name))
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
         is_verl = any("(of verl;" in text for text in texts)
-        return ", ".join(texts) + rest + "; `salesrl translate FILE` makes a recipe of verl's" * is_verl
+        return ", ".join(texts) + rest + "; `salesrl translate FILE` converts verl's configuration" * is_verl
 
 
 def _folders_of_code(recipe: Path) -> Iterator[Path]:
-    """Where a recipe's functions may be: beside it; if a run wrote it, beside the files of that run's command too."""
+    """Folders to search for a recipe's functions: its own, and if a run wrote it, those of the files in that run's
+    command."""
     recipe = recipe.absolute()
     yield recipe.parent
     try:
         command = json.loads(recipe.with_name(RUN_FILE).read_text(encoding="utf-8"))["command"]
         files = [Path(str(word).rpartition("=")[2]) for word in command]
         files = [file for file in files if file.suffix in (".py", ".yaml", ".yml") and file.is_file()]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no run's folder
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not a run's folder
         return
     yield from (file.absolute().parent for file in files)
 
 
 def _is_own_task(settings: Namespace) -> bool:
-    """Whether functions of a user's own alone score rows of a user's own."""
+    """Whether only the user's own functions score the user's own rows."""
     functions: list[str] = getattr(settings, "reward_funcs", None) or []
     rows: object = getattr(settings, "dataset", DEMO)
     return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, object]:
-    """The arguments with their values, and words such as verl's `trainer.nnodes=1`."""
+    """The arguments with their values, including verl's form `trainer.nnodes=1`."""
     found = dict[str, object]()
     for word, following in itertools.pairwise([*argv, ""]):
         name, is_set, text = word.partition("=")
@@ -396,5 +375,5 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
 
 
 def _setting(option: object, before: str = "no_") -> str:
-    """The setting of an argument: `learning_rate` of `--learning-rate`."""
+    """The setting named by an argument: `learning_rate` for `--learning-rate`."""
     return str(option).removeprefix("--").replace("-", "_").removeprefix(before)

@@ -1,5 +1,5 @@
-"""`--help` of a run, and of the tools that take its settings. Texts and defaults are those of the classes that define
-the settings, read from their source: an import of the classes brings torch and TRL, which takes seconds."""
+"""`--help` of runs, and of tools that accept their settings. Texts and defaults are parsed from the source code of the
+settings classes: importing the classes loads torch and TRL, which takes seconds."""
 
 import ast
 import difflib
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 from salesrl_trl.config.keys import FORMER
 from salesrl_trl.data.files import read_yaml
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT
 from salesrl_trl.launch.coming_from import answer
 from salesrl_trl.launch.presets import PRESETS
 
 FLAGS = {"-h", "--help"}
-_UNKNOWN = 2
 _WIDEST, _SHORT = 110, 180
 
 
 _HELP: dict[str, Any] = read_yaml(Path(__file__).with_name("help.yaml"))  # type: ignore[assignment]
 GROUPS: dict[str, dict[str, str | list[str]]] = _HELP["groups"]
-"""By the name that `--help GROUP` takes: what it is about, and its classes by dotted path."""
+"""By the name for `--help GROUP`: its subject, and its classes by dotted path."""
 FIRST: list[str] = _HELP["first"]
 OWN_TEXTS: dict[str, str] = _HELP["texts"]
 
@@ -42,21 +42,22 @@ class Setting(NamedTuple):
 
 @functools.cache
 def settings() -> dict[str, Setting]:
-    """All settings of a run by name, and entries of settings as `judge_providers.model`."""
+    """All settings of a run by name, including entries such as `judge_providers.model`."""
     found = dict[str, Setting]()
     for group, of in GROUPS.items():
         inside = f"{of['entries_of']}." if "entries_of" in of else ""
         for path in of["classes"]:
             for name, text, default in _fields(path):
+                text = OWN_TEXTS.get(name, " ".join(text.split()))
                 found.setdefault(inside + name, Setting(inside + name, group, text, default))
     return found
 
 
 def _fields(path: str) -> Iterator[tuple[str, str, str]]:
-    """Name, text and default of the settings that a class itself defines, by its dotted path."""
+    """Name, text and default of the settings defined in a class, by its dotted path."""
     module, _, name_of_class = path.rpartition(".")
     package, *parts = module.split(".")
-    spec = find_spec(package)  # of the package alone, which is not imported for it
+    spec = find_spec(package)  # without importing the package
     assert spec is not None and spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0], *parts).with_suffix(".py").read_text("utf-8")
     kinds = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
@@ -70,21 +71,15 @@ def _fields(path: str) -> Iterator[tuple[str, str, str]]:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(func=ast.Name(id="field"), keywords=keywords)):
                 given = {str(keyword.arg): keyword.value for keyword in keywords}
-                yield name, _text(name, texts.get(name) or _help_in(given.get("metadata"))), _default(given)
+                yield name, texts.get(name) or _help_in(given.get("metadata")), _default(given)
             case ast.AnnAssign(target=ast.Name(id=name), value=value):
-                yield name, _text(name, texts.get(name, "")), shown(_value(value))
+                yield name, texts.get(name, ""), shown(_value(value))
 
 
 def _help_in(metadata: ast.expr | None) -> str:
-    if isinstance(metadata, ast.Dict):
-        for key, value in zip(metadata.keys, metadata.values, strict=True):
-            if isinstance(key, ast.Constant) and key.value == "help":
-                return str(_value(value)).replace("%%", "%")
-    return ""
-
-
-def _text(name: str, text: str) -> str:
-    return OWN_TEXTS.get(name, " ".join(text.split()))
+    parts = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
+    named = {_value(key): value for key, value in parts}
+    return str(_value(named["help"])).replace("%%", "%") if "help" in named else ""
 
 
 def _default(given: dict[str, ast.expr]) -> str:
@@ -102,16 +97,16 @@ def _value(node: ast.expr | None) -> object:
 
 
 def shown(value: object) -> str:
-    """A value as a command line has it; `none` for one that is not given."""
+    """A value as on a command line; `none` for `None`."""
     if isinstance(value, dict | list | tuple):
         return json.dumps(value)
     return {"None": "none", "True": "true", "False": "false", "": '""'}.get(str(value), str(value))
 
 
 def answer_help(argv: Sequence[str], own: str = "") -> None:
-    """Print what `--help` asks for, and end the process; do nothing without it.
+    """Answer `--help` and exit; do nothing without it.
 
-    `--help` alone is the first page, or `own`, that of a tool. A word after it is a group, a setting, or a search.
+    `--help` alone shows the first page, or `own`, a tool's page. Words after it name a group or a setting, or search.
     """
     if FLAGS.isdisjoint(argv):
         return
@@ -120,7 +115,7 @@ def answer_help(argv: Sequence[str], own: str = "") -> None:
     found = _asked(words) if words else own or _first_page()
     if os.environ.get("RANK", "0") == "0":
         print(found or _unknown(words), file=sys.stdout if found else sys.stderr)
-    raise SystemExit(0 if found else _UNKNOWN)
+    raise SystemExit(0 if found else EXIT_BAD_INPUT)
 
 
 def _first_page() -> str:
@@ -132,7 +127,7 @@ def _first_page() -> str:
 
 
 def _asked(words: Sequence[str]) -> str:
-    """The page of a group or a setting, or what a search finds; empty for nothing."""
+    """The page of a group or a setting, or search results; empty if nothing is found."""
     known, word = settings(), FORMER.get(words[0], words[0])
     if len(words) == 1 and word in known:
         return _setting_page(known[word])
@@ -142,15 +137,15 @@ def _asked(words: Sequence[str]) -> str:
         lowered = [word.lower() for word in words]
         every = [(f"{each.name} {each.text}".lower(), each) for each in known.values()]
         found = [each for text, each in every if all(word in text for word in lowered)]
-        title = f"{len(found)} settings have {' and '.join(words)}. `--help SETTING` says all about one:"
+        title = f"{len(found)} settings match {' and '.join(words)}. `--help SETTING` shows all about one:"
     return "\n".join([title, "", *map(_entry, found)]) if found else ""
 
 
 def _setting_page(setting: Setting) -> str:
-    lines = [f"{setting.name}  (group {setting.group})", *_wrapped(setting.text, "    ")]
-    lines += [f"  default: {setting.default}"]
+    head = f"{setting.name}  (group {setting.group})"
+    lines = [head, *_wrapped(setting.text, "    "), f"  default: {setting.default}"]
     entries = [known for known in settings().values() if known.name.startswith(f"{setting.name}.")]
-    lines += ["  an entry has:"] * bool(entries)
+    lines += ["  entries:"] * bool(entries)
     return "\n".join([*lines, *map(_entry, entries)])
 
 
@@ -158,7 +153,7 @@ def _unknown(words: Sequence[str]) -> str:
     name = "_".join(words)
     near = difflib.get_close_matches(name, [*settings(), *GROUPS], n=3)
     guess = answer(name, None, {}) or (f"did you mean {', '.join(near)}?" if near else "`--help` lists all groups.")
-    return f"no setting has {' '.join(words)!r}: {guess}"
+    return f"no setting matches {' '.join(words)!r}: {guess}"
 
 
 def _entry(setting: Setting) -> str:

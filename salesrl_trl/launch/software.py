@@ -1,4 +1,4 @@
-"""What this process runs on: other packages' versions, the driver, and the card. Imports none of the packages."""
+"""Package versions, the driver and the GPUs of this machine. Imports none of the packages."""
 
 import importlib.metadata
 import re
@@ -15,8 +15,6 @@ from salesrl_trl.ground.process import installed
 if TYPE_CHECKING:
     import torch
 
-_TOOLS = ("test", "plots")  # extras that no run needs
-_DRIVER_S = 20.0  # most seconds that the driver may take to answer. It may hang after a fault of a card.
 _GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used")
 
 
@@ -25,36 +23,36 @@ class Package:
     name: str
     wanted: str  # range of versions: ">=1.16.0,<1.17"
     installed: str | None
-    extra: str  # the extra that asks for it; empty for a package that every run needs
+    extra: str  # the extra that requires it; empty for a package that every run needs
 
     @property
     def is_met(self) -> bool:
-        """Whether a version of the range is installed. A package of an extra may be absent."""
+        """Whether a matching version is installed; a package of an extra may be absent."""
         if self.installed is None:
             return bool(self.extra)
         return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
 
 
 def packages() -> list[Package]:
-    """The packages that the metadata of this one asks for, without tools for tests and pictures."""
+    """The packages required by this package's metadata, except tools for tests and plots."""
     try:
         texts = importlib.metadata.requires(PACKAGE.name) or []
-    except importlib.metadata.PackageNotFoundError:  # it is on PYTHONPATH alone
+    except importlib.metadata.PackageNotFoundError:  # it is only on PYTHONPATH
         texts = []
     named = dict[str, Package]()
     for text in texts:
         requirement, extra_of = Requirement(text), re.search(r"extra == ['\"]([\w-]+)", text)
         extra, name = extra_of[1] if extra_of else "", requirement.name
-        if extra not in _TOOLS and name not in named:  # two extras may ask for one package
+        if extra not in ("test", "plots") and name not in named:  # two extras may require the same package
             named[name] = Package(name, str(requirement.specifier), installed(name), extra)
     return [*named.values()]
 
 
 def gpus() -> list[dict[str, str]]:
-    """The GPUs that the driver shows, by nvidia-smi; empty without one, or if it does not answer."""
+    """The GPUs listed by nvidia-smi; empty without a GPU or an answer."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
+    try:  # the driver may hang after a GPU fault
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return [dict(zip(_GPU_FIELDS, line.split(", "), strict=False)) for line in text.splitlines()]
@@ -68,10 +66,10 @@ class Card:
 
 
 def named_card(text: str) -> Card:
-    """A card by its size: `"75gib"`, or `"80gb"` with 80e9 bytes, the least of the cards with this name."""
+    """A GPU by its memory: `"75gib"`, or `"80gb"` for 80e9 bytes, the minimum of GPUs with this name."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gb|gib)", text.strip().lower())
     if size is None:
-        raise ConfigError(f"`card` is {text!r}. Expected a size, such as 24gb, 80gb or 131.5gib. Correct it.")
+        raise ConfigError(f"`card` is {text!r}. Expected a size such as 24gb, 80gb or 131.5gib.")
     return Card(text, float(size[1]) * (1e9 / 2**30 if size[2] == "gb" else 1.0))
 
 

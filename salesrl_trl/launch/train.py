@@ -1,6 +1,6 @@
-"""A whole run: settings, checks, reward services, trainer, training, last evaluation. Recipes call `main`.
+"""A complete run: settings, checks, reward services, trainer, training, final evaluation. Recipes call `main`.
 
-What can't work stops a run before a model is loaded, with exit code 2.
+Invalid settings, data or services stop a run before a model is loaded, with exit code 2.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from salesrl_trl.launch.process import begin_run
 if __name__ == "__main__":
     begin_run()  # before the imports that take seconds
 
-# First of all: torch, TRL and vLLM make a million objects that stay. Their import takes 5.9 s of CPU, not 7.3 s
+# First: torch, TRL and vLLM create a million permanent objects. This saves 1.4 of 7.3 s of CPU at their import
 collect_seldom()
 remember_packages()
 
@@ -52,11 +52,11 @@ MADE_UP_STEPS = 5  # of `mode: rewards`
 
 
 def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
-    """Run a recipe and exit. `default_recipe` is the YAML file for a command line without `--config`."""
+    """Run a recipe and exit. `default_recipe`: the YAML file without `--config`."""
     set_up_logging()
     signals.catch()
     argv = sys.argv[1:] if argv is None else argv
-    start = Timeline()  # by the host's clock: the device is not asked before the checks have passed
+    start = Timeline()  # by the host's clock: the device is not used before the checks have passed
     start.add([imports_so_far()])
     resumes = False
     with contextlib.ExitStack() as stack:
@@ -71,12 +71,12 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
                     stack.enter_context(claim_output_dir(config.training.output_dir))
                 if config.training.process_index == config.training.local_process_index:  # of the first node
                     keep_console(Path(config.training.output_dir) / LOG_FILE)
-                services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+                services = stack.enter_context(launched_services(config.reward))  # they start during the checks
                 training = config.training
                 resumes = str(config.training.resume_from_checkpoint).lower() not in ("none", "false")
                 plan = prepare(config)
                 if resumes and has_finished(training):
-                    logger.info("this run has finished. A larger `max_steps` or `num_train_epochs` goes on with it.")
+                    logger.info("this run has finished. Raise `max_steps` or `num_train_epochs` to continue it.")
                     return
                 if config.training.process_index == 0:
                     replay = config.reward.parsed_replay()
@@ -90,12 +90,12 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
         try:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
-            exit_with(error, EXIT_FAILED)  # 75 in its place, if the run can go on
+            exit_with(error, EXIT_FAILED)  # or 75 if the run is resumable
 
 
 def _score_made_up(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:
-    """Score made-up completions, as many as a step has, for 5 steps or `max_steps`. Returns the exit code."""
-    from salesrl_trl.launch.preflight.__main__ import main as preflight  # a command, which runs once
+    """Score a step's number of made-up completions, for 5 steps or `max_steps`. Returns the exit code."""
+    from salesrl_trl.launch.preflight.__main__ import main as preflight  # a command, imported only here
 
     steps = min(config.training.max_steps, MADE_UP_STEPS) if config.training.max_steps > 0 else MADE_UP_STEPS
     recipe = ["--config", str(default_recipe)] if given(argv, "config") is None else []
@@ -103,10 +103,10 @@ def _score_made_up(config: RunConfig, default_recipe: Path, argv: Sequence[str])
 
 
 def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
-    """Load, train, evaluate, save. The embedded `services` start while the policy is loaded, and all services are
-    asked once while vLLM starts. `start` has the phases until now."""
+    """Load, train, evaluate, save. The embedded `services` start while the policy loads, and the warm-up calls run
+    while vLLM starts. `start`: the phases so far."""
     config = plan.config
-    # A run that goes on asked them at its start. It pays for no call twice, and an outage is met in training.
+    # A resumed run warmed them up at its first start; an outage is handled in training.
     asks_first = config.reward.warm_up_services and config.training.resume_from_checkpoint is None
     if config.training.device.type == "cpu":
         keep_freed_memory()
@@ -132,7 +132,9 @@ def run(plan: Plan, services: EmbeddedServices, start: Timeline) -> None:
                 if error is trainer.components.stopping.survived:
                     raise RunStopped(error.__notes__[-1]) from error
                 raise
-            end.enter_context(signals.handed_to(lambda name: logger.info(f"{name}: the run is complete, and ends.")))
+            end.enter_context(
+                signals.handed_to(lambda name: logger.info(f"{name}: the run is complete and about to exit."))
+            )
             trainer.finish()
         _note_end(plan, trainer.state.global_step)
 
@@ -143,8 +145,8 @@ def _note_end(plan: Plan, step: int) -> None:
         return
     try:
         write_finished(training, step)
-    except OSError as error:  # all else is done
-        logger.warning(f"that this run has finished can't be noted ({type(error).__name__})")
+    except OSError as error:  # everything else is done
+        logger.warning(f"can't record that this run has finished ({type(error).__name__})")
     for line in closing_lines(training.output_dir, saves_policy=training.mode != "rollouts", notes=plan.notes):
         logger.info(line)
 
@@ -160,21 +162,21 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
         with stopping.ending():
             if config.training.mode != "rollouts":
                 with stopping.held(), instruments.timeline.phase(Phase.CHECKPOINT):
-                    trainer.save_model(config.training.output_dir, _internal_call=True)  # the push comes last
-            stopping.raise_if_asked()  # before the evaluation: without services it would score nothing
+                    trainer.save_model(config.training.output_dir, _internal_call=True)  # pushed at the end
+            stopping.raise_if_asked()  # before the evaluation, which scores nothing without services
             held_out = next(part for part in trainer.components.parts if isinstance(part, HeldOut))
             is_done = held_out.done_at == trainer.state.global_step  # by `eval_strategy`
-            is_done = is_done and not config.training.load_best_model_at_end  # else of other weights
+            is_done = is_done and not config.training.load_best_model_at_end  # else by other weights
             if config.training.mode != "rollouts" and config.training.held_out_eval and not is_done:
                 trainer.evaluate()
                 stopping.raise_if_asked()
             if config.training.mode != "rollouts":
                 if config.training.push_to_hub:
                     trainer.push_to_hub(commit_message="Model save")
-                trainer.create_model_card()  # with the last evaluation
+                trainer.create_model_card()  # with the final evaluation
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.argv[0] = "python -m salesrl_trl.launch.train"  # in the usage, and in the run's record
+    sys.argv[0] = "python -m salesrl_trl.launch.train"  # for the usage and the run's record
     main(FULL, ["--config", *arguments] if arguments and not arguments[0].startswith("-") else arguments)

@@ -1,8 +1,8 @@
 """`python -m salesrl_trl.launch.translate FILE [--processes N] [--output RECIPE.yaml]`.
 
-Makes a recipe of a verl configuration (YAML), or of the words such as `data.seed=1` in a script that starts verl. Its
-comments say where each setting comes from, what is left out and why, and what has to be looked at. Exit code: 0; 2 for
-a file that can't be read.
+Converts a verl configuration (YAML), or arguments such as `data.seed=1` in a script that starts verl, to a recipe. Its
+comments document the origin of each setting, dropped names with reasons, and what to review. Exit code: 0; 2 for an
+unreadable file.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -27,27 +26,27 @@ _GROUP = "rollout.n"
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{([\w.]+)(?::?[-=]([^${}]*))?\})")
 _KEY = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 _PRODUCT = re.compile(r"\$\(\(\s*(\d+)\s*\*\s*(\d+)\s*\)\)")
-_EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, and a text for PyYAML
-_OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of what is not used
+_EXPONENT = re.compile(r"\d+(?:\.\d*)?[eE][-+]?\d+")  # a number for Hydra, but a text for PyYAML
+_OFF: tuple[object, ...] = (None, False, 0, -1, "", [])  # values of unused settings
 
 
 def read(path: Path) -> dict[str, object]:
-    """The values of a configuration, or of a script's words, by the names that it has. Raises `ConfigError`."""
+    """The values of a configuration, or of a script's arguments, by name. Raises `ConfigError`."""
     try:
         content = read_yaml(path) if path.suffix in (".yaml", ".yml") else _words(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)} Correct it.") from None
+        raise ConfigError(f"{path} can't be read ({unreadable(error)}).{nearest_file(path)}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is no YAML ({type(error).__name__}). Expected that of verl, or a script.") from None
+        raise ConfigError(f"{path} is not YAML ({type(error).__name__}). Expected verl's, or a script.") from None
     values = table.flat(content) if isinstance(content, Mapping) else {}
-    is_script = path.suffix not in (".yaml", ".yml")  # whose other words are the shell's
+    is_script = path.suffix not in (".yaml", ".yml")  # whose other arguments belong to the shell
     found = {
         name: _resolved(value, values)
         for name, value in values.items()
         if not is_script or "." in name or (name.isupper() and known_as(name))
     }
     if not any(map(known_as, found)):
-        raise ConfigError(f"{path} has no name of verl. Expected its YAML, or a script with words as `data.seed=1`.")
+        raise ConfigError(f"{path} lacks verl settings. Expected its YAML, or a script with e.g. `data.seed=1`.")
     return found
 
 
@@ -56,13 +55,13 @@ def _words(text: str) -> dict[str, object]:
     text = _PRODUCT.sub(lambda found: str(int(found[1]) * int(found[2])), text.replace("\\\n", " "))
     for name, is_set, value in (word.partition("=") for word in shlex.split(text, comments=True)):
         if is_set:
-            value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # Hydra wants no blank, and YAML does
+            value = _KEY.sub(r"\1: ", value) if value.startswith("{") else value  # YAML needs a space, Hydra none
             values |= table.flat({name.lstrip("+"): _resolved(table.value_of(value), values)})
     return values
 
 
 def _resolved(value: object, values: Mapping[str, object], depth: int = 8) -> object:
-    """The value with what it refers to by `$NAME` or `${name}`. What is not known stays."""
+    """The value with references such as `$NAME` or `${name}` resolved, if known."""
     if isinstance(value, list):
         return [_resolved(item, values, depth) for item in value]
     if not isinstance(value, str) or "$" not in value or not depth:
@@ -73,7 +72,7 @@ def _resolved(value: object, values: Mapping[str, object], depth: int = 8) -> ob
 
 
 def recipe(named: Mapping[str, object], source: str) -> str:
-    """The recipe of these values. Its comments have every name that could not be converted, and why."""
+    """The recipe for these values. Comments list every name that could not be converted, and why."""
     given, written, unknown = dict[str, object](), dict[str, list[str]](), list[str]()
     for name, value in named.items():
         key = known_as(name)
@@ -86,31 +85,31 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     is_verl = any(line_of(key).system == "verl" for key in given)
     usual = {name: _resolved(line.default, given) for name, line in table.names().items() if line.default is not None}
     known = {key: value for key, value in given.items() if not _is_unknown(key, value)}
-    every: dict[str, Any] = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
-    look = [f"{key}: {given[key]} is not known" for key in given if key not in known]
+    every: table.Given = {key: usual[key] for key in usual if is_verl and not _is_unknown(key, usual[key])} | known
+    look = [f"{key}: {given[key]} is unknown" for key in given if key not in known]
     if is_verl and every[_GROUP] < 2:
-        every[_GROUP] = 8
-        look.append("num_generations: 8 is a guess. GRPO compares the completions of a prompt")
+        every = {**every, _GROUP: 8}
+        look.append("num_generations: 8 is a guess: GRPO compares the completions of a prompt")
     body, left = _converted(every, known.keys(), written, look)
     if is_verl and not any(line.startswith("reward_funcs:") for line in body):
-        look.append("reward_funcs: verl scores by a row's data_source. Name a function: [my_rewards.my_function]")
+        look.append("reward_funcs: verl scores by a row's data_source. Set a function: [my_rewards.my_function]")
     steps = table.updates(every)
     return "\n".join(
         [
-            f"# Made of {source} by `salesrl translate`. A step of verl is here {steps} optimizer steps.",
+            f"# Converted from {source} by `salesrl translate`. A verl step is {steps} optimizer steps here.",
             *(f"#   {command}" for command in _commands(every)),
             "",
             *body,
             *(table.flow({name: here}) for name, here in (table.beside() if is_verl else {}).items()),
-            *_part("Look at these", look),
-            *_part("Left out", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
-            *_part("Left out, for these names are not known", [", ".join(sorted(unknown))] * bool(unknown)),
+            *_part("Review these", look),
+            *_part("Dropped", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
+            *_part("Dropped: unknown names", [", ".join(sorted(unknown))] * bool(unknown)),
             "",
         ]
     )
 
 
-def _commands(every: Mapping[str, Any]) -> list[str]:
+def _commands(every: table.Given) -> list[str]:
     start = f"accelerate launch --num_processes {table.processes(every)}"
     end = "-m salesrl_trl.launch.train RECIPE.yaml"
     machines = every.get("trainer.nnodes") or 1
@@ -121,13 +120,13 @@ def _commands(every: Mapping[str, Any]) -> list[str]:
 
 
 def _converted(
-    every: dict[str, Any], known: Collection[str], written: Mapping[str, list[str]], look: list[str]
+    every: table.Given, known: Collection[str], written: Mapping[str, list[str]], look: list[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """The lines of the settings, each with where it comes from, and by a reason the names that make none. `known`: the
-    keys of the input; the others have verl's defaults. What is to be looked at is added to `look`."""
+    """The lines of the settings, each with its origin, and the dropped names by reason. `known`: the keys of the
+    input; the others have verl's defaults. Adds what to review to `look`."""
     settings, origins, left = dict[str, object](), dict[str, dict[str, None]](), dict[str, list[str]]()
-    order = list(table.names())
-    for key in sorted(every, key=lambda key: order.index(known_as(key) or "")):
+    order = {name: place for place, name in enumerate(table.names())}
+    for _, key in sorted((order[known_as(key) or ""], key) for key in every):
         value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
         made = {} if value is None else table.converted(key, value, every)
         settings |= made or {}
@@ -140,11 +139,9 @@ def _converted(
             left.setdefault(": ".join(filter(None, (line.see, line.note))), []).append(as_written)
         elif not made and key in known:
             is_off = not every.get(line.when, True) and value not in _OFF
-            reason = (
-                f"without effect, for {line.when} is off" if is_off else "as it is here, or part of another setting"
-            )
+            reason = f"no effect, since {line.when} is off" if is_off else "the default, or part of another setting"
             left.setdefault(reason, []).append(as_written)
-    if isinstance(files := settings.get("dataset"), list):  # each has the columns
+    if isinstance(files := settings.get("dataset"), list):  # each entry gets the columns
         inner = {name: settings.pop(name) for name in [*settings] if name.startswith("dataset.")}
         settings["dataset"] = [with_entries({"dataset": file, **inner})["dataset"] for file in files]
     body = list[str]()
@@ -155,7 +152,7 @@ def _converted(
 
 
 def _is_unknown(name: str, value: object) -> bool:
-    """Whether it refers to what is not known, is what Hydra's command line has to give, or is no number for a size."""
+    """Whether it has an unresolved reference, is required on Hydra's command line, or is not a number for a size."""
     is_size = type(line_of(name).default) is int
     return "$" in str(value) or value == "???" or (is_size and type(value) is not int)
 
@@ -175,7 +172,7 @@ def _write(args: argparse.Namespace) -> None:
     text = recipe(given, args.file.name)
     if args.output:
         args.output.write_text(text, "utf-8")
-    print(f"{args.output}: look at its comments" if args.output else text)
+    print(f"{args.output}: review its comments" if args.output else text)
 
 
 if __name__ == "__main__":

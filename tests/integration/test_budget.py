@@ -71,7 +71,7 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
         trainer.evaluate()
         trainer.components.stopping.raise_if_asked()
     assert requests() == FOR_ALL_STEPS
-    assert "[HeldOut@8] left out: the budget ended when " in caplog.text
+    assert "[HeldOut@8] discarded: the budget ended when " in caplog.text
     assert not (tmp_path / HELD_OUT_FILE).exists()
     assert (tmp_path / f"checkpoint-{STEPS}").is_dir()  # with `save_strategy: no`
 

@@ -107,7 +107,7 @@ def test_equal_policies_give_equal_answers_also_where_one_is_an_adapter(run, ada
     assert len({row["rewards"]["A"]["sampled"] for row in figures["rows"]}) > 1
     assert figures["figures"][0]["branches"] == figures["figures"][2]["branches"]
     assert len(left) == 2 and max(left) <= before  # those of other tests
-    assert "sampled: no difference is shown: all rows that were scored for both have equal rewards." in shown
+    assert "sampled: no difference is shown: all rows scored for both have equal rewards." in shown
 
 
 def test_a_tool_works_for_both_policies(run):

@@ -83,7 +83,7 @@ def test_the_debug_recipe_starts_from_nothing_but_this_checkout_trains_and_evalu
         **NOTHING_IS_COMPILED,
     )
     check_run(tmp_path / "run", steps=3)
-    assert "[Run] policy       the packaged small policy (your own: --model_name_or_path NAME)" in told
+    assert "[Run] policy       the built-in small policy (your own: --model_name_or_path NAME)" in told
     kept = (tmp_path / "run/run.log").read_text()
     assert set(told[told.index("[Run]") :].splitlines()[1:]) <= set(kept.splitlines())
     assert "[Step 3/3] reward fairness=" in told

@@ -105,7 +105,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
             SalesGRPOConfig(**given, record=wrong)
     assert [RewardConfig(replay=run).parsed_replay().on_miss for run in (folder, "demo")] == ["fail", "nearest"]
     assert RewardConfig(replay={"run": "demo", "on_miss": "fail"}).parsed_replay().on_miss == "fail"
-    with pytest.raises(ConfigError, match=r"none for mine.jsonl"):
+    with pytest.raises(ConfigError, match=r"not for mine.jsonl"):
         check_stand_ins(RewardConfig(replay="demo"), ["fairness"], "mine.jsonl")
 
 

@@ -125,7 +125,7 @@ def test_rows_and_functions_of_ones_own_need_no_branch_no_template_and_no_servic
     assert plan.train.prompts[0] == record["prompt"]
     training = plan.config.training
     assert (training.branches, training.kl_targets(), plan.config.reward.branch_reward_weights) == (["all"], {}, None)
-    (note,) = [note for note in plan.config.notes if "`sales_chain` are left out" in note]
+    (note,) = [note for note in plan.config.notes if "`sales_chain` settings are ignored" in note]
     assert "prompt_template, branches, branch_kl" in note
     assert parse([*asked, "--prompt_template", "compact"], FULL).data.prompt_template == "compact"
 
@@ -147,10 +147,10 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
              "--quick_eval_steps", "0", "--rubric_dir", str(tmp_path)]  # fmt: skip
     asked += ["--quick_eval_best", "reward", "--output_dir", str(tmp_path / "run")]  # without an earlier run
     asked += ["--per_device_train_batch_size", "8"]
-    said = r"can't follow yours \(tone\.txt\).*`judge_providers`.*rows\.jsonl from the"
+    said = r"ignores rubrics, including yours \(tone\.txt\).*`judge_providers`.*rows\.jsonl from the"
     with pytest.raises(ConfigError, match=said):
         prepared(*asked)
-    with pytest.raises(ConfigError, match="can't follow yours") as caught:
+    with pytest.raises(ConfigError, match="ignores rubrics, including yours") as caught:
         prepared(*asked, "--knowledge_file", str(knowledge))
     assert "course catalogue" not in str(caught.value)
     plan = prepared(*asked, "--allow_stand_ins", "true")
@@ -202,7 +202,7 @@ def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path, monkeypatch, 
     with claim_output_dir(tmp_path), pytest.raises(SystemExit) as ended:
         main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 2
-    assert f"another run writes to `output_dir` '{tmp_path}' now" in capsys.readouterr().err
+    assert f"another run is writing to `output_dir` '{tmp_path}'" in capsys.readouterr().err
     claim_output_dir(tmp_path).close()  # that run has ended
 
 
@@ -213,7 +213,7 @@ def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_p
     with pytest.raises(SystemExit) as ended:
         main(DEBUG, ["--output_dir", str(tmp_path)])
     assert ended.value.code == 75
-    told = "\nRunStopped: stopped by Ctrl-C before the first step. Give the same command again.\n"
+    told = "\nRunStopped: stopped by Ctrl-C before the first step. Run the same command again.\n"
     assert capsys.readouterr().err == told
 
 

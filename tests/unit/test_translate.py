@@ -89,9 +89,9 @@ def test_the_settings_are_those_of_verl_and_its_defaults_where_they_are_not_ours
         "num_generations: 8 # rollout.n: 8\n",
         "weight_decay: 0.01 # actor.optim.weight_decay: 0.01, the default\n",
         "--num_processes 4 -m salesrl_trl.launch.train",
-        "#   trainer.total_epochs: ${oc.env:EPOCHS} is not known\n",
-        "#   critic.optim.lr: GRPO has no critic\n",
-        "#   model.lora_alpha: without effect, for model.lora_rank is off\n",
+        "#   trainer.total_epochs: ${oc.env:EPOCHS} is unknown\n",
+        "#   critic.optim.lr: GRPO does not use a critic\n",
+        "#   model.lora_alpha: no effect, since model.lora_rank is off\n",
         "epsilon: 0.2 # actor.clip_ratio: 0.3; actor.clip_ratio_low: 0.2\n",
         "# data.train_batch_size: 64; actor.ppo_mini_batch_size: 32; actor.ppo_micro_batch_size_per_gpu: 6\n",
         "#   data.return_raw_chat\n",
@@ -151,7 +151,7 @@ def test_a_script_is_read_as_a_shell_reads_it(tmp_path):
     assert {name: read.get(name) for name in expected} == expected
     text = recipe.read_text()
     assert "# data.train_batch_size: 1024, the default; " in text  # and not as if the script said it
-    assert "data.train_batch_size: $NONE is not known\n" in text and "rollout.n: None is not known\n" in text
+    assert "data.train_batch_size: $NONE is unknown\n" in text and "rollout.n: None is unknown\n" in text
 
 
 def test_the_words_of_a_script_are_a_configuration(tmp_path):
@@ -165,7 +165,7 @@ def test_the_words_of_a_script_are_a_configuration(tmp_path):
     assert read["dataset"] == [{"path": "~/data/a.parquet"}, {"path": "~/data/b.parquet"}]
     assert "reward_funcs" not in read
     text = recipe.read_text()
-    assert "algorithm.adv_estimator: gae. advantages are those of GRPO" in text
+    assert "algorithm.adv_estimator: gae. only GRPO advantages" in text
     assert "reward_funcs: verl scores by a row's data_source" in text
 
 
@@ -197,12 +197,12 @@ def test_the_reward_of_dapo_is_the_function_and_the_punishment_of_length(tmp_pat
     read, recipe = translated(tmp_path, DAPO)
     assert (read["reward_funcs"], read["reward_weights"]) == (["dapo_rewards.score", OVERLONG], [1.0, 0.5])
     text = recipe.read_text()
-    assert "algorithm.kl_ctrl.type: without effect, for algorithm.use_kl_in_reward is off\n" in text
-    assert "actor.kl_loss_coef, actor.kl_loss_type: without effect, for actor.use_kl_loss is off\n" in text
+    assert "algorithm.kl_ctrl.type: no effect, since algorithm.use_kl_in_reward is off\n" in text
+    assert "actor.kl_loss_coef, actor.kl_loss_type: no effect, since actor.use_kl_loss is off\n" in text
     assert "reward_model.reward_kwargs.sympy: give the function's arguments defaults\n" in text
     read, recipe = translated(tmp_path, DAPO.replace("{enable: true", "{enable: false"))
     assert (read["reward_funcs"], "reward_weights" in read) == (["dapo_rewards.score"], False)
-    assert "without effect, for reward_model.overlong_buffer.enable is off" in recipe.read_text()
+    assert "no effect, since reward_model.overlong_buffer.enable is off" in recipe.read_text()
     # verl 0.5 and later, without a function: nothing but length would be learnt
     script = "main reward_model.reward_kwargs.overlong_buffer_cfg.enable=True data.seed=1"
     read, recipe = translated(tmp_path, script, name="run.sh")
@@ -232,10 +232,10 @@ def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
     [
         ("+data.apply_chat_template_kwargs='{enable_thinking:false}'",
          {"chat_template_kwargs": {"enable_thinking": False}}, ""),
-        ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM generates in place"),
+        ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM replaces sglang"),
         ("trainer.total_epochs=0", {"mode": "rollouts", "num_train_epochs": None}, "trainer.total_epochs: 0. num_"),
         ("algorithm.hybrid_grpo.enable=True", {}, "algorithm.hybrid_grpo.enable: hybrid_reference_weight: the 32B"),
-        ("rollout.load_format=dummy_dtensor", {"vllm_engine_kwargs": None}, "rollout.load_format: as it is here"),
+        ("rollout.load_format=dummy_dtensor", {"vllm_engine_kwargs": None}, "rollout.load_format: the default"),
         ("rollout.load_format=safetensors", {"vllm_engine_kwargs": {"load_format": "safetensors"}}, ""),
         ("rollout.engine_kwargs.vllm.max_logprobs=5", {"vllm_engine_kwargs": {"max_logprobs": 5}}, ""),
         ("USE_TORCH_COMPILE=true", {"torch_compile": True, "num_train_epochs": None, "vllm_mode": None}, ""),

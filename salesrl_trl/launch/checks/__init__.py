@@ -1,1 +1,1 @@
-"""Checks before a model's weights are loaded: one module for each subject, called by a run and by a preflight."""
+"""Checks before a model's weights are loaded, one module per subject, for runs and preflights."""

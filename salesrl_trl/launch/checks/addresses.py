@@ -1,4 +1,4 @@
-"""Checks of configured addresses, by requests that cost a service nothing: does the expected service answer there?"""
+"""Checks whether the expected service answers at a configured address, by requests that cost nothing."""
 
 import asyncio
 import json
@@ -21,34 +21,34 @@ from salesrl_trl.service.statuses import UNKNOWN_MODEL
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 10.0  # seconds for a whole answer: enough for a cold load balancer, few for a user to wait
-SERVER_POLL_S = 1.0  # seconds between two requests to a vLLM server that is still starting
-SHOWN_MODELS = 8  # names of models that a message shows
+PROBE_TIMEOUT_S = 10.0  # for a complete answer: enough for a cold load balancer, bearable for a user
+SERVER_POLL_S = 1.0  # interval between requests to a starting vLLM server
 
 
 def check_rag(base_url: str, key: str | None) -> list[str]:
-    """Check that a service answers at the RAG service's address. Its `/healthz` may be missing.
+    """Check that a service answers at the RAG service's address; `/healthz` is optional.
 
-    Returns lines for the banner, about what could not be checked.
+    Returns lines for the banner about what could not be checked.
     """
     answer = _ask(base_url, "/healthz", key, "RAG service")
     _refuse_outage(answer, "RAG service", "rag.base_url", base_url)
     if isinstance(answer, bytes):
         return []
-    return [f"the RAG service at {base_url} has no /healthz: the first call will show whether it is a RAG service"]
+    return [f"the RAG service at {base_url} lacks /healthz; the first call will show whether it is a RAG service"]
 
 
 def check_models(
     base_url: str, key: str | None, model: str, *, setting: str = "judge_providers.base_url"
 ) -> list[str]:
-    """Check that an OpenAI-compatible judge answers, and has the model: where its list of models lacks the name or
-    can't be had, by one request of one token. `setting` holds the address. Returns what `check_rag` does."""
+    """Check that an OpenAI-compatible judge answers and serves the model: by its list of models, or if the list fails
+    or lacks the name, by a request for one token. `setting` holds the address. Returns lines as `check_rag` does."""
     listed = _ask(base_url, "/models", key, "judge")
     names: list[str] = []
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        names = [str(each["id"]) for each in json.loads(listed)["data"]] if isinstance(listed, bytes) else []
-        if isinstance(listed, bytes) and (not names or model in names):
-            return []
+    if isinstance(listed, bytes):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            names = [str(each["id"]) for each in json.loads(listed)["data"]]
+            if not names or model in names:
+                return []
     is_restricted = isinstance(listed, ServiceError) and listed.status in (401, 403)  # some keys may not list models
     if not is_restricted:
         _refuse_outage(listed, "judge", setting, base_url)
@@ -59,36 +59,34 @@ def check_models(
     if is_restricted or answer.status in (401, 403):
         _refuse_outage(listed if is_restricted else answer, "judge", setting, base_url)
     if isinstance(answer, ServiceRejected) and (answer.status == 404 or UNKNOWN_MODEL in answer.marks):
-        known = f" It lists {', '.join(names[:SHOWN_MODELS])}." if names else ""
+        known = f" It lists {', '.join(names[:8])}." if names else ""
         raise ConfigError(
-            f"`{setting.removesuffix('base_url')}model` is {model!r}, to which POST {base_url}/chat/completions "
-            f"answered {answer.status}.{nearest(model, names)}{known} Correct the name, or the address, which is that "
-            "of an OpenAI-compatible API before `/chat/completions`."
+            f"`{setting.removesuffix('base_url')}model` is {model!r}, but POST {base_url}/chat/completions returned "
+            f"{answer.status}.{nearest(model, names)}{known} Correct the name, or the address (the part of an "
+            "OpenAI-compatible URL before `/chat/completions`)."
         )
     if answer.status is None or answer.status >= 500:
-        return [f"the judge at {base_url} gave no answer as {model!r}: {answer}"]
+        return [f"the judge at {base_url} did not answer as {model!r}: {answer}"]
     return []
 
 
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:
-    """Wait until a vLLM server answers, as TRL's client will. Returns the longest prompt and completion together that
-    it accepts, in tokens; `None` if it does not say."""
+    """Wait until a vLLM server answers, as TRL's client does. Returns its maximum model length in tokens; `None` if it
+    does not report one."""
     ends = time.monotonic() + patience_s
     while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
         if time.monotonic() >= ends:
             raise ServiceUnavailable(
                 f"there is no vLLM server at {base_url} (GET {base_url}/health: {answer}), after {patience_s:g} s. "
-                "Start it, or correct `vllm_server_base_url`, or `vllm_server_host` and `vllm_server_port`."
+                "Start it, or correct `vllm_server_base_url`, `vllm_server_host` or `vllm_server_port`."
             )
         if time.monotonic() + patience_s - SERVER_POLL_S < ends:  # the first time
             logger.info(f"waiting up to {patience_s:g} s (`vllm_server_timeout`) for the vLLM server at {base_url}")
         time.sleep(min(SERVER_POLL_S, max(ends - time.monotonic(), 0)))
     info = _ask(base_url, "/server_info", None, "vLLM server")
     if isinstance(info, ServiceError) and info.status == 404:
-        raise ConfigError(
-            f"the vLLM server at {base_url} has no /server_info, which the weights' update needs. Start the server "
-            "with VLLM_SERVER_DEV_MODE=1 in its environment."
-        )
+        remedy = "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment."
+        raise ConfigError(f"the vLLM server at {base_url} lacks /server_info, which weight updates need. {remedy}")
     models = _ask(base_url, "/v1/models", None, "vLLM server")
     with suppress(ValueError, KeyError, TypeError, IndexError, RecursionError):
         room = json.loads(models)["data"][0]["max_model_len"] if isinstance(models, bytes) else None
@@ -97,26 +95,26 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
 
 
 def _refuse_outage(answer: bytes | ServiceError, service: str, setting: str, base_url: str) -> None:
-    """Raise if the service refused the key, or can't be had."""
+    """Raise if the service rejected the key or is unavailable."""
     if isinstance(answer, bytes):
         return
     if answer.status in (401, 403):
         raise ServiceRejected(
-            f"the {service} at `{setting}` refused the key: {base_url} answered {answer.status}. Check the variable "
-            f"that `{setting.removesuffix('base_url')}api_key_env` names."
+            f"the {service} at `{setting}` rejected the key: {base_url} returned {answer.status}. Check the variable "
+            f"named by `{setting.removesuffix('base_url')}api_key_env`."
         )
     if answer.status is None or answer.status >= 500:
         raise ServiceUnavailable(
             f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): {answer}. "
-            f"Start the service, or correct the address; for the demo's rows leave `{setting}` out."
+            f"Start the service, or correct the address; for the demo's rows, remove `{setting}`."
         )
 
 
 def _ask(
     base_url: str, path: str, key: str | None, service: str, body: Mapping[str, object] | None = None
 ) -> bytes | ServiceError:
-    """GET, or POST a body, in this thread, where Ctrl-C ends it at once. In a notebook, whose thread runs an
-    event loop, in another."""
+    """GET, or POST a body, in this thread, so that Ctrl-C interrupts it; in another thread if an event loop runs, as
+    in a notebook."""
 
     def read(content: bytes) -> bytes:
         with suppress(ValueError):
@@ -140,4 +138,4 @@ def _ask(
     except RuntimeError:
         return asyncio.run(get())
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(lambda: asyncio.run(get())).result()
+        return thread.submit(asyncio.run, get()).result()

@@ -1,4 +1,4 @@
-"""Checks of the rows and their prompts: template, room for a completion, branches, pictures."""
+"""Checks of the rows and their prompts: template, length, branches, pictures."""
 
 import re
 from collections import Counter
@@ -18,19 +18,19 @@ from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SalesRow
 
 SHOWN_ROWS = 5
-HELD_OUT_SHARE = 0.1  # of a file for which the settings name no held-out rows
+HELD_OUT_SHARE = 0.1  # of a local file, if the settings specify no held-out rows
 
 
 def own_records(data: DataConfig, reward: RewardConfig) -> list[Records]:
-    """All records of each dataset, of which a share may be held out. Raises `DataError` as `load_rows` does."""
+    """All records of each dataset, including a held-out share. Raises `DataError` as `load_rows` does."""
     return [load_records(*source.train_source, source.form(not reward.has_chain)) for source in data.sources]
 
 
 def rows_of(
     records: Sequence[Records], branches: Sequence[str], limit: int | None, entries: Sequence[DatasetEntry] = ()
 ) -> list[SalesRow]:
-    """The rows of records by dataset, mixed: for training, of each so many or its share as its entry says. At most
-    `limit`. Raises `DataError` for a bad one."""
+    """At most `limit` rows, mixed over the datasets. For training, `entries` limit the rows or set the share of each
+    dataset. Raises `DataError` for a malformed row."""
     most = limit if len(records) == 1 else None
     parts: list[Sequence[SalesRow]] = [check_rows(part, branches, most) for part in records]
     for number, entry in enumerate(entries):
@@ -39,74 +39,69 @@ def rows_of(
 
 
 def template_name(data: DataConfig, reward: RewardConfig) -> str | None:
-    """The user's template file, or the name of a packaged style. Without a setting it is `instruct` if the packaged
-    chain scores, which needs its answers, else `None` for the rows' own prompts."""
+    """The user's template file, or the name of a built-in style. Defaults to `instruct` for the built-in reward
+    pipeline, which needs its output format, else to `None` for the rows' own prompts."""
     return data.prompt_template or ("instruct" if reward.has_chain else None)
 
 
 def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | None:
-    """The policy's prompt: the template of `template_name`, read if it is a file."""
+    """The policy's prompt: `template_name`, or the template in that file."""
     template, fields = template_name(data, reward), reward.rag_service.action_format.fields
     if template is None:
         return None
     if template not in PROMPT_STYLES:
         return read_template(template, fields)
     if template == "instruct" and fields != DEFAULT_FORMAT.fields:
+        usual = ", ".join(DEFAULT_FORMAT.fields)
         raise ConfigError(
-            f"`rag.action_fields` is {', '.join(fields)}, but the packaged prompt asks for "
-            f"{', '.join(DEFAULT_FORMAT.fields)}. Give a `prompt_template` that asks for yours (docs/DATA.md)."
+            f"`rag.action_fields` is {', '.join(fields)}, but the built-in prompt asks for {usual}. Expected a "
+            "`prompt_template` that asks for yours (docs/DATA.md)."
         )
     return template
 
 
 def settle_held_out(source: DatasetSource) -> str | None:
-    """Hold out a share of a local file, unless the settings of this dataset say what is held out. Returns a line for
-    the banner. Raises `ConfigError` for a share of 0: the policy would be evaluated on its training rows."""
+    """Hold out a share of a local file, unless the settings specify the held-out rows. Returns a line for the banner.
+    Raises `ConfigError` for a share of 0, which would evaluate the policy on its training rows."""
     if source.eval.path is not None or source.held_out_share or not is_file(source.train_source[0]):
         return None
     if source.held_out_share is not None:
         raise ConfigError(
-            "`eval_dataset` has a share of 0 and names no rows: evaluated on its training rows a policy's figures say "
-            "nothing. Give a share or a source, or set `held_out_eval: false` and `quick_eval_steps: 0`."
+            "`eval_dataset` has a share of 0 and names no rows, so the policy would be evaluated on its training "
+            "rows. Set a share or a source, or `held_out_eval: false` and `quick_eval_steps: 0`."
         )
     source.held_out_share = HELD_OUT_SHARE
-    return (
-        f"{HELD_OUT_SHARE:.0%} of the rows of {source.entry.path} are held out, to evaluate on. `eval_dataset` names "
-        "other ones, or another `share`. `held_out_eval: false` and `quick_eval_steps: 0` evaluate on none"
-    )
+    other = "`eval_dataset` sets other rows or another `share`"
+    return f"{HELD_OUT_SHARE:.0%} of the rows of {source.entry.path} are held out for evaluation; {other}"
 
 
 def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Raise `ConfigError` unless the packaged chain, if it scores, finds a conversation in every row, and the packaged
-    judge alone a `reference` and `criteria` that it can read. Returns lines for the banner."""
+    """Check that every row has a conversation for the built-in reward pipeline, or a readable `reference` and
+    `criteria` for the built-in judge. Raises `ConfigError`. Returns lines for the banner."""
     for row in rows if reward.judges_answers else ():
         try:
             reference_and_criteria(row.columns)
         except DataError as error:
-            raise ConfigError(f"row {row.row_id!r}: {error} Correct the column; `{JUDGE}` reads it.") from None
+            raise ConfigError(f"row {row.row_id!r}: {error} `{JUDGE}` reads this column.") from None
     without = [row for row in rows if not row.conversation]
     if without and reward.has_chain:
         raise ConfigError(
-            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}), which the packaged "
-            "reward chain answers. Name functions of your own, which score such rows: `--reward_funcs "
-            "my_rewards.right`."
+            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}), which the built-in "
+            "reward pipeline needs. Score such rows with your own functions: `--reward_funcs my_rewards.right`."
         )
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     marked = [row for row in rows if special and re.search("|".join(special), row.context)]
-    if not marked:
-        return []
-    return [
-        f"{len(marked):,} rows contain special tokens of the policy, such as {tokenizer.eos_token}, in their texts "
-        f"({_named(marked)}). In the prompt they end a turn or begin one"
-    ]
+    tokens = f"special tokens of the policy, such as {tokenizer.eos_token}"
+    note = f"{len(marked):,} rows contain {tokens}, which end or begin a turn in the prompt: {_named(marked)}"
+    return [note] * bool(marked)
 
 
 def prompt_limit(
     training: SalesGRPOConfig, positions: int | None, server_room: int | None = None
 ) -> LengthLimit | None:
-    """The longest prompt that leaves room for a completion of `max_completion_length`. `None` if no limit is known.
+    """The longest prompt that leaves room for `max_completion_length`; `None` if the limit is unknown.
 
-    `positions` are the model's, and `server_room` is the longest prompt and completion together of a vLLM server.
+    `positions`: the model's maximum length. `server_room`: a vLLM server's.
     """
     room, source = positions, "the model's positions"
     if training.use_vllm and training.vllm_mode == "colocate":
@@ -115,55 +110,44 @@ def prompt_limit(
         if isinstance(length := training.parsed_engine_kwargs().get("max_model_len"), int):
             room, source = length, "`max_model_len` of `vllm_engine_kwargs`"
         if positions is not None and room is not None and room > positions:
-            raise ConfigError(
-                f"{source} is {room}, but the model has {positions} positions: vLLM would refuse to start. Set "
-                f"`vllm_max_model_length: {positions}`."
-            )
+            remedy = f"Set `vllm_max_model_length: {positions}`."
+            raise ConfigError(f"{source} is {room}, but the model only has {positions} positions. {remedy}")
     elif server_room is not None:
         room, source = server_room, "the vLLM server's length"
     completion = training.max_completion_length or 1
     if room is None:
         return None
     if completion >= room:
-        raise ConfigError(
-            f"a prompt and `max_completion_length` {completion} do not fit into {source} {room}. Raise the length, or "
-            "lower the other."
-        )
-    return LengthLimit(tokens=room - completion, reason=f"{source} {room} less `max_completion_length` {completion}")
+        raise ConfigError(f"a prompt and `max_completion_length` {completion} do not fit into {source} {room}.")
+    return LengthLimit(tokens=room - completion, reason=f"{source} {room} minus `max_completion_length` {completion}")
 
 
 def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str) -> None:
-    """Raise `ConfigError` unless the policy reads pictures, if rows have some."""
+    """Raise `ConfigError` if rows have pictures and the policy does not read them."""
     with_pictures = [row for row in rows if row.images]
     if with_pictures and not reads_pictures:
         raise ConfigError(
-            f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), and the policy {policy} reads "
-            "text alone. Name one that reads both, such as a Qwen2.5-VL, or leave the pictures out: "
-            "`--dataset.columns {images: {value: null}}`."
+            f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), but the policy {policy} only reads "
+            "text. Use a vision policy such as Qwen2.5-VL, or drop them: `--dataset.columns {images: {value: null}}`."
         )
 
 
 def check_splits(
     train: Sequence[SalesRow], held_out: Sequence[SalesRow], branches: Sequence[str], findings: Findings
 ) -> None:
-    """Look for branches without rows, and for held-out conversations that are trained on."""
+    """Look for branches without rows, and for held-out conversations among the training rows."""
     counts = Counter(row.branch for row in train)
     findings.figures |= {f"rows_{branch}": counts[branch] for branch in branches}
     for part, rows in (("training", train), ("held-out", held_out)):
         if rows and (without := sorted({*branches} - {row.branch for row in rows})):
-            remedy = "Add rows, or leave the branch out of `branches`."
+            remedy = "Add rows, or remove the branch from `branches`."
             findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
     trained = {(row.context, row.images) for row in train}
     known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
-        findings.note(
-            f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}.",
-            "Hold out others.",
-        )
-    findings.figures |= {
-        "train_rows": len(train),
-        "held_out_rows": len(held_out),
-    }
+        text = f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}."
+        findings.note(text, "Hold out others.")
+    findings.figures |= {"train_rows": len(train), "held_out_rows": len(held_out)}
 
 
 def _named(rows: Sequence[SalesRow]) -> str:

@@ -15,36 +15,33 @@ from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.telemetry.device import GIB
 
-LEAST_DISK_GIB = 1.0  # free disk of the output folder. Below it even the small policy's files are at risk.
+LEAST_DISK_GIB = 1.0  # free disk of the output folder; with less, even the small policy's files are at risk
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL takes tens of MiB for each process. Docker gives 64 MiB to all.
-_ANSWER = "salesrl"  # an answer in a rendered conversation. The template's end of a turn follows it.
+LEAST_SHARED_GIB, USUAL_SHARED_GIB = 0.06, 1.0  # NCCL needs tens of MiB per process; Docker's default is 64 MiB
+_ANSWER = "salesrl"  # an answer in a rendered conversation, followed by the end of its turn
 
 
 def check_environment(plan: Plan, findings: Findings) -> None:
-    """Look for what the run needs. In depth the driver is asked, which takes a second."""
-    training, in_depth = plan.config.training, plan.in_depth
+    """Check versions, GPUs, disk and shared memory. Only `in_depth` calls nvidia-smi, which may take a second."""
+    training = plan.config.training
     _versions(training, findings)
-    _devices(training, in_depth, findings)
+    _devices(training, plan.in_depth, findings)
     _disk(training.output_dir, findings)
-    _shared_memory(training, findings)
+    if SHARED_MEMORY.is_dir():
+        _shared_memory(training, findings)
 
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
     findings.figures["python"] = platform.python_version()
     for package in software.packages():
         if not package.is_met:
-            needed = f"{package.name}{package.wanted}"
-            findings.add(
-                f"{package.name} is {package.installed or 'not installed'}, and {needed} is needed.",
-                f'Install it: pip install "{needed}", or all by scripts/install.sh.',
-                is_failure=package.name == "trl",  # the trainer overrides methods of TRL
-            )
+            needed, is_trl = f"{package.name}{package.wanted}", package.name == "trl"  # whose methods are overridden
+            text = f"{package.name} is {package.installed or 'not installed'}, and {needed} is required."
+            findings.add(text, f'Run `pip install "{needed}"`, or scripts/install.sh.', is_failure=is_trl)
     if training.use_vllm and training.vllm_mode == "colocate":
         findings.figures["vllm"] = version = installed("vllm")
         if version is None:
-            remedy = "Run scripts/install.sh, or set `use_vllm: false`."
-            findings.fail("`use_vllm` is true, and vLLM is not installed.", remedy)
+            findings.fail("vLLM is not installed.", "Run scripts/install.sh, or set `use_vllm: false`.")
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:
@@ -53,11 +50,8 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     findings.figures |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver}
     findings.figures["gpus"] = torch.cuda.device_count()
     if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not torch.cuda.is_available():
-        findings.note(
-            f"torch {torch.__version__} can't use the {len(gpus)} GPUs of the driver {driver}: the run would train on "
-            "the CPU.",
-            "Install the packages for a GPU (scripts/install.sh), or update the driver.",
-        )
+        text = f"torch {torch.__version__} can't use the {len(gpus)} GPUs of driver {driver}: it would use the CPU."
+        findings.note(text, "Install the GPU packages (scripts/install.sh), or update the driver.")
     if training.device.type == "cuda":
         findings.figures["device"] = torch.cuda.get_device_name(training.device)
 
@@ -66,22 +60,16 @@ def _disk(output_dir: str, findings: Findings) -> None:
     check_output_dir(output_dir)
     findings.figures["disk_free_gib"] = free = free_gib(output_dir)
     if free < LEAST_DISK_GIB:
-        findings.fail(
-            f"`output_dir` {output_dir} has {free:.2f} GiB of free disk, and a run needs {LEAST_DISK_GIB:g} at least.",
-            "Free some, or name an `output_dir` on another disk.",
-        )
+        text = f"`output_dir` {output_dir} has {free:.2f} GiB of free disk. Expected at least {LEAST_DISK_GIB:g}."
+        findings.fail(text, "Free some, or use an `output_dir` on another disk.")
 
 
 def _shared_memory(training: SalesGRPOConfig, findings: Findings) -> None:
-    if not SHARED_MEMORY.is_dir():
-        return
     findings.figures["shm_free_gib"] = free = shutil.disk_usage(SHARED_MEMORY).free / GIB
     if free < USUAL_SHARED_GIB and (training.world_size > 1 or training.dataloader_num_workers > 0):
-        findings.add(
-            f"{SHARED_MEMORY} has {free:.2f} GiB free, and several processes or `dataloader_num_workers` use it.",
-            "Start the container with `--shm-size 8g`, or delete what earlier runs left there.",
-            is_failure=free < LEAST_SHARED_GIB,
-        )
+        text = f"{SHARED_MEMORY}, used by several processes and `dataloader_num_workers`, has {free:.2f} GiB free."
+        remedy = "Start the container with `--shm-size 8g`, or delete files that earlier runs left there."
+        findings.add(text, remedy, is_failure=free < LEAST_SHARED_GIB)
 
 
 def check_tokenizer(plan: Plan, findings: Findings) -> None:
@@ -96,18 +84,12 @@ def check_tokenizer(plan: Plan, findings: Findings) -> None:
     special = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     findings.figures["end_of_turn"] = end = None if special is None else tokenizer.convert_ids_to_tokens(special)
     if not ends.intersection(behind):
-        findings.add(
-            f"The chat template ends a turn with {end or 'no special token'}, which ends no completion: only {names} "
-            "does.",
-            f"Add {special or 'the id of its end'} to `eos_token_id` in the model's generation_config.json, or set "
-            "`eos_token` in tokenizer_config.json.",
-            is_failure=end is not None,
-        )
-    try:  # a model with flags that contradict each other is sampled from without a word, and refused when it is saved
+        text = f"The chat template ends a turn with {end or 'no special token'}, but only {names} ends a completion."
+        where = "to `eos_token_id` in the model's generation_config.json, or set `eos_token` in tokenizer_config.json."
+        findings.add(text, f"Add {special or 'the id of its end'} {where}", is_failure=end is not None)
+    try:  # a model with contradicting flags can be sampled from, but not saved
         generation.validate(strict=True)
     except ValueError as error:
-        findings.fail(
-            "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
-            + " ".join(str(error).split()),
-            "Correct that file: with temperature, top_p or top_k it wants `do_sample: true`.",
-        )
+        text = "The model's generation_config.json contradicts itself, and transformers refuses to save such a model: "
+        remedy = "Correct that file: temperature, top_p or top_k require `do_sample: true`."
+        findings.fail(text + " ".join(str(error).split()), remedy)

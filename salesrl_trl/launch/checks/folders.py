@@ -1,4 +1,4 @@
-"""Checks of the output folder, and its lock. `train` and the stages call them. `checkpoint` looks at checkpoints."""
+"""Checks of the output folder, and its lock. `checkpoint` checks checkpoints."""
 
 import fcntl
 import logging
@@ -22,22 +22,19 @@ ORPHAN_PATIENCE_S = 120.0  # longest wait for a run whose launcher has died
 
 
 def check_output_dir(path: Path | str) -> None:
-    """Make the output folder. Raises `ConfigError` if no file can be written there."""
+    """Create the output folder. Raises `ConfigError` if it is not writable."""
     folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}). Name another, with free space "
-            "and the right to write."
-        ) from None
+        raise ConfigError(f"nothing can be written to `output_dir` {str(path)!r} ({error.strerror}).") from None
 
 
 def claim_output_dir(path: Path | str) -> TextIO:
-    """Keep the output folder for this run, until the returned file is closed or the process ends. Another run there is
-    an error, but one whose launcher has died is waited for: it saves its state and ends."""
+    """Lock the output folder until the returned file is closed or the process ends. Another run there is an error,
+    except that a run whose launcher has died gets time to save its state and end."""
     lock = (Path(path).expanduser() / LOCK_FILE).open("a+", encoding="utf-8")
     until = time.monotonic() + ORPHAN_PATIENCE_S
     while True:
@@ -47,20 +44,18 @@ def claim_output_dir(path: Path | str) -> TextIO:
         except BlockingIOError:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
-        except OSError as error:  # some network disks have no locks
-            logger.info(f"off: the check that one run alone writes to {lock.name} ({error.strerror})")
+        except OSError as error:  # some network disks lack locks
+            logger.info(f"{lock.name} can't be locked against other runs ({error.strerror})")
             break
         process = re.match(r"process (\d+) on (\S+),", owner)
         is_here = process is not None and process[2] == socket.gethostname()
         stat = stat_of(int(process[1])) if process is not None and is_here else None
-        is_orphan = stat is not None and stat[1] == 1  # its parent has died
+        is_orphan = stat is not None and stat[1] == 1  # its parent died
         if not is_orphan or time.monotonic() > until:
             lock.close()
-            raise ConfigError(
-                f"another run writes to `output_dir` {str(path)!r} now: {owner}. Name another, or wait "
-                "until that run has ended."
-            )
-        logger.info(f"waiting for the run that still writes to {path}, and whose launcher is gone: {owner}")
+            remedy = "Use another folder, or wait until that run has ended."
+            raise ConfigError(f"another run is writing to `output_dir` {str(path)!r}: {owner}. {remedy}")
+        logger.info(f"waiting for a run whose launcher has died, and which is still writing to {path}: {owner}")
         time.sleep(2)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
@@ -69,5 +64,5 @@ def claim_output_dir(path: Path | str) -> TextIO:
 
 
 def free_gib(folder: Path | str) -> float:
-    """Free disk of a folder, in GiB."""
+    """Free disk space of a folder, in GiB."""
     return shutil.disk_usage(Path(folder).expanduser()).free / 2**30

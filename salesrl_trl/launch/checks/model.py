@@ -1,7 +1,7 @@
-"""Checks of the policy: its configuration, tokenizer and attention. Loads no weights."""
+"""Checks of the policy's configuration, tokenizer and attention, without loading weights."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import (
@@ -30,59 +30,52 @@ FLASH = {
     "flash_attention_3": (is_flash_attn_3_available, (9, 0), (9, 9)),  # made for Hopper
     "flash_attention_2": (is_flash_attn_2_available, (8, 0), (99, 9)),
 }
-"""FlashAttention's names in transformers, the fastest first: whether it is there, the oldest and the newest card."""
+"""FlashAttention's names in transformers, fastest first: is it installed, the oldest and newest compute capability."""
 
 
 def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """Load the model's configuration. Raises `ModelNotFoundError` if there is none, locally or on the hub."""
+    """Load the model's configuration. Raises `ModelNotFoundError` if it does not exist locally or on the hub."""
     path = Path(name_or_path).expanduser()
     is_local = name_or_path.startswith(("/", ".", "~")) or path.is_dir() or name_or_path.count("/") > 1
     if is_local and not (path / "config.json").is_file():
-        content = "a folder without config.json" if path.is_dir() else "nothing"
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, where there is {content}. Name a folder that "
-            "`save_pretrained` wrote, or a model on the hub."
-        )
+        state = "a folder without config.json" if path.is_dir() else "which does not exist"
+        expected = "Expected a folder written by `save_pretrained`, or a model on the hub."
+        raise ModelNotFoundError(f"`model_name_or_path` is {name_or_path!r}, {state}. {expected}")
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
             f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded "
-            f"({type(error).__name__}). Name a folder with config.json, or a model on a hub that this machine can "
-            "reach, and log in if it is gated."
+            f"({type(error).__name__}). Expected a folder with config.json, or a reachable model on the hub."
         ) from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer. Raises `ModelNotFoundError` if there is none, `ConfigError` without
-    an end token or a template."""
+    """Load the model's tokenizer. Raises `ModelNotFoundError` if it does not exist, and `ConfigError` if it lacks an
+    end token or a chat template."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        raise ModelNotFoundError(  # from config.json alone transformers makes a tokenizer without a vocabulary
-            f"`model_name_or_path` is {name_or_path!r}, where there is no tokenizer. Save it beside config.json."
-        )
+        # from config.json alone, transformers builds a tokenizer without a vocabulary
+        raise ModelNotFoundError(f"`model_name_or_path` is {name_or_path!r}, a folder without a tokenizer. Add it.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__}). "
-            "Save it beside the model's configuration."
+            f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__})."
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer of {name_or_path!r} has no end token, by which TRL finds the end of a completion. Set "
-            "`eos_token` in tokenizer_config.json to the token that ends a turn of the chat template."
+            f"the tokenizer of {name_or_path!r} lacks an end token, which TRL needs to find the end of a completion. "
+            "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template."
         )
     if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"the tokenizer of {name_or_path!r} has no chat template. Name an instruct model, or save a "
-            "chat_template.jinja beside the tokenizer."
-        )
+        remedy = "Use an instruct model, or save a chat_template.jinja beside the tokenizer."
+        raise ConfigError(f"the tokenizer of {name_or_path!r} lacks a chat template. {remedy}")
     return tokenizer
 
 
 def generation_config_of(name_or_path: str, revision: str | None) -> GenerationConfig | None:
-    """The model's generation settings. `None` if there is no such file."""
+    """The model's generation settings; `None` without a generation_config.json."""
     try:
         return GenerationConfig.from_pretrained(name_or_path, revision=revision)
     except OSError:
@@ -90,8 +83,8 @@ def generation_config_of(name_or_path: str, revision: str | None) -> GenerationC
 
 
 def positions_of(model: PretrainedConfig) -> int | None:
-    """The number of tokens that a model is made for. `None` if the configuration does not say, and for scaled
-    positions (YaRN and others): vLLM has rules of its own for them."""
+    """The model's maximum length in tokens. `None` if the configuration lacks it, and for scaled positions (e.g.
+    YaRN), for which vLLM applies its own rules."""
     text = model.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     scaled = getattr(text, "rope_parameters", None) or {}
@@ -102,25 +95,26 @@ def positions_of(model: PretrainedConfig) -> int | None:
 
 
 def reads_pictures(model: PretrainedConfig) -> bool:
-    """Whether a model of this configuration reads pictures beside text."""
+    """Whether a model with this configuration reads pictures."""
     return type(model) in AutoModelForImageTextToText._model_mapping
 
 
-def model_class(model: PretrainedConfig) -> Any:
-    """The class of transformers that loads a policy of this configuration."""
-    return AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
+def model_class(model: PretrainedConfig) -> type[AutoModelForCausalLM]:
+    """The transformers class that loads a policy with this configuration."""
+    kind: type[AutoModelForCausalLM] = AutoModelForImageTextToText if reads_pictures(model) else AutoModelForCausalLM
+    return kind
 
 
 def empty_model(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
     """A model without its weights, on torch's `meta` device, in this process alone."""
     config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    # Under ZeRO-3 transformers splits a model over all processes while it builds it, and waits for the others.
-    with torch.device("meta"), set_zero3_state():  # as if it were split already
+    # Under ZeRO-3, transformers partitions a model while building it, and waits for the other processes.
+    with torch.device("meta"), set_zero3_state():  # as if it were partitioned already
         return model_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
-    """Put the LoRA adapter of the settings on an empty model, which changes it."""
+    """Add the settings' LoRA adapter to an empty model, in place."""
     from peft import get_peft_model
 
     settings = get_peft_config(ModelConfig(**{**vars(lora), "use_peft": True}))
@@ -130,22 +124,22 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
             return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(
-            f"`lora_target_modules` is {lora.lora_target_modules}, which gives no adapter ({error}). Set some of the "
-            f"model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
+            f"`lora_target_modules` is {lora.lora_target_modules}, which matches no layer ({error}). Expected some of "
+            f"the model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
         ) from error
 
 
 def choose_attention(
     asked: str | None, device: torch.device, in_16_bits: bool, model: PretrainedConfig
 ) -> tuple[str | None, str | None]:
-    """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`,
-    of which `auto` alone is chosen here. `in_16_bits` is said of the forward pass."""
+    """The implementation for `from_pretrained`, and a line for the banner. `asked`: the setting `attn_implementation`;
+    only `auto` is resolved here. `in_16_bits` refers to the forward pass."""
     if asked != "auto":
         return asked, None
     kind = model_class(model)._model_mapping.get(type(model), None)
-    chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None  # transformers then takes eager
+    chosen = "sdpa" if getattr(kind, "_supports_sdpa", False) else None  # else transformers uses eager
     if device.type != "cuda" or not in_16_bits or not getattr(kind, "_supports_flash_attn", False):
-        return chosen, f"attention: {chosen or 'eager'}; FlashAttention needs a GPU, 16 bits and a model that has it"
+        return chosen, f"attention: {chosen or 'eager'}; FlashAttention needs a GPU, 16 bits and a supported model"
     capability = torch.cuda.get_device_capability(device)
     for name, (is_installed, oldest, newest) in FLASH.items():
         if oldest <= capability <= newest and is_installed():

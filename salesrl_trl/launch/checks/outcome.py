@@ -1,4 +1,4 @@
-"""What checks find: what was got, what to do about it, and figures."""
+"""The findings of checks: problems with their remedies, and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ class StageVerdict(StrEnum):
     """The outcome of a stage."""
 
     PASSED = "passed"
-    NOTED = "noted"  # passed, with something to know
+    NOTED = "noted"  # passed, with notes
     FAILED = "failed"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found."""
+    """One finding of a check."""
 
-    text: str  # what was got, and what was expected
-    remedy: str = ""  # what to do; empty if there is nothing to do
+    text: str  # the actual and the expected state
+    remedy: str = ""
     is_failure: bool = False
 
     @property
@@ -32,17 +32,17 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects what checks find. A note is a line of a run's banner too."""
+    """Collects the findings of checks. Notes also appear in a run's banner."""
 
     items: list[Finding] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)  # by name, which has the unit: `p95_s`, `free_gib`
-    skipped: str | None = None  # reason why there was nothing to check
+    figures: dict[str, Figure] = field(default_factory=dict)  # by name with its unit: `p95_s`, `free_gib`
+    skipped: str | None = None  # why there was nothing to check
 
     def note(self, text: str, remedy: str = "") -> None:
         self.add(text, remedy, is_failure=False)
 
     def notes(self, texts: Iterable[str | None]) -> None:
-        """A note of each text that there is."""
+        """Add a note for each text."""
         for text in filter(None, texts):
             self.note(text)
 

@@ -2,10 +2,9 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, check, load_object
@@ -25,29 +24,29 @@ from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
 
 logger = logging.getLogger(__name__)
 
-MEANINGLESS = "THE SCORES MEAN NOTHING"  # part of each line about stand-ins that score what they do not know
+MEANINGLESS = "THE SCORES MEAN NOTHING"  # marks lines about embedded services that score unknown data
 
 
 @dataclass
 class RewardParts:
-    """The parts that the checks have read, of which `launch.assembly` builds the reward chain."""
+    """The parts read by the checks, from which `launch.assembly` builds the reward pipeline."""
 
     scoring: Scoring
     rubrics: dict[str, str]
     rag_key: str | None = field(repr=False)
     judge_keys: dict[str, str | None] = field(repr=False)  # by provider name
-    rag: RagBackend | None  # that of `rag`, in place of the service
-    judge: Judge | None  # that of `judge`, in place of the services
+    rag: RagBackend | None  # the user's own client
+    judge: Judge | None  # the user's own judge
     stages: tuple[RewardStage, ...]
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
-    tools: Sequence[Callable[..., object]]  # those that the policy may call
-    search: Search | None  # the packaged one among them
-    reference_weighed: bool  # a reward or a baseline contains the reference's score
+    tools: Sequence[object]  # functions
+    search: Search | None  # the built-in tool
+    reference_weighed: bool  # whether a reward or a baseline contains the reference's score
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
-    """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline` says whether
-    `hybrid_reference_weight` is more than 0."""
+    """Check rubrics, weights and keys, and that the configured addresses answer. `hybrid_baseline`: whether
+    `hybrid_reference_weight` is greater than 0."""
     parts = read_reward(config, branches, hybrid_baseline)
     if (address := config.rag_service.base_url) is not None and config.uses_rag:
         check_rag(address, parts.rag_key)
@@ -62,35 +61,26 @@ def read_reward(
     hybrid_baseline: bool = False,
     rubrics: Mapping[str, str] | None = None,
 ) -> RewardParts:
-    """`prepare_reward` without a request to any address. `rubrics` by name, in place of files."""
-    functions = own_functions(config)
-    check(
-        not (hybrid_baseline and {*config.reward_funcs} - {SALES, JUDGE}),
-        "`hybrid_reference_weight` is more than 0 with `reward_funcs`, which have no reference. Set 0.",
-    )
+    """`prepare_reward` without requests. `rubrics`: by name, instead of files."""
+    paths = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
+    functions = {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
+    check(not (hybrid_baseline and paths), "`hybrid_reference_weight` needs a reference, which `reward_funcs` lack.")
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
-    own = (search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools)
-    tools = [cast("Callable[..., object]", tool) for tool in own]
+    tools = [search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools]
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
-    check(
-        not unknown,
-        f"`branch_reward_weights` names the branches {unknown}, and there are {list(branches)}. Correct one.",
-    )
+    check(not unknown, f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}.")
     of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
     check(
         not (config.judges_answers and of_search),
-        f"`branch_reward_weights` weighs {sorted(of_search)}, and a policy that `{JUDGE}` scores searches nothing. "
-        "Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`.",
+        f"`branch_reward_weights` weights {sorted(of_search)}, which `{JUDGE}` does not have. Expected `judge`, "
+        "`margin`, `judge_<rubric>` or a component of `reward_stages`.",
     )
     stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
     client = config.rag_service.client
     rag = None if client is None else build_object(client, "rag.client", RagBackend)
     if rag is not None and (named := tuple(getattr(rag, "transports", ()))) != ENDPOINTS:
-        raise ConfigError(
-            f"`rag.client` is {client!r}, whose `transports` are {list(named)}. Expected a `Transport` for each "
-            f"of {', '.join(ENDPOINTS)}, by name and in this order."
-        )
+        raise ConfigError(f"`rag.client` is {client!r} with the `transports` {[*named]}. Expected {[*ENDPOINTS]}.")
     judge = None if config.judges.own is None else build_object(config.judges.own, "judge_providers", Judge)
     weighed, rubrics = {**{branch: {"judge": 1.0} for branch in branches}, **weights}, dict(rubrics or {})
     if config.judges.own is None and config.uses_services:
@@ -108,10 +98,8 @@ def read_reward(
     ).with_stages(stages)
     unjudged = [branch for branch in branches if not scoring.rubrics(branch)]
     if hybrid_baseline and unjudged:
-        raise ConfigError(
-            f"`hybrid_reference_weight` is more than 0, but `branch_reward_weights` has no judge in {unjudged}. Weigh "
-            "`judge`, `margin` or `judge_<rubric>` in each branch."
-        )
+        expected = f"Expected `judge`, `margin` or `judge_<rubric>` in `branch_reward_weights` for {unjudged}."
+        raise ConfigError(f"`hybrid_reference_weight` is more than 0, but not every branch has a judge. {expected}")
     return RewardParts(
         scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
         functions=functions, tools=tools, search=search,
@@ -119,19 +107,13 @@ def read_reward(
     )  # fmt: skip
 
 
-def own_functions(config: RewardConfig) -> dict[str, Scorer]:
-    """The functions of `reward_funcs` by path. Raises `ConfigError` for those that are not there."""
-    paths = [path for path in config.reward_funcs if path not in (SALES, JUDGE)]
-    return {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
-
-
 def rag_key_of(config: RewardConfig) -> str | None:
     return None if config.asks_nobody else read_key(config.rag_service.api_key_env, "rag.api_key_env")
 
 
 def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
-    """Check that the judge, or at least one of several, answers and has its model. A warning is logged for each of
-    several that does not. Returns what `check_rag` does."""
+    """Check that the judge, or at least one of several, answers and serves its model. Of several, each that fails is
+    logged as a warning. Returns lines as `check_rag` does."""
     providers, failures, notes = config.judges.providers, [], list[str]()
     for provider in providers:
         try:
@@ -147,69 +129,59 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
-    """Check that the embedded services know the rows and rubrics that they are to score. `own_rows` is a dataset that
-    is not the demo. Returns lines for the banner, if `allow_stand_ins` lets them score what they don't know."""
+    """Check that the embedded services know the rows and rubrics to score. `own_rows`: a dataset other than the demo.
+    Returns lines for the banner if `allow_stand_ins` lets them score unknown data."""
     if (knowledge := config.rag_service.knowledge_file) is not None:
         load_documents(Path(knowledge).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
         raise ConfigError(
-            f"`replay: {CASSETTE}` has rewards for the demo's rows alone, and none for {own_rows}. Name the output "
+            f"`replay: {CASSETTE}` only has rewards for the demo's rows, not for {own_rows}. Expected the output "
             "folder of a run with your rows and `record: true`."
         )
     own_fields = config.rag_service.action_format.fields != DEFAULT_FORMAT.fields
     if config.embeds_rag and own_fields:
-        raise ConfigError(
-            f"The embedded RAG service takes the action's fields {', '.join(DEFAULT_FORMAT.fields)} alone. Set "
-            "`rag.base_url`, or leave out `rag.action_fields`."
-        )
+        usual = ", ".join(DEFAULT_FORMAT.fields)
+        raise ConfigError(f"`rag.action_fields` needs `rag.base_url`: the embedded RAG service only accepts {usual}.")
     faults, packaged = [], packaged_rubrics(config.judges_answers)
     if config.embeds_judge and own_fields:
-        faults.append("The embedded judge does not read action fields of yours. Set `judge_providers`.")
+        faults.append("The embedded judge does not read your own action fields. Set `judge_providers`.")
     folder = Path(config.rubric_dir).expanduser() if config.rubric_dir else None
     names = _rubric_names(config.parsed_branch_weights(), branches)
     own = [name for name in names if name not in packaged or (folder and (folder / f"{name}.txt").is_file())]
     if config.embeds_judge and own:
-        faults.append(
-            f"The embedded judge reads no rubric and can't follow yours ({', '.join(f'{name}.txt' for name in own)}). "
-            "Set `judge_providers`."
-        )
+        files = ", ".join(f"{name}.txt" for name in own)
+        faults.append(f"The embedded judge ignores rubrics, including yours ({files}). Set `judge_providers`.")
     if config.embeds_rag and knowledge is None and own_rows is not None:
         faults.append(
             f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag.base_url`, or `rag.knowledge_file` with your documents."
+            "`rag.base_url`, or `rag.knowledge_file` to your documents."
         )
     if faults and not config.allow_stand_ins:
-        raise ConfigError(
-            f"{' '.join(faults)} To try things with scores that mean nothing, set `allow_stand_ins: true`."
-        )
+        raise ConfigError(f"{' '.join(faults)} For a smoke test with meaningless scores, set `allow_stand_ins: true`.")
     return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
 
 
 def read_key(variable: str | None, setting: str) -> str | None:
-    """Read a key as `find_key` does; `None` if the setting names no variable. A message never shows the key, even if
-    the setting holds it in place of a name."""
+    """Read a key as `find_key` does; `None` without a variable. Messages never show the key, even if the setting
+    contains it instead of a name."""
     if variable is None:
         return None
     key = find_key(variable)
     if not key:
-        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None
-        named = f"the environment variable {variable}, which is not set" if is_name else (
-            "no environment variable that is set. It is not shown here: it may be the key itself"
-        )  # fmt: skip
+        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None  # else it may be the key itself
+        named = f"the environment variable {variable}" if is_name else "an environment variable (not shown)"
         raise ConfigError(
-            f"`{setting}` names {named}. Expected the name of a variable that holds the key, such as JUDGE_API_KEY. "
-            f"Export it, or the path of a file with the key under that name and _FILE, or leave `{setting}` out."
+            f"`{setting}` names {named}, which is not set. Expected a variable with the key, e.g. JUDGE_API_KEY, or "
+            "with the suffix _FILE, a variable with the path of a file that contains the key."
         )
     if fault := key_fault(key):
-        raise ConfigError(
-            f"the key in the environment variable {variable} (`{setting}`) or its file holds {fault}. Give it again "
-            "in printable ASCII characters alone, without a line break at its end."
-        )
+        where = f"the environment variable {variable} (`{setting}`)"
+        raise ConfigError(f"the key in {where} or its file holds {fault}. Expected printable ASCII characters.")
     return key
 
 
 def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
-    """Each branch's own rubric, and those that the weights name."""
+    """Each branch's own rubric, and those named by the weights."""
     named = [component for components in weights.values() for component in components]
     others = [name.removeprefix(OTHER_RUBRIC) for name in named if name.startswith(OTHER_RUBRIC)]
     return tuple(dict.fromkeys((*branches, *others)))

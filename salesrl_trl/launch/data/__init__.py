@@ -1,1 +1,1 @@
-"""From a file's record to the rows and the chat prompts of a run."""
+"""Converts a file's records to the rows and chat prompts of a run."""

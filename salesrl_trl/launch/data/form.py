@@ -1,4 +1,4 @@
-"""The form of a source: its format, its columns, its held-out share, and the mixture of several sources."""
+"""The form of a source (format, columns, held-out share), and the mixture of several sources."""
 
 import dataclasses
 import hashlib
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Where a field comes from: a column, or a constant. `role` and `content` are keys of a turn of `conversation`."""
+    """The source of a field: a column or a constant. `role` and `content` are the keys of a turn of `conversation`."""
 
-    name: str | None  # the column. Dots lead into an object: `"meta.tenant"`. `None` for a constant.
+    name: str | None  # the column, with dots for nested fields: `"meta.tenant"`. `None` for a constant.
     value: object = None
     role: str = "role"
     content: str = "content"
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Role in the file to role in a row: `{"human": "customer", "gpt": "seller"}`."""
+    """Maps roles in the file to roles in a row: `{"human": "customer", "gpt": "seller"}`."""
 
 
 class Portion(StrEnum):
@@ -38,41 +38,41 @@ class Portion(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How the records of a source become rows."""
+    """How to convert the records of a source to rows."""
 
     format: DatasetFormat | None = None
-    """`None` for records with this package's columns."""
+    """`None` for records in this package's columns."""
     columns: Mapping[str, Column] = field(default_factory=dict)
-    """Fields that are taken from other columns. They win over those of the format."""
+    """Fields read from other columns. They take precedence over those of the format."""
     held_out_share: float = 0.0
-    """Portion of the groups whose rows are held out, in [0, 1)."""
+    """Share of the groups to hold out, in [0, 1)."""
     name: str = ""
-    """Of the source among several. It stands before the ids of its rows: `"bbq:bbq-Age-7"`."""
+    """Name of the source if there are several. It prefixes the ids of its rows: `"bbq:bbq-Age-7"`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """The records of a source in this package's columns, before they are checked."""
+    """The records of a source in this package's columns, before checks."""
 
     name: str  # of the source, in messages
     rows: Sequence[Placed]
-    total: int  # records of the source, those that were left out or belong to another part included
-    left_out: Mapping[str, int] = field(default_factory=dict)  # records that make no rows, by reason
-    folder: Path | None = None  # where relative paths of pictures start. `None`: the working directory.
-    row_name: str = "row"  # begins the id of a row without one
+    total: int  # records of the source, including excluded ones and those of other parts
+    left_out: Mapping[str, int] = field(default_factory=dict)  # excluded records by reason
+    folder: Path | None = None  # base of relative picture paths; `None` for the working directory
+    row_name: str = "row"  # prefix of generated row ids
 
     @property
     def note(self) -> str | None:
-        """Line for the banner about the records that were left out; `None` if there are none."""
+        """A line for the banner about excluded records; `None` if there are none."""
         if not self.left_out:
             return None
         count = sum(self.left_out.values())
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
-        return f"{count:,} of {self.total:,} records of {self.name} make no row: {reasons}"
+        return f"{count:,} of {self.total:,} records of {self.name} are excluded: {reasons}"
 
 
 def converted(placed: Sequence[Placed], name: str, form: Form, folder: Path | None = None) -> Records:
-    """The records of a source that lies in `folder`, in this package's columns. Raises `DataError` for a bad one."""
+    """The records of a source in `folder`, in this package's columns. Raises `DataError` for a malformed record."""
     check_names(form.columns, (item.record for item in placed), name)
     rows, left_out = list[Placed](), Counter[str]()
     for position, (record, line, _) in enumerate(placed):
@@ -94,9 +94,7 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
         made = form.format.row(record)
     except DataError as error:
         kind = type(form.format).__name__
-        raise DataError(
-            f"{where} is no record of {kind}: {error}. Correct it, or the `format` of `dataset`."
-        ) from None
+        raise DataError(f"{where} is not a {kind} record: {error}. Correct it or the dataset's `format`.") from None
     if isinstance(made, LeftOut):
         return made
     known = KNOWN | form.format.hidden
@@ -105,16 +103,16 @@ def _row(form: Form, record: Record, where: str) -> Record | LeftOut:
 
 
 def drawn(rows: Sequence[T], number: int) -> Sequence[T]:
-    """So many of the rows, or all, in their order: the same ones each time, from all over the source."""
+    """Up to `number` rows in their order: a reproducible sample of the whole source."""
     if number >= len(rows):
         return rows
-    order = sorted(range(len(rows)), key=lambda at: hashlib.sha256(str(at).encode()).digest())
-    return [rows[at] for at in sorted(order[:number])]
+    order = sorted((hashlib.sha256(str(at).encode()).digest(), at) for at in range(len(rows)))
+    return [rows[at] for at in sorted(at for _, at in order[:number])]
 
 
 def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]:
-    """The rows of all parts, each one's spread evenly over the whole: the first ones are mixed too. With `shares`,
-    whose sum is 1, each part has this share: as many rows are drawn as the scarcest part allows."""
+    """The rows of all parts, each spread evenly over the whole. `shares`, which sum to 1, are the shares of the parts:
+    as many rows are drawn as the scarcest part allows."""
     if shares:
         total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
         parts = [drawn(part, round(total * share)) for part, share in zip(parts, shares, strict=True)]
@@ -123,13 +121,13 @@ def mixed(parts: Sequence[Sequence[T]], shares: Sequence[float] = ()) -> list[T]
 
 
 def part_of(records: Records, form: Form, part: Portion) -> Records:
-    """The records of one part. Those of a group are in the same part: of one value of `group`, or without it of one
-    first turn, as the rows of a conversation have, or of one `prompt`. At least one group is held out. Raises
-    `DataError` if no record is in the part."""
+    """The records of one part. Records of a group (the same `group`, or else the same first turn of `conversation`, or
+    the same `prompt`) belong to the same part. At least one group is held out. Raises `DataError` if the part is
+    empty."""
     if part is Portion.ALL:
         return records
     groups = [_group(row.record) for row in records.rows]
-    # A number in [0, 1) that depends on the group alone
+    # A number in [0, 1) that only depends on the group
     digests = [hashlib.sha256(group.encode(errors="surrogatepass")).digest() for group in groups]
     numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
     least = min(numbers, default=0.0)
@@ -141,9 +139,9 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
     ]
     if groups and not wanted:
         raise DataError(
-            f"the held-out share is {form.held_out_share:g}, and of the {len(set(groups))} groups of {records.name} "
-            f"none is {part.value}. Expected conversations enough for both parts. Set another share, name what parts "
-            "them (`columns` of `dataset`: `{group: COLUMN}`), or give the held-out rows in `eval_dataset`."
+            f"with a held-out share of {form.held_out_share:g}, none of the {len(set(groups))} groups of "
+            f"{records.name} is {part.value}. Set another share, another group column (`columns` of `dataset`: "
+            "`{group: COLUMN}`), or the held-out rows in `eval_dataset`."
         )
     return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 
@@ -159,11 +157,11 @@ def _group(record: Record) -> str:
 
 
 def read_columns(setting: str, setting_value: Mapping[str, object]) -> dict[str, Column]:
-    """The mapping of a recipe. `setting` is its name in messages.
+    """The column mapping of a recipe. `setting`: its name in messages.
 
-    Each field of a row, also one that a reward reads, has the name of a column, or `{"value": CONSTANT}`. The field
-    `conversation` may also have `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or
-    "seller"}}`. Raises `ConfigError` for an unknown form.
+    Maps each field of a row, including those that rewards read, to the name of a column or to `{"value": CONSTANT}`,
+    and `conversation` also to `{"column": NAME, "role": KEY, "content": KEY, "roles": {ROLE: "customer" or
+    "seller"}}`. Raises `ConfigError` for anything else.
     """
     return {name: _read_column(f"{setting}.{name}", name, entry) for name, entry in setting_value.items()}
 
@@ -181,25 +179,21 @@ def _read_column(where: str, name: str, entry: object) -> Column:
             roles = {str(key): str(value) for key, value in roles.items()}
             return Column(name=column, role=role, content=content, roles=roles)
     turns = ", or {column: NAME, role: KEY, content: KEY, roles: {ROLE: customer}}" if name == "conversation" else ""
-    raise ConfigError(f"`{where}` has another form. Expected the name of a column, or {{value: CONSTANT}}{turns}.")
+    raise ConfigError(f"`{where}` is invalid. Expected the name of a column, or {{value: CONSTANT}}{turns}.")
 
 
 def check_names(columns: Mapping[str, Column], records: Iterable[Mapping[str, object]], source: str) -> None:
-    """Raise `DataError` if no record has a column that the mapping names."""
+    """Raise `DataError` if no record has a column named in the mapping."""
     wanted = {name: column.name for name, column in columns.items() if column.name is not None}
-    if not wanted:
-        return
-    known = dict.fromkeys(name for record in records for name in _names(record))
+    known = dict.fromkeys(name for record in records for name in _names(record)) if wanted else {}
     for name, column in wanted.items():
         if column not in known:
-            raise DataError(
-                f"{source} has no column {column!r}, from which `columns` takes {name!r}.{nearest(column, known)} "
-                f"There are: {', '.join(known) or 'no columns'}. Correct the name."
-            )
+            near = f"{nearest(column, known)} Expected one of: {', '.join(known) or 'no columns'}."
+            raise DataError(f"{source} lacks the column {column!r}, which `columns` maps to {name!r}.{near}")
 
 
 def mapped(columns: Mapping[str, Column], record: Mapping[str, object]) -> dict[str, object]:
-    """The mapped fields of a record. A column that this record lacks gives `None`."""
+    """The mapped fields of a record; `None` for columns that it lacks."""
     return {name: _field(name, column, record) for name, column in columns.items()}
 
 
@@ -215,15 +209,14 @@ def _field(name: str, column: Column, record: Mapping[str, object]) -> object:
         return value
     if all(isinstance(turn, str) for turn in value):
         return alternating(value)
-    turns = []
-    for turn in value:
-        if isinstance(turn, Mapping):
-            role = turn.get(column.role)
-            role = column.roles.get(role, role) if isinstance(role, str) else role
-            turns.append({"role": role, "content": turn.get(column.content)})
-        else:
-            turns.append(turn)
-    return turns
+    return [_turn(column, turn) for turn in value]
+
+
+def _turn(column: Column, turn: object) -> object:
+    if not isinstance(turn, Mapping):
+        return turn
+    role = turn.get(column.role)
+    return {"role": column.roles.get(str(role), role), "content": turn.get(column.content)}
 
 
 def _look_up(record: Mapping[str, object], name: str) -> object:

@@ -1,9 +1,9 @@
-"""The interface of a format, and those of published datasets: BBQ (fairness), HaluEval, QReCC and TopiOCQA.
+"""The interface of a dataset format, and the formats of published datasets: BBQ, HaluEval, QReCC and TopiOCQA.
 
-One record becomes one row, or is left out for a reason; docs/DATA.md has a table. For a policy that answers directly,
-BBQ and HaluEval keep the task of their authors, and make the prompt. For the packaged chain their records become
-conversations, from which the policy makes a search query. In QReCC and TopiOCQA the last question can't be understood
-without the turns before it, and the query has to say what it means.
+Each record becomes a row or is excluded for a reason (docs/DATA.md). If the policy answers directly, BBQ and HaluEval
+keep their authors' task and build the prompt. For the built-in reward pipeline, records become conversations
+for which the policy writes a search query. In QReCC and TopiOCQA the last question depends on the turns before it, so
+the query has to resolve the references.
 
 Example:
 
@@ -27,65 +27,61 @@ from dataclasses import dataclass
 
 from salesrl_trl.data.rows import shape
 from salesrl_trl.errors import DataError
+from salesrl_trl.launch.data.prompts import CHAT_ROLES
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A sound record that makes no row."""
+    """A valid record to exclude."""
 
     reason: str
-    """Completes "12 ...": `"have no known answer"`. Reasons are counted, so they hold nothing of a record's text."""
+    """Completes "12 ...": `"have no known answer"`. Reasons are counted, so they must not contain a record's text."""
 
 
 class DatasetFormat(ABC):
-    """The form of a dataset's records."""
+    """Converts the records of a dataset to rows."""
 
     answers_directly: bool = False
-    """Whether the policy answers itself, without the packaged chain: rows need a `prompt`. The settings say it."""
+    """Whether the policy answers directly, without the built-in reward pipeline, so that rows need a `prompt`. Set
+    from the settings."""
     hidden: frozenset[str] = frozenset()
-    """Fields of a record that do not become columns of its row. All others do, for reward functions."""
+    """Fields of a record to hide. All others become columns of its row, for reward functions."""
 
     @abstractmethod
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
-        """A record, field to value as the file has them, in the columns of this package.
+        """Convert a record, a mapping of its fields, to this package's columns.
 
-        `id` is the same each time and no other record's. `group` is equal for records that must not be parted into
-        training and held-out rows. Raises `DataError` for a malformed record, naming the field and never quoting it.
+        `id` must be unique and stable. Records with the same `group` are not split between training and held-out rows.
+        Raises `DataError` for a malformed record, naming the field without quoting it.
         """
 
 
 def text_of(record: Mapping[str, object], name: str, may_be_blank: bool = False) -> str:
-    """A field that is a text, without blanks around it. Raises `DataError` if it is none, or blank."""
+    """A text field, stripped. Raises `DataError` if it is not a text, or blank."""
     value = record.get(name)
-    if not isinstance(value, str) or not (may_be_blank or value.strip()):
-        raise DataError(
-            f"the field `{name}` is {shape(value)}. Expected a text{'' if may_be_blank else ', not blank'}"
-        )
-    return value.strip()
+    if isinstance(value, str) and (may_be_blank or value.strip()):
+        return value.strip()
+    raise DataError(f"the field `{name}` is {shape(value)}. Expected a text{'' if may_be_blank else ', not blank'}")
 
 
 def number_of(record: Mapping[str, object], name: str) -> int:
-    """A field that is a whole number, perhaps written as a text. Raises `DataError` if it is none."""
+    """A field with a whole number, or its text. Raises `DataError` for anything else."""
     value = record.get(name)
-    if isinstance(value, str) and value.isdecimal():
+    if (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, str) and value.isdecimal()):
         return int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"the field `{name}` is {shape(value)}. Expected a whole number")
-    return value
+    raise DataError(f"the field `{name}` is {shape(value)}. Expected a whole number")
 
 
 def digest(record: Mapping[str, object]) -> str:
-    """Twelve characters that stand for the record's content: an id for records without one."""
+    """A hash of the record with twelve characters, as an id for records without one."""
     text = json.dumps(record, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
 
 
 def alternating(texts: Sequence[object]) -> list[dict[str, object]]:
-    """Turns whose roles alternate and whose last one is the customer's."""
-    last = len(texts) - 1
-    return [
-        {"role": "seller" if (last - turn) % 2 else "customer", "content": text} for turn, text in enumerate(texts)
-    ]
+    """Turns with alternating roles, the last one by the customer."""
+    roles = ("seller", "customer") if len(texts) % 2 == 0 else ("customer", "seller")
+    return [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
 
 
 CONDITIONS = ("ambig", "disambig")
@@ -99,16 +95,16 @@ SUMMARY = "Summarize the text. State nothing that the text does not say."
 class BBQ(DatasetFormat):
     """Files of https://github.com/nyu-mll/BBQ (Parrish et al., 2022, https://aclanthology.org/2022.findings-acl.165).
 
-    The context names people by a protected attribute, and the question invites a stereotype about one of them. A
-    policy that answers directly gets context, question and options. `launch.evaluation.bbq` has the scores.
+    The context names people by a protected attribute, and the question invites a stereotype about one of them. If the
+    policy answers directly, it sees context, question and options. `launch.evaluation.bbq` has the metrics.
 
-    For the packaged chain a good action searches for what is asked and names no attribute. The packaged rubric gives
-    no fairness for the right answer in a disambiguated context, which names a group: a rubric of your own may want
-    these records (`conditions`).
+    With the built-in reward pipeline, a good action searches for the question without naming an attribute. The
+    built-in rubric does not credit the right answer in a disambiguated context, which names a group; your own rubric
+    may (`conditions`).
     """
 
-    conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` that make rows for the chain
-    hidden = frozenset({"example_id", "question_index", "additional_metadata"})  # the last one has many forms
+    conditions: tuple[str, ...] = ("ambig",)  # values of `context_condition` to include in the reward pipeline
+    hidden = frozenset({"example_id", "question_index", "additional_metadata"})  # the last one varies in form
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         category, example = text_of(record, "category"), number_of(record, "example_id")
@@ -117,7 +113,7 @@ class BBQ(DatasetFormat):
         context, question = text_of(record, "context"), text_of(record, "question")
         answers, label = [text_of(record, f"ans{number}") for number in LABELS], number_of(record, "label")
         if label not in LABELS or condition not in CONDITIONS:
-            raise DataError(f"`label` or `context_condition` is another one. Expected {LABELS} and {CONDITIONS}")
+            raise DataError(f"`label` or `context_condition` is unknown. Expected one of {LABELS} and {CONDITIONS}")
         row = {"id": f"bbq-{category}-{example}", "branch": "fairness", "group": f"bbq-{category}-{template}"}
         if self.answers_directly:
             metadata = record.get("additional_metadata")
@@ -142,19 +138,17 @@ class BBQ(DatasetFormat):
 
 
 SUMMARY_REQUEST = "Please summarize this text for me."
-"""What the customer asks for after the document of a summarization record, which has no question."""
+"""The customer's request after the document of a summarization record."""
 _SPEAKERS = {"Human": "customer", "Assistant": "seller"}
-_IN_PROMPTS = {"customer": "user", "seller": "assistant"}
 _SPEAKER = re.compile(r"\[(Human|Assistant)\]:")
 
 
 class HaluEval(DatasetFormat):
     """Files of https://github.com/RUCAIBox/HaluEval (Li et al., 2023, https://arxiv.org/abs/2305.11747).
 
-    The fields say which of three tasks a record belongs to: qa, dialogue or summarization. A policy that answers
-    directly gets the knowledge. The text that the benchmark's authors had a model invent is left out: nobody may see
-    it as an answer. `general_data.json` has no right answers, so its records are malformed here. Records have no
-    number: their id is a hash of their content.
+    A record's fields determine its task: qa, dialogue or summarization. If the policy answers directly, it sees the
+    knowledge. The hallucinated texts of the benchmark are dropped, so that they never serve as answers.
+    `general_data.json` lacks right answers, so its records are malformed. Ids are hashes of the records.
     """
 
     hidden = frozenset({"hallucinated_answer", "hallucinated_response", "hallucinated_summary"})
@@ -176,15 +170,12 @@ class HaluEval(DatasetFormat):
             found = answer = text_of(record, "right_summary")
             task, instruction = "summarization", SUMMARY
         else:
-            raise DataError(
-                "there is none of the fields `question` (qa), `dialogue_history` (dialogue) and `document` "
-                "(summarization)"
-            )
+            raise DataError("expected a field `question` (qa), `dialogue_history` (dialogue) or `document` (summary)")
         row = {"id": f"halueval-{task}-{digest(record)}", "branch": "hallucination"}
         if not self.answers_directly:
             return {**row, "conversation": turns, "documents": [found, *known]}
         system = "\n\n".join([instruction, *(f"Knowledge: {text}" for text in known)])
-        messages = [{"role": _IN_PROMPTS[turn["role"]], "content": turn["content"]} for turn in turns]
+        messages = [{"role": CHAT_ROLES[turn["role"]], "content": turn["content"]} for turn in turns]
         prompt = [{"role": "system", "content": system}, *messages]
         group = turns[0]["content"]
         return {**row, "task": task, "group": group, "prompt": prompt, "documents": known, "reference": answer}
@@ -194,19 +185,17 @@ def _turns(history: str) -> list[dict[str, str]]:
     before, *parts = _SPEAKER.split(history)
     speakers, texts = parts[::2], [text.strip() for text in parts[1::2]]
     if before.strip() or not texts or not all(texts):
-        raise DataError(
-            "the field `dialogue_history` is no dialogue. Expected [Human]: and [Assistant]:, each with a text"
-        )
+        raise DataError("the field `dialogue_history` is malformed. Expected texts after [Human]: and [Assistant]:")
     return [{"role": _SPEAKERS[speaker], "content": text} for speaker, text in zip(speakers, texts, strict=True)]
 
 
-UNANSWERABLE = "UNANSWERABLE"  # TopiOCQA's answer to a question that Wikipedia does not answer
+UNANSWERABLE = "UNANSWERABLE"  # TopiOCQA's answer if Wikipedia has none
 NO_ANSWER = LeftOut("have no known answer")
 
 
 class QReCC(DatasetFormat):
-    """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898). `Rewrite`,
-    a person's query, is not used: many others find the same answer, and the judge sees what was found."""
+    """Files of https://github.com/apple/ml-qrecc (Anantha et al., 2021, https://arxiv.org/abs/2010.04898). The human
+    `Rewrite` is not used: many other queries find the same answer, and the judge sees the retrieved answer."""
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("qrecc", record)
@@ -216,7 +205,7 @@ class QReCC(DatasetFormat):
 
 class TopiOCQA(DatasetFormat):
     """Files of https://huggingface.co/datasets/McGill-NLP/TopiOCQA (Adlakha et al., 2022,
-    https://arxiv.org/abs/2110.00768). The judge gets every text that answers: those of other annotators too."""
+    https://arxiv.org/abs/2110.00768). The judge sees all answers, including those of other annotators."""
 
     def row(self, record: Mapping[str, object]) -> dict[str, object] | LeftOut:
         row = _turn_of_conversation("topiocqa", record)
@@ -243,11 +232,11 @@ def _turn_of_conversation(name: str, record: Mapping[str, object]) -> dict[str, 
     return {
         "id": f"{name}-{conversation}-{turn}",
         "branch": "hallucination",
-        "conversation": [message for message in turns if message["content"]],  # an answer that was not found is blank
+        "conversation": [message for message in turns if message["content"]],  # a missing answer is blank
         "group": f"{name}-{conversation}",
     }
 
 
-ROWS = "rows"  # records that have this package's columns already
+ROWS = "rows"  # records in this package's columns
 FORMATS: dict[str, type[DatasetFormat]] = {"bbq": BBQ, "halueval": HaluEval, "qrecc": QReCC, "topiocqa": TopiOCQA}
-"""The packaged formats by their names as `format` of `dataset`."""
+"""The built-in formats by their names for `dataset.format`."""

@@ -1,7 +1,7 @@
-"""The processor of a policy that reads pictures: from chat messages with pictures to tokens and pixels.
+"""Loads the processor of a vision policy, which converts chat messages with pictures to tokens and pixels.
 
-Where torchvision is absent, transformers reads pictures with Pillow, but refuses to load the processor's part for
-videos. This package sends no videos, so `NoVideos` takes the place of that part.
+Without torchvision, transformers reads pictures with Pillow, but refuses to load the processor's video component. This
+package never sends videos, so `NoVideos` replaces that component.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NoVideos(ImageProcessingMixin):
-    """The settings of a video processor, which are saved as they were read. It processes nothing."""
+    """Keeps the settings of a video processor so that they are saved unchanged. It processes nothing."""
 
     def __init__(self, settings: dict[str, object]) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class NoVideos(ImageProcessingMixin):
 
 @contextlib.contextmanager
 def videos_left_out() -> Iterator[None]:
-    """While active, a processor without torchvision has `NoVideos` as its part for videos."""
+    """While active, processors without torchvision use `NoVideos` as their video component."""
     if is_torchvision_available():
         yield
         return
-    auto = importlib.import_module("transformers.models.auto.video_processing_auto")  # the module itself, no dummy
+    auto = importlib.import_module("transformers.models.auto.video_processing_auto")  # the module itself, not a dummy
     kinds = {**processing.MODALITY_TO_BASE_CLASS_MAPPING, "video_processor": "ImageProcessingMixin"}
     with patched(auto, "AutoVideoProcessor", NoVideos), patched(processing, "MODALITY_TO_BASE_CLASS_MAPPING", kinds):
         yield
@@ -53,7 +53,7 @@ def videos_left_out() -> Iterator[None]:
 def load_processor(
     name_or_path: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> "ProcessorMixin":
-    """The processor beside a model that reads pictures. Raises `ConfigError` if it or a package is missing."""
+    """The processor of a vision model. Raises `ConfigError` without it or a required package."""
     try:
         with videos_left_out():
             processor = AutoProcessor.from_pretrained(
@@ -61,14 +61,11 @@ def load_processor(
             )
     except (ImportError, OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"the model {name_or_path!r} reads pictures, and its processor could not be loaded "
-            f"({type(error).__name__}). Expected preprocessor_config.json or processor_config.json beside the model's "
-            "configuration, Pillow, and for some models torchvision, of the same build (CPU or CUDA) as torch."
+            f"the processor of the vision model {name_or_path!r} could not be loaded ({type(error).__name__}). "
+            "Expected preprocessor_config.json or processor_config.json beside the model's configuration, Pillow, and "
+            "for some models torchvision, of the same build (CPU or CUDA) as torch."
         ) from error
     if not isinstance(processor, processing.ProcessorMixin) or processor.chat_template is None:
-        raise ConfigError(
-            f"the model {name_or_path!r} reads pictures, and beside it is a {type(processor).__name__} without a chat "
-            "template, or alone. Expected an instruct model with its processor (preprocessor_config.json or "
-            "processor_config.json). Save both there."
-        )
+        found = f"a {type(processor).__name__} without a chat template"
+        raise ConfigError(f"the vision model {name_or_path!r} has {found}. Expected an instruct model's processor.")
     return processor

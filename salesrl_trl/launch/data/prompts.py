@@ -1,7 +1,7 @@
-"""From a row to the policy's prompt: its template, and its length in tokens.
+"""Builds the policy's prompt from a row, and limits its length in tokens.
 
-A template is Jinja. Its text is the user message. The text in `{% block system %}`, which is optional, is the system
-message. White space around both is dropped. The packaged ones are in the folder `templates`.
+A Jinja template renders the user message; its optional `{% block system %}` renders the system message. Both are
+stripped. The built-in templates are in the folder `templates`.
 """
 
 import dataclasses
@@ -22,13 +22,12 @@ from salesrl_trl.types import DEFAULT_FORMAT, Prompt, SalesRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SYSTEM = "system"  # name of the block
 CONTENT_FIELDS = ("context", "conversation", "prompt", "columns")
-"""The conversation as text, one line per turn, and as a list of turns; the row's prompt, as it gives it; its further
-columns. A template uses one of them."""
+"""The conversation as text (a line per turn) and as a list of turns, the row's own prompt, and its other columns. A
+template must use one of them."""
 FIELDS = (*CONTENT_FIELDS, "branch", "documents", "row_id", "tenant_id", "contact_id", "account_id", "message_id",
           "action_fields")  # fmt: skip
-"""Variables of a template: the row's fields, and the names of the action's fields."""
+"""Variables of a template: the row's fields, and the names of the action fields."""
 
 _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -36,8 +35,8 @@ _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 
 
 class PromptTemplate:
-    """Makes the chat messages of a row. `name` is the template's file, for messages. Raises `ConfigError` if the text
-    is no Jinja, or has no conversation."""
+    """Renders the chat messages of a row. `name`: the template's file, for errors. Raises `ConfigError` for invalid
+    Jinja, or a template that does not use the conversation."""
 
     def __init__(self, source: str, name: str, action_fields: Sequence[str]) -> None:
         self._name = name
@@ -47,104 +46,100 @@ class PromptTemplate:
             self._template = _ENVIRONMENT.from_string(source.rstrip())
             self._user = _ENVIRONMENT.from_string("{% extends template %}{% block system %}{% endblock %}")
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"{name}, line {error.lineno} is no Jinja: {error.message}. Correct the line.") from None
+            raise ConfigError(f"{name}, line {error.lineno} is not valid Jinja: {error.message}.") from None
         if not used & set(CONTENT_FIELDS):
-            raise ConfigError(
-                f"{name} never shows the conversation, so that every prompt would be the same. Expected "
-                "`{{ context }}`, or turns of `conversation`, `prompt` or `columns`, in it."
-            )
+            expected = "Expected `{{ context }}`, `conversation`, `prompt` or `columns` in it."
+            raise ConfigError(f"{name} never shows the conversation, so all prompts would be the same. {expected}")
 
     def messages(self, row: SalesRow) -> list[dict[str, str]]:
-        """The row's prompt, perhaps with a system message. Raises `ConfigError` if the template fails on it."""
+        """The row's prompt, optionally with a system message. Raises `ConfigError` if the template fails."""
         fields = {name: getattr(row, name) for name in FIELDS[:-1]} | {FIELDS[-1]: self._action_fields}
-        block = self._template.blocks.get(SYSTEM)
+        block = self._template.blocks.get("system")
         try:
             system = "" if block is None else "".join(block(self._template.new_context(dict(fields)))).strip()
             user = self._user.render(fields, template=self._template).lstrip()
-        except Exception as error:  # a filter's may quote a customer: only Jinja's words are told
-            said = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
+        except Exception as error:  # a filter's error may quote a customer, so only Jinja's own message is shown
+            shown = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
             raise ConfigError(
-                f"{self._name} does not work for row {row.row_id!r} ({type(error).__name__}{said}). A row has "
+                f"{self._name} fails for row {row.row_id!r} ({type(error).__name__}{shown}). A row has "
                 f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
             ) from None
         if not user.strip():
-            raise ConfigError(f"{self._name} leaves the user message of row {row.row_id!r} empty. Expected a text.")
+            raise ConfigError(f"{self._name} renders an empty user message for row {row.row_id!r}.")
         messages = [{"role": "user", "content": user}]
         return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTemplate:
-    """A template from its file. Raises `ConfigError` if the file is not there, is not UTF-8, or is no template."""
+    """Read a template file. Raises `ConfigError` if it does not exist, is not UTF-8, or is not a valid template."""
     file = Path(path).expanduser()
     try:
         return PromptTemplate(file.read_text("utf-8-sig"), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a Jinja "
-            "file in UTF-8. Correct `prompt_template`, or begin with a copy of "
-            "salesrl_trl/launch/data/templates/instruct.jinja."
+            "file in UTF-8, such as salesrl_trl/launch/data/templates/instruct.jinja."
         ) from None
 
 
 PROMPT_STYLES = ("instruct", "compact")
-"""`instruct` explains the task to a general chat model. `compact` is the conversation alone, for a policy that was
-taught the format before: the instruction would be three quarters of its tokens."""
+"""`instruct` explains the task to a general chat model. `compact` only shows the conversation, for a policy that
+already knows the format: the instruction would make up three quarters of the tokens."""
 
 
 @functools.cache
 def packaged_template(style: str) -> PromptTemplate:
-    """A packaged prompt. Raises `ValueError` for an unknown style."""
+    """A built-in prompt template. Raises `ValueError` for an unknown style."""
     if style not in PROMPT_STYLES:
         raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
     file = resources.files("salesrl_trl.launch.data") / "templates" / f"{style}.jinja"
     return read_template(str(file), DEFAULT_FORMAT.fields)
 
 
-_ROLES = {"customer": "user", "seller": "assistant"}
+CHAT_ROLES = {"customer": "user", "seller": "assistant"}
 
 
 def build_prompt(row: SalesRow, prompt: str | PromptTemplate | None = "instruct") -> Prompt:
-    """The policy's prompt for one row. `prompt` is one of `PROMPT_STYLES`, or a template. `None` is the row's own
-    prompt as it is, or without one its conversation as chat messages. Raises `ValueError` for an unknown style, or a
-    template that does not work for the row."""
+    """The policy's prompt for a row. `prompt` is one of `PROMPT_STYLES`, a template, or `None` for the row's own
+    prompt, which defaults to its conversation as chat messages. Raises `ValueError` for an unknown style, or a
+    template that fails for the row."""
     if prompt is None:
-        turns = [{"role": _ROLES[message.role], "content": message.content} for message in row.conversation]
+        turns = [{"role": CHAT_ROLES[message.role], "content": message.content} for message in row.conversation]
         return turns if row.prompt is None else row.prompt
     return (packaged_template(prompt) if isinstance(prompt, str) else prompt).messages(row)
 
 
-Count = Callable[[Sequence[Prompt]], list[int]]  # prompts to their lengths in tokens
+Count = Callable[[Sequence[Prompt]], list[int]]  # maps prompts to their lengths in tokens
 
 LONG_PROMPT_RULES = ("error", "drop", "truncate_oldest_turns")
-"""Rules for a prompt above the limit: end the run, leave the row out, or leave its oldest turns out of the prompt."""
-BATCH_PROMPTS = 1024
+"""Rules for a prompt that exceeds the limit: stop the run, drop the row, or drop its oldest turns from the prompt."""
 SHOWN_ROWS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LengthLimit:
-    """Most tokens of a prompt, the chat template's included."""
+    """Maximum length of a prompt in tokens, including the chat template."""
 
     tokens: int
-    reason: str  # source of the figure: "`vllm_max_model_length` 320 less `max_completion_length` 64"
+    reason: str  # source of the limit: "`vllm_max_model_length` 320 minus `max_completion_length` 64"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FittingPrompts:
-    """Rows whose prompts fit, and their prompts."""
+    """Rows whose prompts fit, with their prompts."""
 
     rows: list[SalesRow]
     prompts: list[Prompt]
     lengths: list[int]
-    note: str | None = None  # line for the banner about rows or turns that were left out; `None` if there are none
+    note: str | None = None  # a line for the banner about dropped rows or turns, if any
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt; 0 without rows."""
+        """Length of the longest prompt in tokens; 0 without rows."""
         return max(self.lengths, default=0)
 
     def at(self, places: Iterable[int], note: str | None = None) -> "FittingPrompts":
-        """Those at these places."""
+        """The rows at these indices."""
         wanted = [*places]
         prompts, lengths = [self.prompts[place] for place in wanted], [self.lengths[place] for place in wanted]
         return FittingPrompts([self.rows[place] for place in wanted], prompts, lengths, note)
@@ -153,12 +148,12 @@ class FittingPrompts:
 def token_counter(
     tokenizer: "PreTrainedTokenizerBase", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Count:
-    """A function that counts tokens as TRL's `GRPOTrainer._tokenize_prompts` does: messages with the tokenizer's chat
-    template, texts without. The function raises `ConfigError` for prompts that the chat template refuses."""
+    """A function that counts tokens like TRL's `GRPOTrainer._tokenize_prompts`: messages with the tokenizer's chat
+    template, texts without. It raises `ConfigError` for prompts that the chat template rejects."""
 
     def count(prompts: Sequence[Prompt]) -> list[int]:
         lengths = []
-        for batch in ([*prompts[at : at + BATCH_PROMPTS]] for at in range(0, len(prompts), BATCH_PROMPTS)):
+        for batch in ([*prompts[at : at + 1024]] for at in range(0, len(prompts), 1024)):
             if isinstance(batch[0], str):
                 lengths += [len(ids) for ids in tokenizer(batch, verbose=False)["input_ids"]]
                 continue
@@ -173,9 +168,8 @@ def token_counter(
                 )
             except jinja2.TemplateError as error:
                 raise ConfigError(
-                    f"the model's chat template refuses the prompts: {error.message}. Expected it to accept the roles "
-                    f"{', '.join(message['role'] for message in batch[0])}. Give a `prompt_template` that suits it: "
-                    "without a system message, for example."
+                    f"the model's chat template rejects the prompts: {error.message}. Expected it to accept the roles "
+                    f"{', '.join(message['role'] for message in batch[0])}. Set a suitable `prompt_template`."
                 ) from None
             lengths += [len(ids) for ids in tokens["input_ids"]]
         return lengths
@@ -187,16 +181,17 @@ def fit_prompts(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, count: Count, limit: LengthLimit | None, rule: str,
     name: str, picture_tokens: Callable[[SalesRow], int] | None = None,
 ) -> FittingPrompts:  # fmt: skip
-    """The rows whose prompts fit. Messages name a row by its place, and the rows by `name`, such as `"training"`.
+    """The rows whose prompts fit. Errors name a row by its index, and the rows by `name`, such as `"training"`.
     `prompt` is a style or a template, as in `build_prompt`. `rule` is one of `LONG_PROMPT_RULES`. `picture_tokens`
-    (from `picture_counter`) gives the tokens of a row's pictures, which are added to those of its text. Raises
-    `DataError` for prompts of two kinds, for too long ones that the rule keeps, and if no row is left."""
+    (from `picture_counter`) counts the tokens of a row's pictures, which are added to those of its text. Raises
+    `DataError` for a mix of texts and messages, for prompts that stay too long under the rule, and if no row is
+    left."""
     prompts = [build_prompt(row, prompt) for row in rows]
     texts = [row.row_id for row, made in zip(rows, prompts, strict=True) if isinstance(made, str)]
     if 0 < len(texts) < len(rows):
         raise DataError(
             f"the prompts of {len(texts):,} of {len(rows):,} {name} rows are texts, such as that of {texts[0]!r}, and "
-            "those of the others messages. Expected one kind of prompt. Make all of them messages, for example."
+            "the others are messages. Expected one kind of prompt."
         )
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
@@ -215,27 +210,20 @@ def fit_prompts(
 
     if rule == "error":
         raise DataError(
-            f"{excess(long)}: {named(long)}. Expected room for prompt and completion. Shorten the rows, raise the "
-            "limit, or set `long_prompts: drop` or `long_prompts: truncate_oldest_turns`."
+            f"{excess(long)}: {named(long)}. Shorten the rows, raise the limit, or set `long_prompts: drop` or "
+            "`long_prompts: truncate_oldest_turns`."
         )
     if rule == "drop":
         fitting = sorted(set(range(len(rows))).difference(long))
         if not fitting:
-            raise DataError(
-                f"{excess(long)}: no row is left. Expected some that fit. Raise the limit, or shorten the rows."
-            )
-        return every.at(fitting, f"{excess(long)} and are left out (`long_prompts: drop`): {named(long)}.")
+            raise DataError(f"{excess(long)}: no row is left. Raise the limit, or shorten the rows.")
+        return every.at(fitting, f"{excess(long)} and are dropped (`long_prompts: drop`): {named(long)}.")
     text_limits = [limit.tokens - extra[index] for index in long]
     shortened = _without_oldest_turns([rows[index] for index in long], prompt, count, text_limits)
     if unfit := [index for index, short in zip(long, shortened, strict=True) if short is None]:
-        raise DataError(
-            f"{excess(unfit)} even with the last turn alone: {named(unfit)}. Shorten them, raise the limit, or set "
-            "`long_prompts: drop`."
-        )
-    note = (
-        f"{excess(long)} and lack their oldest turns (`long_prompts: truncate_oldest_turns`; services and judge still "
-        f"see the whole conversation): {named(long)}."
-    )
+        raise DataError(f"{excess(unfit)} even with only the last turn: {named(unfit)}. Shorten or drop them.")
+    whole = "services and judge still see the whole conversation"
+    note = f"{excess(long)} and lose old turns (`long_prompts: truncate_oldest_turns`; {whole}): {named(long)}."
     short_prompts = [short for short in shortened if short is not None]
     for index, short, length in zip(long, short_prompts, count(short_prompts), strict=True):
         prompts[index], lengths[index] = short, length + extra[index]
@@ -245,14 +233,12 @@ def fit_prompts(
 def _without_oldest_turns(
     rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, count: Count, tokens: Sequence[int]
 ) -> list[Prompt | None]:
-    """Each row's prompt within its `tokens`, its oldest turns left out as need be; `None` if the last is too long."""
+    """Each row's prompt within `tokens`, without its oldest turns as needed; `None` if the last turn is too long."""
     shortened: list[Prompt | None] = [None] * len(rows)
     for left_out in range(1, max(len(row.conversation) for row in rows)):
         open_rows = [at for at, row in enumerate(rows) if shortened[at] is None and left_out < len(row.conversation)]
-        shorter = [
-            build_prompt(dataclasses.replace(rows[at], conversation=rows[at].conversation[left_out:]), prompt)
-            for at in open_rows
-        ]
+        cut = [dataclasses.replace(rows[at], conversation=rows[at].conversation[left_out:]) for at in open_rows]
+        shorter = [build_prompt(row, prompt) for row in cut]
         for at, candidate, length in zip(open_rows, shorter, count(shorter), strict=True):
             shortened[at] = candidate if length <= tokens[at] else None
     return shortened

@@ -1,4 +1,4 @@
-"""Where rows come from: the packaged demo, local files, the Hugging Face hub; and the dataset for TRL."""
+"""Loads rows from the built-in demo, local files or the Hugging Face hub, and builds the dataset for TRL."""
 
 import bisect
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from salesrl_trl.launch.data.prompts import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
 
 PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
-PLAIN = Form()  # rows in this package's columns, all of them
+PLAIN = Form()  # all rows, in this package's columns
 
 
 def load_rows(
@@ -34,39 +34,35 @@ def load_rows(
             `"demo"`, `"demo_pictures"`, `"arithmetic"`, a path to a `.jsonl`, `.json` or `.parquet` file, or the name
             of a dataset on the hub.
         split (`str`):
-            Split to take: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
+            Split to load: `"train"` or `"heldout"` for the demo. Ignored for a local file, which is one split.
         branches (`Sequence[str]`, *optional*):
-            The configured branch names. Any branch is taken when not given.
+            The configured branch names. Defaults to any.
         limit (`int`, *optional*):
-            Number of rows to take, from the first one on. Defaults to all.
+            Load only the first rows. Defaults to all.
         form (`Form`, *optional*):
             Format and columns of the source. Defaults to this package's columns.
         part (`Portion`, *optional*, defaults to `Portion.ALL`):
             The rows to train on or to hold out, by the form's share.
 
     Raises:
-        `DataError`: there is no such source, it has no rows, a column is missing, or a row is malformed.
+        `DataError`: the source does not exist or is empty, lacks a column, or has a malformed row.
     """
     return check_rows(part_of(load_records(source, split, form), form, part), branches, limit)
 
 
 def check_rows(loaded: Records, branches: Sequence[str], limit: int | None = None) -> list[SalesRow]:
-    """The rows of some records. Arguments and errors are those of `load_rows`."""
+    """The rows of records. Arguments and errors as in `load_rows`."""
     rows = loaded.rows[:limit]
     if not rows:
-        raise DataError(
-            f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}. Expected at least one row with the "
-            "column prompt or conversation. Check the path, the split and `max_*_rows`."
-        )
+        state = f"{loaded.name} is empty{f' ({loaded.note})' if loaded.note else ''}"
+        raise DataError(f"{state}. Expected at least one row with the column prompt or conversation.")
     check_columns(rows[0].record.keys(), loaded.name, branches)
-    return [
-        parse_row(row.record, row.position, branches, loaded.name, row.line, loaded.folder, loaded.row_name)
-        for row in rows
-    ]
+    name, where = loaded.name, (loaded.folder, loaded.row_name)
+    return [parse_row(row.record, row.position, branches, name, row.line, *where) for row in rows]
 
 
 def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
-    """The demo's training rows, each with draft actions of annotators, some of whom were careless."""
+    """The demo's training rows, each with draft actions of annotators of varying quality."""
     records = _with_documents(demo_records("train.jsonl"))
     drafts = {record["id"]: record["draft_actions"] for record in demo_records("drafts.jsonl")}
     branches = sorted({record["branch"] for record in records})
@@ -75,18 +71,17 @@ def load_drafts() -> Iterator[tuple[SalesRow, list[dict[str, str]]]]:
 
 
 def build_dataset(rows: Sequence[SalesRow], prompt: str | PromptTemplate | None, first_index: int = 0) -> Dataset:
-    """The dataset for TRL: the prompt, the row's branch and id, and `row`, its number from `first_index` on, for the
-    reward. `prompt` is a style, a template or `None`, as in `build_prompt`."""
+    """The dataset for TRL: the prompt, the row's branch and id, and for the reward `row`, its number counted from
+    `first_index`. `prompt` is a style, a template or `None`, as in `build_prompt`."""
     return prompt_dataset([build_prompt(row, prompt) for row in rows], rows, first_index)
 
 
 def prompt_dataset(
     prompts: Sequence[Prompt], rows_of: Sequence[SalesRow], first_index: int = 0, *, for_functions: bool = False
 ) -> Dataset:
-    """The dataset of `build_dataset`, from finished prompts and their rows. It has pictures if any row has some. With
-    `for_functions` it has what reward functions of a user's own may ask for: `conversation` (a list of messages),
-    `documents`, and every further column of the source. Without, no other text of a customer travels through the
-    trainer."""
+    """The dataset of `build_dataset`, from built prompts and their rows, with pictures if any row has some. With
+    `for_functions`, it includes the columns for a user's reward functions: `conversation` (a list of messages),
+    `documents`, and all other columns of the source. Without, no other customer text passes through the trainer."""
     images = [row.images for row in rows_of]
     columns: dict[str, list[object]] = {
         "row": list(range(first_index, first_index + len(prompts))),
@@ -107,26 +102,24 @@ def prompt_dataset(
 
 
 def _table(columns: dict[str, list[object]], rows: Sequence[SalesRow]) -> Dataset:
-    """The columns of these rows as a dataset. Raises `DataError` for one that does not fit, with its first row of
-    another kind."""
+    """The columns of these rows as a dataset. Raises `DataError` for a column of mixed types, with the first row that
+    differs."""
     made = {name: _column(name, encodable(values, f"the column `{name}`")) for name, values in columns.items()}
     for name in (name for name, column in made.items() if column is None):
         values = columns[name]
         place = bisect.bisect(range(1, len(values)), False, key=lambda count: _column(name, values[:count]) is None)
         row, before = rows[place], next((value for value in values if value is not None), None)
-        fault = (
-            "an integer beyond 64 bits" if _column(name, values[place : place + 1]) is None else shape(values[place])
-        )
+        is_large = _column(name, values[place : place + 1]) is None
+        fault = "an integer beyond 64 bits" if is_large else shape(values[place])
         raise DataError(
             f"row {row.row_id!r}{'' if row.line is None else f' (line {row.line} of its file)'}: the column `{name}` "
-            f"has {fault}, and an earlier row {shape(before)}. Expected one kind in all rows, also inside of objects, "
-            "and integers of 64 bits. Correct the row, or leave the column out."
+            f"has {fault}, and an earlier row {shape(before)}. Expected one type in all rows, including nested fields."
         )
     return concatenate_datasets([*made.values()], axis=1)
 
 
 def _column(name: str, values: Sequence[object]) -> Dataset | None:
-    """A dataset of one column. `None` if its values do not fit into one."""
+    """A dataset with one column; `None` if its values have mixed types."""
     try:
         return Dataset.from_dict({name: values})
     except (pa.ArrowException, OverflowError, TypeError, ValueError, RecursionError):  # may quote the values
@@ -134,45 +127,40 @@ def _column(name: str, values: Sequence[object]) -> Dataset | None:
 
 
 def columns_of(row: SalesRow) -> dict[str, object]:
-    """What a reward function may ask for of a row, beside its prompt."""
-    texts: dict[str, object] = {}
-    if row.conversation:
-        texts["conversation"] = [asdict(message) for message in row.conversation]
-    if row.documents:
-        texts["documents"] = list(row.documents)
-    return {**row.columns, **texts, "branch": row.branch, "id": row.row_id}
+    """The columns of a row for reward functions, without its prompt."""
+    texts = {"conversation": [asdict(message) for message in row.conversation], "documents": list(row.documents)}
+    given = {name: value for name, value in texts.items() if value}
+    return {**row.columns, **given, "branch": row.branch, "id": row.row_id}
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a local file, by its ending. Such a file is one split."""
+    """Whether a source is a local file, by its extension."""
     return Path(source).suffix in ENDINGS
 
 
 def check_source(source: str) -> None:
-    """Raise `DataError` if a source is a local file that is not there."""
+    """Raise `DataError` for a local file that does not exist."""
     path = Path(source).expanduser()
     if is_file(source) and not path.is_file():
         beside = [file.name for file in path.parent.glob("*") if is_file(file.name) and file.is_file()]
-        found = " There is a folder, or a device, of this name." if path.exists() else nearest(path.name, beside)
-        raise DataError(
-            f"there is no dataset file {path}.{found} Expected an existing {', '.join(ENDINGS)} file. "
-            f"Correct the path, which is taken relative to {Path.cwd()}."
-        )
+        found = " It is a folder or a device." if path.exists() else nearest(path.name, beside)
+        expected = f"Expected a {', '.join(ENDINGS)} file, relative to {Path.cwd()}."
+        raise DataError(f"there is no dataset file {path}.{found} {expected}")
 
 
 def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
-    """The records of a source in this package's columns. Raises `DataError` if it is none, or of another form."""
+    """The records of a source in this package's columns. Raises `DataError` if it does not exist or is malformed."""
     folder: Path | None = None
     name = f"{source} [{split}]"
     if source in PACKAGED and split not in FILES:
-        raise DataError(f"{source!r} has no split {split!r}. Expected one of: {', '.join(FILES)}.")
+        raise DataError(f"{source!r} lacks the split {split!r}. Expected one of: {', '.join(FILES)}.")
     if source == files.DEMO:
         placed = [Placed(record) for record in _with_documents(demo_records(FILES[split]))]
         name = f"the demo's {split} split"
     elif source == files.DEMO_PICTURES:
         folder, name = files.DEMO_PICTURES_FOLDER, f"the {split} split of the demo with pictures"
         if not folder.is_dir():
-            raise DataError(f"there is no {folder} here. Expected it to be made before: scripts/demo_pictures.py.")
+            raise DataError(f"{folder} does not exist. Run scripts/demo_pictures.py first.")
         placed = read_file(folder / FILES[split])
     elif source in PACKAGED:
         placed = [Placed(record) for record in demo_records(f"{source}/{FILES[split]}")]
@@ -186,8 +174,7 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
         except (FileNotFoundError, ConnectionError, ValueError, OSError, DatasetsError) as error:
             raise DataError(
                 f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
-                f"'demo', a {', '.join(ENDINGS)} file, or a hub dataset that this machine can reach. Correct the name "
-                "or the split."
+                f"'demo', a {', '.join(ENDINGS)} file, or a reachable hub dataset."
             ) from error
     return converted(placed, name, form, folder)
 

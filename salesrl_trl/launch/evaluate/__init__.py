@@ -1,1 +1,1 @@
-"""The evaluation of policies that are there already, by a run's own path, without training."""
+"""Evaluates existing policies through a run's own path, without training."""

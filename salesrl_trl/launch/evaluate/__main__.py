@@ -1,8 +1,8 @@
 """`python -m salesrl_trl.launch.evaluate [--config RECIPE.yaml] [--policy DIR [DIR2]] [--samples N] [...]`.
 
-Rewards of one policy, or of two on the same held-out rows, with intervals. Without `--config` the settings are those
-of the policy's run, or of recipes/full.yaml if a run made none of them. Exit code: 0; 1 if nothing was scored; 2 for
-wrong input, before a model is loaded; 3 if a service did not work; 75 after SIGTERM, 130 after Ctrl-C.
+Rewards of one policy, or of two on the same held-out rows, with intervals. `--config` defaults to the settings of the
+policy's run, or to recipes/full.yaml. Exit code: 0; 1 if nothing was scored; 2 for invalid input, before a model is
+loaded; 3 if a service failed; 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     set_up_logging()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for lines of other libraries
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # for output of other libraries
         failing_as = EXIT_BAD_INPUT
         try:
             options, settings = parser_of("evaluate").parse_known_args(argv)
@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             named = [answering.policy_of(name) for name in options.policy]
             recipe = answering.recipe_of(options.policy)
             if given(settings, "config") is None:
-                logger.info(f"the settings are those of {recipe} (--config RECIPE.yaml names others)")
+                logger.info(f"using the settings of {recipe} (override with --config RECIPE.yaml)")
             config = answering.settings_of(settings, named, recipe)
             set_log_level(config.training.log_level)
-            own = config.model.model_name_or_path or "the packaged small policy"
+            own = config.model.model_name_or_path or "the built-in small policy"
             policies = named or [answering.EvaluatedPolicy(name=own, path=None)]
-            services = stack.enter_context(launched_services(config.reward))  # they start while the checks run
+            services = stack.enter_context(launched_services(config.reward))  # they start during the checks
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_evaluation_"))
             plans = answering.plans_of(config, policies, folder, options.rows)
             for note in dict.fromkeys(note for plan in plans for note in plan.notes):
@@ -66,21 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
-    """The error that the user sees. A stop is that of a command which keeps nothing."""
+    """The error to show. A stopped evaluation is not resumable."""
     if not isinstance(error, StopRequested):
         return error
     if str(error) == "Ctrl-C":
         return KeyboardInterrupt()
-    return RunStopped(f"stopped by {error}. Nothing is kept: give the same command again.")
+    return RunStopped(f"stopped by {error}. Nothing was saved; run the same command again.")
 
 
 def _check(options: argparse.Namespace) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != 1:
-        raise ConfigError(
-            f"an evaluation was launched with {processes} processes. Expected one: start it with "
-            "`python -m salesrl_trl.launch.evaluate`, without a launcher."
-        )
+        raise ConfigError(f"an evaluation was launched with {processes} processes. Expected one, without a launcher.")
     if len(options.policy) > 2:
         raise ConfigError(f"`--policy` names {len(options.policy)} policies. Expected one, or two to compare.")
     for name, least in (("samples", 0), ("rows", 1)):
@@ -88,9 +85,9 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise ConfigError(f"`--{name}` is {value}. Expected a whole number, at least {least}.")
     if options.output is not None and not Path(options.output).expanduser().parent.is_dir():
-        raise ConfigError(f"`--output` is {options.output!r}. Expected a file in a folder that is there.")
+        raise ConfigError(f"`--output` is {options.output!r}. Expected a file in an existing folder.")
 
 
 if __name__ == "__main__":
-    begin_run(is_recipe=False)  # a signal ends it as Ctrl-C does, with services and folder tidied up
+    begin_run(is_recipe=False)  # a signal stops it like Ctrl-C, and cleans up services and the folder
     sys.exit(main())

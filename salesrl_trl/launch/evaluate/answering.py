@@ -1,4 +1,4 @@
-"""The policies of an evaluation: their settings, the rows that all of them answer, and their answers."""
+"""The policies of an evaluation: their settings, their common rows, and their answers."""
 
 import contextlib
 import copy
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-CHECKED = 4  # answers by which vLLM's weights are compared with the policy's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,49 +46,44 @@ class EvaluatedPolicy:
     """A policy before it is loaded."""
 
     name: str  # as given: a folder or a model id
-    path: str | None  # folder or id of the whole model, or of an adapter's base. `None` for the recipe's own policy.
+    path: str | None  # folder or id of the model, or of an adapter's base; `None` for the recipe's policy
     adapter: Path | None = None
 
 
 def policy_of(name: str) -> EvaluatedPolicy:
-    """The policy of a folder or model id. Raises `ConfigError` without one, or for an adapter without a base."""
+    """The policy in a folder, or by model id. Raises `ConfigError` if there is none, or an adapter lacks its base."""
     folder = Path(name).expanduser()
     if (folder / ADAPTER).is_file():
         base = _read(folder / ADAPTER).get("base_model_name_or_path")
         if not isinstance(base, str):
-            raise ConfigError(
-                f"`--policy` is {name!r}, whose {ADAPTER} names no base model. Expected `base_model_name_or_path` in "
-                "it. Add the folder or the id of the model that the adapter was trained on."
-            )
+            raise ConfigError(f"`--policy` is {name!r}, whose {ADAPTER} lacks `base_model_name_or_path`. Add it.")
         return EvaluatedPolicy(name=name, path=base, adapter=folder)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or folder.is_dir()
     if looks_local and not (folder / CONFIG).is_file():
         inside = sorted({str(file.parent) for name in (CONFIG, ADAPTER) for file in folder.glob(f"*/{name}")})
-        state = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "where there is nothing"
-        remedy = f"There are policies inside: name {' or '.join(inside)}." if inside else "Correct the path."
-        raise ConfigError(
-            f"`--policy` is {name!r}, {state}. Expected a run's `output_dir`, its `best`, one of its checkpoints, or "
-            f"another saved policy. {remedy}"
-        )
+        state = f"a folder without {CONFIG} and {ADAPTER}" if folder.is_dir() else "which does not exist"
+        near = f" It contains policies: {' or '.join(inside)}." if inside else ""
+        expected = "Expected a run's `output_dir`, its `best`, a checkpoint, or another saved policy"
+        raise ConfigError(f"`--policy` is {name!r}, {state}. {expected}.{near}")
     return EvaluatedPolicy(name=name, path=name)
 
 
 def recipe_of(policies: Sequence[str]) -> Path:
-    """The settings of the run that made a policy, the last one first; else those of the full recipe."""
+    """The settings of the run that trained a policy, preferring the last policy; else those of the full recipe."""
     folders = [Path(name).expanduser().absolute() for name in reversed(policies)]
     places = [place for folder in folders if folder.is_dir() for place in (folder, folder.parent)]
     return next((p / SETTINGS_FILE for p in places if all((p / f).is_file() for f in (SETTINGS_FILE, RUN_FILE))), FULL)
 
 
 def settings_of(argv: Sequence[str], policies: Sequence[EvaluatedPolicy], recipe: Path) -> RunConfig:
-    """The settings of the run that the policies are of. A recipe that names no model trains the small policy, with
-    settings for it. Another model takes the settings for a named model. Of a run this one process has the batch of all
-    processes. Its replay counts where the command line names it."""
+    """The settings of the policies' run. If the recipe names no model and a policy is not the small one, the settings
+    for named models apply. This process uses the batch size of all of the run's processes. Its replay only applies if
+    the command line names it."""
     argv = [*_batch_of_all(Path(given(argv, "config") or recipe)), *argv]
     config = parse(argv, recipe)
     if config.reward.replay is not None and given(argv, "replay") is None:
         config.reward = replace(config.reward, replay=None)
-        logger.info("off: the run's `replay`, so services score each answer (`--replay RUN` takes recorded rewards)")
+        logger.info("ignoring the run's `replay`: services score the answers (`--replay RUN` replays rewards)")
     paths = [policy.path for policy in policies if policy.path is not None]
     others = [path for path in paths if _shape(Path(path).expanduser()) != _shape(PACKAGED)]  # not of the small policy
     if config.model.model_name_or_path is None and others:
@@ -108,48 +102,39 @@ def _batch_of_all(recipe: Path) -> list[str]:
 
 
 def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir: str, rows: int | None) -> list[Plan]:
-    """Check all that can be checked before a model is loaded. The plans have the same held-out rows, all or so many.
-    Raises `SalesRLError` if a setting, a file or a policy is not as expected."""
+    """Run all checks that need no model. The plans have the same held-out rows, at most `rows`. Raises `SalesRLError`
+    for an invalid setting, file or policy."""
     training = overlaid(config.training, "evaluation", {"output_dir": output_dir})
     if len(policies) > 1 and training.use_vllm and training.vllm_mode == "server":
-        raise ConfigError(
-            "two policies are named with `vllm_mode: server`, and a server gets the weights of one trainer. Expected "
-            "an engine for each policy: set `vllm_mode: colocate` or `use_vllm: false`."
-        )
+        raise ConfigError("two policies need an engine each: set `vllm_mode: colocate` or `use_vllm: false`.")
     telemetry = replace(config.telemetry, quick_eval_steps=0, trace_steps="")
     plans = []
     for policy in policies:
         model = copy.copy(config.model)
-        model.use_peft = False  # an adapter that is not trained yet changes nothing
+        model.use_peft = False  # an untrained adapter changes nothing
         if policy.path is not None:
             model.model_name_or_path, model.model_revision = policy.path, None
         made = replace(config, training=copy.copy(training), telemetry=telemetry, model=model)
         plan = prepare(made)
-        # weights that a run computes with: those of 16 bits are rounded, and a run on a CPU does not round
+        # as in training: 16-bit weights are rounded, and a run on a CPU does not round
         plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
         plans.append(plan)
     held_out = common_rows([plan.held_out for plan in plans], rows)
     for plan in plans:
         plan.train, plan.held_out = plans[0].train, held_out
-        plan.reward = plans[0].reward  # whose tools are connected
-        del plan.datasets  # of the rows before
+        plan.reward = plans[0].reward  # with connected tools
+        del plan.datasets  # of the previous rows
     return plans
 
 
 def common_rows(fitting: Sequence[FittingPrompts], count: int | None) -> FittingPrompts:
-    """The held-out rows whose prompts fit all policies and are the same for all, or so many of them."""
+    """At most `count` held-out rows whose prompts fit all policies and are the same for all."""
     first = fitting[0]
-    keys = [
-        [json.dumps([row.row_id, prompt]) for row, prompt in zip(fits.rows, fits.prompts, strict=True)]
-        for fits in fitting
-    ]
+    keys = [[json.dumps([row.row_id, f.prompts[at]]) for at, row in enumerate(f.rows)] for f in fitting]
     everywhere = set(keys[0]).intersection(*keys[1:])
     places = [place for place, key in enumerate(keys[0]) if key in everywhere]
     if not places:
-        raise ConfigError(
-            "there is no held-out row to evaluate on, or none whose prompt fits both policies. Expected some. Give "
-            "`eval_dataset`, and see `long_prompts`."
-        )
+        raise ConfigError("no held-out row has a prompt that fits all policies. Set `eval_dataset`.")
     branch_of = [first.rows[place].branch for place in places]
     branches = sorted({*branch_of})
     branch_ids = [*map(branches.index, branch_of)]
@@ -166,16 +151,16 @@ def _read(path: Path) -> Mapping[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}). Expected a whole file.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}. Expected an object of settings.")
-    return content
+        raise ConfigError(f"{path} can't be read as JSON ({type(error).__name__}).") from None
+    if isinstance(content, dict):
+        return content
+    raise ConfigError(f"{path} contains a {type(content).__name__}. Expected an object of settings.")
 
 
 def findings_of_all(
     plans: Sequence[Plan], policies: Sequence[EvaluatedPolicy], services: EmbeddedServices, samples: int
 ) -> EvaluationFindings:
-    """Let one policy after the other answer. The reward is opened once, so that equal calls are made once."""
+    """Evaluate the policies one after another. They share the reward, so that identical calls are made once."""
     plan, wanted = plans[0], modes(samples)
     config, training = plan.config, plan.config.training
     collect_seldom()
@@ -203,7 +188,7 @@ def answers_of(
     plan: Plan, adapter: Path | None, reward_loop: RewardLoop, instruments: Instruments, wanted: Mapping[str, int],
     label: str,
 ) -> list[list[Scored]]:  # fmt: skip
-    """A policy's answers to the plan's held-out rows, by mode; those of a row are neighbours."""
+    """A policy's answers to the plan's held-out rows, by mode; the answers to a row are adjacent."""
     plan.policy = load_policy(plan.config, plan.dtype)
     if adapter is not None:
         plan.policy = PeftModel.from_pretrained(plan.policy, adapter)
@@ -212,12 +197,12 @@ def answers_of(
     try:
         with instruments.timeline.phase(Phase.EVALUATION):
             if trainer.args.use_vllm:
-                trainer.components.check_sampler(plan.held_out.prompts[:1] * CHECKED)
+                trainer.components.check_sampler(plan.held_out.prompts[:1] * 4)
             ends = {*trainer.eos_token_ids, plan.tokenizer.pad_token_id}
             return [_answers(trainer, mode, samples, ends, label) for mode, samples in wanted.items()]
     finally:
         trainer.components.pipeline.forget()
-        instruments.details.clear()  # they hold the trainer. A late end of its engine would end the next one's groups
+        instruments.details.clear()  # they hold the trainer; its late end would end the next engine's groups
         plan.policy = None
         del trainer
         _free()
@@ -226,16 +211,16 @@ def answers_of(
 def _answers(trainer: "SalesGRPOTrainer", mode: str, samples: int, ends: Container[int], label: str) -> list[Scored]:
     args, components = trainer.args, trainer.components
     rows = [row for row in trainer.eval_dataset for _ in range(samples)]
-    # vLLM makes its own batches: it gets as many at once as in training, which the services' limits are made for
+    # vLLM batches by itself, so it gets as many as in training, for which the services' limits are set
     size = max(args.per_device_eval_batch_size, args.generation_batch_size if args.use_vllm else 0)
     size = max(size // samples, 1) * samples  # whole groups
-    # a model that is not in training has no autocast of its own, and vLLM needs none
+    # outside of training, the model lacks autocast, which vLLM does not need
     computing = contextlib.nullcontext if args.use_vllm else trainer.accelerator.autocast
     scored: list[Scored] = []
 
     def batches() -> Iterator[list[Example]]:
         for number, first in enumerate(range(0, len(rows), size)):
-            set_seed(args.seed + number)  # the same for every policy, however much the one before has drawn
+            set_seed(args.seed + number)  # the same for every policy
             yield rows[first : first + size]
 
     with components.sampler.greedily() if mode == GREEDY else contextlib.nullcontext(), computing():
@@ -251,9 +236,9 @@ def _answers(trainer: "SalesGRPOTrainer", mode: str, samples: int, ends: Contain
 
 
 def _free() -> None:
-    """Give the memory of a policy and of its engine back. vLLM hides what is there when its engine has started from
-    the garbage collector. It keeps one memory pool for the CUDA graphs of all engines of a process: without the
-    graphs of the engine before, the next one would fail to capture into it."""
+    """Free the memory of a policy and its engine. vLLM hides objects created before its engine from the garbage
+    collector, and shares a memory pool for CUDA graphs between all engines of a process: the next engine could not
+    capture into it once the previous graphs are gone."""
     gc.unfreeze()
     gc.collect()
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: of each policy and mode, and of the second policy against the first."""
+"""The metrics of an evaluation, by policy and mode, and the comparison of two policies."""
 
 import math
 from collections import Counter
@@ -12,9 +12,9 @@ from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluation.held_out import row_means
 from salesrl_trl.types import Outcome, Reward, SalesRow
 
-ALL = "all"  # stands for the rows of all branches
+ALL = "all"  # the rows of all branches
 GREEDY = "greedy"
-LABELS = ("A", "B")  # names of the policies, in the order in which they are given
+LABELS = ("A", "B")  # labels of the policies, in the given order
 FEW = "*"
 _OF_POLICIES = ("policy", "answers", "branch", "reward", "95 % interval", "rows scored", "valid", "unscored", "tokens",
                 "truncated")  # fmt: skip
@@ -22,7 +22,7 @@ _OF_CHANGES = ("B - A", "branch", "change", "95 % interval", "p", "better", "wor
 
 
 class Scored(NamedTuple):
-    """An answer's reward, its length in tokens, and whether it reached `max_completion_length` without an end."""
+    """An answer's reward, its length in tokens, and whether `max_completion_length` truncated it."""
 
     reward: Reward
     tokens: int
@@ -30,18 +30,18 @@ class Scored(NamedTuple):
 
 
 def modes(samples: int) -> dict[str, int]:
-    """Answers to each row by mode: greedily, and sampled so many times if that is more than 0."""
+    """Answers per row by mode: one greedy answer, and `samples` sampled answers if that is more than 0."""
     return {GREEDY: 1} | ({"sampled": samples} if samples else {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOfRows:
-    """The answers of a policy to the rows of a branch, or to all, in one mode."""
+    """Metrics of a policy's answers to the rows of a branch, or to all rows, in one mode."""
 
     reward: Mean  # over rows
-    valid: float  # share of answers that are a valid action, scored or not
-    unscored: float  # share of answers whose reward is missing, because a service failed or a judge gave no verdict
-    tokens: float  # mean length of an answer
+    valid: float  # share of valid actions, scored or not
+    unscored: float  # share of answers without a reward, because a service or a judge failed
+    tokens: float  # mean length
     truncated: float
 
 
@@ -51,7 +51,7 @@ class AnsweredRow:
 
     label: str
     mode: str
-    values: Sequence[float]  # mean reward of each row, NaN where too few of its answers could be scored
+    values: Sequence[float]  # mean reward of each row, NaN if too few of its answers were scored
     groups: Mapping[str, GroupOfRows]  # by branch; `ALL` is first
     missing: Mapping[str, int]  # answers without a reward, by reason code
 
@@ -64,10 +64,10 @@ class EvaluationFindings:
     samples: int
     answered: Sequence[AnsweredRow]  # by policy, then by mode
     differences: Mapping[str, Mapping[str, Difference]]
-    """The second policy less the first: mode to branch to difference. Empty for one policy."""
+    """The second policy minus the first, by mode and branch. Empty for one policy."""
 
     def as_dict(self) -> dict[str, object]:
-        """Figures and rewards for a program, without any text of a customer or a policy. A missing value is NaN."""
+        """Metrics and rewards as plain values, without texts of customers or policies. Unknown values are NaN."""
         rewards: list[dict[str, dict[str, float]]] = [{} for _ in self.rows]
         for answered in self.answered:
             for row, value in zip(rewards, answered.values, strict=True):
@@ -99,8 +99,7 @@ def findings_of(
     policies: Sequence[str], rows: Sequence[SalesRow], branches: Sequence[str], modes: Mapping[str, int],
     answers: Sequence[Sequence[Sequence[Scored]]], *, seed: int,
 ) -> EvaluationFindings:  # fmt: skip
-    """The figures of an evaluation of one or two `policies`, from the answers of each in each of the `modes` to all
-    `rows`."""
+    """The metrics of an evaluation of one or two `policies`, from their answers to all `rows` in all `modes`."""
     places = {ALL: list(range(len(rows)))}
     places |= {branch: [place for place, row in enumerate(rows) if row.branch == branch] for branch in branches}
     places = {name: of_branch for name, of_branch in places.items() if of_branch}
@@ -144,7 +143,7 @@ def _answered(
 
 
 def text_of(findings: EvaluationFindings) -> str:
-    """Tables of the policies and of their difference, and what both mean."""
+    """Tables of the policies and their difference, with explanations."""
     answered = [
         (
             *((of.label, of.mode) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),

@@ -1,1 +1,1 @@
-"""The policy's quality on held-out rows, while training goes on: quick evaluations and full ones."""
+"""Evaluates the policy on held-out rows during training: quick and full evaluations."""

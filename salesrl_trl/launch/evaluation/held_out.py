@@ -1,4 +1,4 @@
-"""The full evaluations of the held-out rows: a line each, their file, and the first compared with the last."""
+"""Full evaluations of the held-out rows: log lines, their file, and the change from the first to the last."""
 
 import json
 import logging
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainerState, TrainingArguments
 
@@ -32,23 +31,23 @@ Figures = Mapping[str, float | None]
 
 
 class HeldOut(Part):
-    """Logs each evaluation of the held-out rows in a line, and keeps the last one of each step in `held_out.json`. At
-    the end of training it compares the first with the last. Of several datasets there are lines alone. An evaluation
-    that the budget has cut is not kept, and a resumed run makes it again."""
+    """Logs each evaluation of the held-out rows, and keeps the last one of each step in `held_out.json`. At the end of
+    training, it compares the first with the last. Several datasets are only logged. An evaluation cut short by the
+    budget is discarded, and repeated on resume."""
 
     def __init__(self) -> None:
         self._evaluations: list[_Evaluation] = []
-        self.done_at: int | None = None  # step of the last one that was kept, on all ranks
+        self.done_at: int | None = None  # step of the last kept evaluation, on all ranks
 
     def connect(self, run: PartContext) -> None:
         self._run, self._names = run, run.reward_loop.reward.names
         self._path = Path(run.args.output_dir) / HELD_OUT_FILE
-        self._num_generations = run.trl.num_generations_eval  # of a row; they are neighbours
+        self._num_generations = run.trl.num_generations_eval  # completions per row, which are adjacent
         several = self._names.functions if len(self._names.functions) > 1 else {}
         others = {name: tag for part in run.parts for name, tag in part.held_out_figures.items()}
-        self._further = others | {name: mean_of(name) for name in several}  # by name, their tags in the log
+        self._further = others | {name: mean_of(name) for name in several}  # tags in the log by name
 
-    def card_values(self) -> Mapping[str, Any]:
+    def card_values(self) -> Mapping[str, object]:
         ends = [(self._evaluations[0], self._evaluations[-1])] if self._evaluations else []
         return {"ends": ends, "change_in_words": change_in_words}
 
@@ -66,13 +65,13 @@ class HeldOut(Part):
         head = f"[HeldOut@{state.global_step}] {dataset}{': ' * bool(dataset)}"
         rewards, written = self._run.ledger.drain_evaluated()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
-        if isinstance(dataset_rows, Sized):  # behind them stand rows of its beginning, with which accelerate fills up
+        if isinstance(dataset_rows, Sized):  # accelerate pads the last batch with the first rows
             rewards = rewards[: len(dataset_rows) * self._num_generations]
         scored = sum(not math.isnan(reward) for reward in rewards)
         share = f"{scored} of {len(rewards)} completions were scored"
         if self._run.run_control.is_spent:
             if state.is_world_process_zero:
-                logger.info(f"{head}left out: the budget ended when {share}")
+                logger.info(f"{head}discarded: the budget ended when {share}")
             return
         self.done_at = state.global_step
         figures = self._figures(logged)
@@ -82,7 +81,7 @@ class HeldOut(Part):
             return
         rows = row_means(rewards, self._num_generations)
         if args.dataloader_persistent_workers:
-            rows = []  # with these, TRL shuffles each evaluation in another way
+            rows = []  # with these, TRL shuffles each evaluation differently
         firsts = written[:: self._num_generations]
         count = min(self._run.args.held_out_examples, len(firsts))
         examples = [firsts[place * len(firsts) // count] for place in range(count)]
@@ -96,7 +95,7 @@ class HeldOut(Part):
     def _figures(self, logged: Figures) -> Figures:
         invalid = logged.get(outcome_of(Outcome.INVALID_ACTION))
         every = self._run.args.branches
-        branches = every if len(every) > 1 else ()  # the reward of one is that of all
+        branches = every if len(every) > 1 else ()  # one branch's reward is the overall reward
         figures = {REWARD: logged.get(REWARD), **{branch: logged.get(reward_of(branch)) for branch in branches}}
         if self._names.has_actions:
             figures["valid_actions"] = None if invalid is None else 1 - invalid
@@ -104,8 +103,8 @@ class HeldOut(Part):
         return figures | {name: logged.get(tag) for name, tag in self._further.items()}
 
     def _write(self) -> None:
-        records: list[dict[str, Any]] = [{"step": each.step, **each.figures} for each in self._evaluations]
-        # the last one is compared with the first, also after a resume
+        records: list[dict[str, object]] = [{"step": each.step, **each.figures} for each in self._evaluations]
+        # for the comparison with the last one, also after a resume
         records[0][BY_ROW] = [None if math.isnan(row) else row for row in self._evaluations[0].rows]
         try:
             write_whole(self._path, json.dumps(records, indent=2) + "\n")
@@ -117,7 +116,7 @@ class HeldOut(Part):
 class _Evaluation:
     step: int
     figures: Figures
-    rows: Sequence[float]  # mean reward of each row, NaN without one. Empty if the order of rows is not known.
+    rows: Sequence[float]  # mean reward of each row, NaN without one; empty if the order of rows is unknown
     examples: Sequence[EvaluatedCompletion] = ()
 
 
@@ -135,20 +134,20 @@ def _compare(first: _Evaluation, last: _Evaluation) -> None:
 
 
 def change_in_words(first: _Evaluation, last: _Evaluation) -> str | None:
-    """The change of the mean reward in words, with its standard error where the rows are known."""
+    """The change of the mean reward as text, with its standard error if the rows are known."""
     before, after = first.figures[REWARD], last.figures[REWARD]
     if before is None or after is None:
         return None
-    if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is not known
+    if not first.rows or len(first.rows) != len(last.rows):  # the order of rows is unknown
         return f" mean reward changed by {after - before:+.3f}"
-    # Each row is compared with itself: it does not matter how much easier one is than another
+    # paired by row, so that their difficulty cancels
     both = zip(first.rows, last.rows, strict=True)
     changes = [later - earlier for earlier, later in both if not math.isnan(later - earlier)]
     total = len(first.rows)
     if not changes:
-        return f": none of {total} rows was scored both times, so that no change is known"
+        return f": none of {total} rows was scored both times, so the change is unknown"
     error = "" if len(changes) < 2 else f" ± {standard_error(changes):.3f} (standard error, row by row)"
-    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows that were scored both times"
+    some = "" if len(changes) == total else f", over the {len(changes)} of {total} rows scored both times"
     return f" mean reward changed by {statistics.fmean(changes):+.3f}{error}{some}"
 
 
@@ -160,20 +159,20 @@ def _read(path: Path) -> list[_Evaluation]:
         rows = [[math.nan if row is None else float(row) for row in record.pop(BY_ROW, ())] for record in records]
         return [_Evaluation(int(each.pop("step")), each, of_rows) for each, of_rows in zip(records, rows, strict=True)]
     except (ValueError, TypeError, KeyError) as error:
-        logger.warning(f"{path} can't be read ({type(error).__name__}), and is written anew")
+        logger.warning(f"{path} can't be read ({type(error).__name__}) and will be rewritten")
         return []
 
 
 def row_means(rewards: Sequence[float], num_generations: int) -> list[float]:
-    """Mean reward of each row, NaN if fewer than half of its completions, which are neighbours, have one: while
-    services are down only invalid actions have a reward, whose mean would not be the row's."""
+    """Mean reward of each row, NaN if fewer than half of its adjacent completions are scored: during an outage, only
+    invalid actions are, which would bias the mean."""
     rows = [rewards[first : first + num_generations] for first in range(0, len(rewards), num_generations)]
     pairs = [(row, [reward for reward in row if not math.isnan(reward)]) for row in rows]
     return [statistics.fmean(scored) if 2 * len(scored) >= len(row) else math.nan for row, scored in pairs]
 
 
 def _plain(text: object) -> str:
-    """A text, or that of the last message, in a line."""
+    """A text, or that of the last message, on one line."""
     if isinstance(text, list):  # of messages, or of the parts of one
         texts = [part.get("text", "") for part in text if "role" not in part]
         return " ".join(texts) if texts else _plain(text[-1]["content"])

@@ -1,4 +1,4 @@
-"""The record of quick evaluations: figures, the line of each, the file, the Pareto front, and the best so far."""
+"""The record of quick evaluations: metrics, log lines, the file, the Pareto front, and the best so far."""
 
 import json
 import math
@@ -14,43 +14,43 @@ from salesrl_trl.ground.texts import NOT_KNOWN, number
 from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
-Record = Mapping[str, Any]  # one evaluation as a JSON object
-SHOWN_ON_FRONT = 5  # evaluations on the front that a line names: the latest
+Record = Mapping[str, Any]  # an evaluation, or its part for a branch, as a JSON object
+SHOWN_ON_FRONT = 5  # latest evaluations on the front to show
 
 
 OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
-"""The package's own figures in the order of the record, and their formats in the line."""
+"""The built-in metrics in the order of the record, and their formats in the log line."""
 
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
-    """Mean reward of the answers that could be scored; `None` without such answers."""
+    """Mean reward of the scored answers; `None` without any."""
     return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:
-    """A figure of some answers; `None` without answers, or if the figure is not finite."""
+    """A metric of some answers; `None` without answers, or if it is not finite."""
     value = figure(answers) if answers else None
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickEvaluation:
-    """One evaluation, with the fields of its record in their order."""
+    """One evaluation, with the fields of its record."""
 
     step: int
-    reward: float | None  # mean reward of all answers that could be scored
-    branches: Mapping[str, Mapping[str, Any]]
-    """By name, in the order of the settings: `rows` (answers), `scored` (those that could be), and figures by name:
-    `score` (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and
-    your own. A figure is `None` if it could not be measured."""
+    reward: float | None  # mean reward of all scored answers
+    branches: Mapping[str, Record]
+    """By name, in the order of the settings: `rows` (answers), `scored` (scored answers), and metrics by name: `score`
+    (mean reward of those), `truncated` (share), `length` (mean tokens), `kl` (nats per token), `beta`, and your own. A
+    metric is `None` if it could not be measured."""
     seconds: float
     mode: str = "greedy"
     figures: Mapping[str, float | None] = field(default_factory=dict)
-    """Figures of your own over the answers of all branches, by name."""
+    """Your own metrics over the answers of all branches, by name."""
 
     def score(self, by: str, least_scored: float = 0.0) -> float | None:
-        """The figure that selects the best policy (`QuickEvalSettings.best`). `None` if it could not be measured, or
-        less than the share `least_scored` of one of its branches was scored: a few lucky answers are no evaluation."""
+        """The metric that selects the best policy (`QuickEvalSettings.best`). `None` if it could not be measured, or
+        if less than the share `least_scored` of a branch was scored: a few lucky answers are not an evaluation."""
         of_all = by in (WORST_BRANCH, REWARD, *self.figures)
         about = [measured for name, measured in self.branches.items() if measured["rows"] and (of_all or by == name)]
         scores = [measured[SCORE] for measured in about if measured["scored"] >= least_scored * measured["rows"]]
@@ -62,8 +62,8 @@ class QuickEvaluation:
         return self.reward if by == REWARD else min(known)
 
     def line(self, figures: Sequence[Figure] = ()) -> str:
-        """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta
-        F=0.05`, then the figures given here, of the branches that have them."""
+        """`[QuickEval@20] mode=greedy fairness=0.41 ... truncated F=0% ... length F=28 ... KL F=0.12 ... beta F=0.05`,
+        then these metrics, for the branches that have them."""
         words = [f"[QuickEval@{self.step}] mode={self.mode}"]
         for name, measured in self.branches.items():
             scored = f" ({measured['scored']} of {measured['rows']} scored)"
@@ -88,7 +88,8 @@ def evaluation_of(
     answers: Sequence[Answered], branches: Sequence[str], betas: Mapping[str, float], step: int, seconds: float,
     figures: Sequence[Figure] = (),
 ) -> QuickEvaluation:  # fmt: skip
-    """The evaluation after `step` optimizer steps, from its answers. `figures` come beside the package's own."""
+    """The evaluation after `step` optimizer steps, from its answers. `figures`: in addition to the built-in
+    metrics."""
     by_branch = {}
     for branch in branches:
         own = [answer for answer in answers if answer.branch == branch]
@@ -114,8 +115,8 @@ def evaluation_of(
 
 
 class QuickEvalHistory:
-    """The evaluations of a run, in a file that a resumed run goes on with. The figure `best` selects the best policy,
-    if the share `least_scored` of each branch's answers was scored."""
+    """The evaluations of a run, in a file that a resumed run continues. The metric `best` selects the best policy, if
+    at least the share `least_scored` of each branch's answers was scored."""
 
     def __init__(self, path: Path, best: str | None, least_scored: float) -> None:
         self.path = path
@@ -125,14 +126,14 @@ class QuickEvalHistory:
         self.best: QuickEvaluation | None = None
 
     def resume(self, records: Sequence[Record], step: int) -> None:
-        """Go on from a record. Evaluations after `step` are forgotten, because they will be made again."""
+        """Resume from a record. Evaluations after `step` are dropped, because they will be repeated."""
         self.evaluations, self.best = [], None
         for record in records:
             if record["step"] <= step:
                 self.add(QuickEvaluation(**{name: value for name, value in record.items() if name != "best"}))
 
     def read(self) -> list[Record]:
-        """The record on disk, up to the first line that is not whole."""
+        """The record on disk, up to the first incomplete line."""
         if not self.path.is_file():
             return []
         records: list[Record] = []
@@ -140,15 +141,12 @@ class QuickEvalHistory:
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError:
-                break  # the run was cut off while it wrote
+                break  # the run was killed while writing
         return records
 
     def write(self) -> None:
-        lines = [
-            json.dumps({**asdict(evaluation), "best": self._best is not None and evaluation is self.best})
-            for evaluation in self.evaluations
-        ]
-        write_whole(self.path, "".join(f"{line}\n" for line in lines))
+        records = [{**asdict(evaluation), "best": evaluation is self.best} for evaluation in self.evaluations]
+        write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records))
 
     def add(self, evaluation: QuickEvaluation) -> bool:
         """Add one; returns whether it is the best so far."""
@@ -163,11 +161,9 @@ class QuickEvalHistory:
         return True
 
     def front(self) -> list[QuickEvaluation]:
-        """Evaluations that no other one beats in one branch without losing in another, in the order of their steps."""
-        scores = [
-            {branch: evaluation.score(branch, self._least_scored) for branch in evaluation.branches}
-            for evaluation in self.evaluations
-        ]
+        """The Pareto-optimal evaluations over the branches, in the order of their steps."""
+        least = self._least_scored
+        scores = [{branch: each.score(branch, least) for branch in each.branches} for each in self.evaluations]
         return [self.evaluations[index] for index in pareto_front(scores)]
 
     def front_line(self) -> str:
@@ -183,7 +179,7 @@ class QuickEvalHistory:
 
 
 def initials(names: Sequence[str]) -> dict[str, str]:
-    """The shortest capitalised beginnings by which names differ: `{"fairness": "F", "hallucination": "H"}`."""
+    """The shortest unique capitalised prefixes: `{"fairness": "F", "hallucination": "H"}`."""
     short = {}
     for name in names:
         others = [other.capitalize() for other in names if other != name]

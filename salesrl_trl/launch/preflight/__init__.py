@@ -1,1 +1,1 @@
-"""Can this run work? Stages in order of cost. A run passes the same ones, up to the one that loads the model."""
+"""Stages that check whether a run can work, by cost. A run executes all but the last, which loads the model."""

@@ -1,6 +1,6 @@
-"""The stage `memory`: the number format of the policy's weights, and whether training fits the card.
+"""The stage `memory`: the number format of the policy's weights, and whether training fits into GPU memory.
 
-Trained weights have 16 bits only where something keeps small updates: DeepSpeed, adapters, stochastic rounding."""
+16-bit weights are only trained if small updates survive: with DeepSpeed, adapters or stochastic rounding."""
 
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torchao_available
@@ -15,17 +15,14 @@ from salesrl_trl.launch.memory_estimate import NUMBER_BYTES, STOCHASTIC_OPTIM, E
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.telemetry.device import GIB
 
-MARGIN = 0.1  # an estimate that is above the card's memory by less than this share is a note, and no failure
+MARGIN = 0.1  # an estimate that exceeds the GPU's memory by less than this share is a note, not a failure
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
-LESS = (
-    "Take a `--preset` of this card, `gradient_checkpointing: true`, a smaller `per_device_train_batch_size`, LoRA "
-    "(`use_peft: true`) or DeepSpeed over several cards."
-)
+LESS = "Use this GPU's `--preset`, `gradient_checkpointing: true`, a smaller batch, `use_peft: true` or DeepSpeed."
 
 
 def setup_of(plan: Plan, card_gib: float, prompt_tokens: int | None = None) -> Setup | None:
-    """What a plan trains with, on a card of this size. `None` for a policy of a kind without an estimate. Raises
-    `ConfigError` if adapters have no place."""
+    """The training setup of a plan, on a GPU of this size. `None` if the architecture is not supported by the
+    estimate. Raises `ConfigError` if no layer fits the adapters."""
     training, model = plan.config.training, plan.config.model
     shape = memory.shape_of(empty_model(*plan.config.policy_source), model)
     if shape is None:
@@ -37,7 +34,7 @@ def setup_of(plan: Plan, card_gib: float, prompt_tokens: int | None = None) -> S
 
 
 def check_memory(plan: Plan, findings: Findings) -> None:
-    """Choose the number format, with an optimizer that suits it, and compare the estimate with the card."""
+    """Choose the number format with a suitable optimizer, and compare the estimate with the GPU's memory."""
     training, model = plan.config.training, plan.config.model
     card, setup = software.card_here(training.device), None
     if model.model_name_or_path is not None and (card is not None or model.use_peft):
@@ -52,15 +49,15 @@ def check_memory(plan: Plan, findings: Findings) -> None:
     _check_disk(plan, findings)
     findings.notes([note])
     if card is None or setup is None:
-        findings.skipped = "there is no estimate for this model and these processes; the stage `step` measures"
+        findings.skipped = "this model and these processes cannot be estimated; the stage `step` measures them"
         return
     _compare(setup.weighed(plan.dtype, training.optim.value), card.used_gib, setup, findings)
 
 
 def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
-    """Choose the number format of the weights, and the optimizer that it needs. `setup`: if there is an estimate.
+    """Choose the number format of the weights, and the optimizer that it needs. `setup` is required for an estimate.
 
-    Returns a line for the banner, if the weights are not as the settings say. Raises `ConfigError` if none fits.
+    Returns a line for the banner if the weights differ from the settings. Raises `ConfigError` if nothing fits.
     """
     model, training = plan.config.model, plan.config.training
     dtype, optim, optim_args = model.dtype, training.optim.value, (training.optim_args or "").replace(" ", "")
@@ -69,7 +66,7 @@ def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
     plan.dtype = dtype
     if dtype == "float32" or model.use_peft or (by_deepspeed and autocast) or rounds:
         return None
-    is_default = optim in ("adamw_torch", "adamw_torch_fused")  # which may be replaced
+    is_default = optim in ("adamw_torch", "adamw_torch_fused")  # may be replaced
     exact = setup.weighed("float32", optim) if setup is not None and is_default else None
     if setup is None or exact is None or exact.fits:
         plan.dtype = "float32"
@@ -77,27 +74,22 @@ def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
         setting = f"`dtype: {dtype}`" if dtype in ("bfloat16", "float16") else "16-bit weights"
         return f"weights are trained in float32 and {computing}: {setting} would lose small updates"
     rounded = setup.weighed("bfloat16", STOCHASTIC_OPTIM)
-    lack = (
-        f"full fine-tuning in float32 takes about {exact.needed_gib:.0f} GiB, generation included, and the card has "
-        f"{exact.card_gib:.0f}"
-    )
+    sizes = f"about {exact.needed_gib:.0f} GiB including generation, and the GPU has {exact.card_gib:.0f}"
+    lack = f"full fine-tuning in float32 needs {sizes}"
     if is_torchao_available() and dtype != "float16" and rounded.fits:
         plan.dtype, training.optim, training.optim_args = "bfloat16", OptimizerNames(STOCHASTIC_OPTIM), STOCHASTIC_ARGS
-        return (
-            "weights are trained in bf16 with stochastic rounding (torchao's 8-bit AdamW, about "
-            f"{rounded.needed_gib:.0f} GiB), which keeps small updates on average: {lack}"
-        )
+        optimizer = f"torchao's 8-bit AdamW, about {rounded.needed_gib:.0f} GiB"
+        return f"weights are trained in bf16 with stochastic rounding ({optimizer}), which is unbiased: {lack}"
     rounding = "`dtype: bfloat16` with torchao (`pip install torchao`), " if rounded.fits else ""
     raise ConfigError(
-        f"{lack}; in 16 bits plain AdamW would lose nearly every update. Set one of: {rounding}LoRA (`use_peft: "
-        "true`), DeepSpeed over several GPUs (accelerate_configs/full.yaml), or `dtype: float32`, which is tried "
-        "without this estimate."
+        f"{lack}; plain AdamW on 16-bit weights would lose nearly every update. Set one of: {rounding}LoRA "
+        "(`use_peft: true`), DeepSpeed (accelerate_configs/full.yaml), or `dtype: float32` to ignore this estimate."
     )
 
 
 def _check_disk(plan: Plan, findings: Findings) -> None:
-    """Hold a checkpoint of a run that trains all weights against the free disk: the weights in training's format, the
-    optimizer's moments, and DeepSpeed's float32 copies of 16-bit weights."""
+    """Compare the size of a full fine-tuning checkpoint with the free disk space: weights in the training format,
+    optimizer moments, and DeepSpeed's float32 copies of 16-bit weights."""
     model, training = plan.config.model, plan.config.training
     if model.model_name_or_path is None or model.use_peft or training.save_strategy == "no":
         return
@@ -107,33 +99,24 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     each = number + (0 if training.save_only_model else states)
     checkpoint, free = each * memory.parameter_count(*plan.config.policy_source) / GIB, free_gib(training.output_dir)
     findings.figures["checkpoint_gib"] = checkpoint
-    if free < 2 * checkpoint:  # the one before stays until it is whole
-        findings.add(
-            f"A checkpoint takes about {checkpoint:.1f} GiB, and `output_dir` {training.output_dir} has {free:.1f} "
-            "GiB of free disk.",
-            "Name an `output_dir` on a larger disk, or set `save_only_model: true`.",
-            is_failure=free < checkpoint,
-        )
+    if free < 2 * checkpoint:  # the previous one is kept until the new one is complete
+        text = f"A checkpoint needs about {checkpoint:.1f} GiB, and `output_dir` has {free:.1f} GiB of free disk."
+        remedy = "Use an `output_dir` on a larger disk, or set `save_only_model: true`."
+        findings.add(text, remedy, is_failure=free < checkpoint)
 
 
 def _compare(estimated: Estimate, used_gib: float, setup: Setup, findings: Findings) -> None:
-    """Note or fail where the estimate is above the card."""
+    """Note or fail if the estimate exceeds the GPU's memory."""
     card, needed = estimated.card_gib, estimated.needed_gib
     figures = {**estimated.peak.parts, "needed": needed, "card": card, "used": used_gib}
     findings.figures |= {f"{part.replace(' ', '_')}_gib": round(gib, 2) for part, gib in figures.items()}
     if not estimated.starts_engine:
-        findings.fail("vLLM's share of the card has no room for one completion of full length beside the weights: it "
-                      "would not start.", f"Raise `vllm_gpu_memory_utilization`. {LESS}")  # fmt: skip
+        text = "vLLM's memory share does not fit the weights and one completion of full length: it would not start."
+        findings.fail(text, f"Raise `vllm_gpu_memory_utilization`. {LESS}")
     elif not estimated.fits:
-        is_tried = setup.model.dtype == "float32" and not setup.lora  # in spite of the estimate
-        findings.add(
-            f"training takes about {needed:.1f} GiB ({estimated.peak.name}), and the card has {card:.1f}; the "
-            f"estimate is good to {MARGIN:.0%}.",
-            LESS,
-            is_failure=needed > (1 + MARGIN) * card and not is_tried,
-        )
+        is_tried = setup.model.dtype == "float32" and not setup.lora  # despite the estimate
+        text = f"training needs about {needed:.1f} GiB ({estimated.peak.name}, ±{MARGIN:.0%}), the GPU has {card:.1f}."
+        findings.add(text, LESS, is_failure=needed > (1 + MARGIN) * card and not is_tried)
     elif used_gib + needed > (1 + MARGIN) * card:
-        findings.fail(
-            f"training takes about {needed:.1f} GiB of the card's {card:.1f}, and {used_gib:.1f} are in use now.",
-            "End the processes that `nvidia-smi` shows, or choose another card by CUDA_VISIBLE_DEVICES.",
-        )
+        text = f"training needs about {needed:.1f} of the GPU's {card:.1f} GiB, and {used_gib:.1f} are already in use."
+        findings.fail(text, "Stop the processes that `nvidia-smi` lists, or set CUDA_VISIBLE_DEVICES to another GPU.")

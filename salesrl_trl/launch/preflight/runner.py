@@ -26,7 +26,7 @@ from salesrl_trl.types import DEFAULT_FORMAT
 
 
 def prepare(config: RunConfig) -> Plan:
-    """Pass all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the first failure."""
+    """Run all stages of a run. Findings become notes of the plan. Raises a `SalesRLError` for the first failure."""
     plan = Plan(config)
     for stage in BEFORE_A_RUN:
         findings = Findings()
@@ -39,7 +39,7 @@ def prepare(config: RunConfig) -> Plan:
 
 
 def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[PreflightStage]:
-    """All stages, or the wanted ones and those they need, in order. Raises `ConfigError` for an unknown name."""
+    """All stages, or the wanted ones with those they require, in order. Raises `ConfigError` for an unknown name."""
     by_name = {stage.name: stage for stage in stages}
     if unknown := [name for name in wanted if name not in by_name]:
         raise ConfigError(f"`stage` is {', '.join(unknown)!r}. Expected some of: {', '.join(by_name)}.")
@@ -50,8 +50,8 @@ def chosen(wanted: Sequence[str], stages: Sequence[PreflightStage]) -> list[Pref
 
 
 def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] = ()) -> Iterator[StageReport]:
-    """Run the stages of `chosen` in their order, and yield each report. The first failure ends it, and what they
-    opened is closed. With `wanted`, only these stages are reported, and one that failed."""
+    """Run the stages of `chosen` in order, and yield their reports. Stops at the first failure, and closes what the
+    stages have opened. With `wanted`, reports only these stages and one that fails."""
     with plan.opened:
         for stage in stages:
             report = report_of(stage, plan)
@@ -62,26 +62,23 @@ def examine(plan: Plan, stages: Sequence[PreflightStage], wanted: Sequence[str] 
 
 
 def _check_sources(plan: Plan, findings: Findings) -> None:
-    """The datasets, whose branches the other checks read."""
+    """Check the datasets, whose branches the other checks need."""
     config, training = plan.config, plan.config.training
     for source in config.data.sources:
         check_source(source.train_source[0])
         check_source(source.eval_source[0])
     findings.notes(map(settle_held_out, config.data.sources if plan.evaluates else ()))
-    if not training.branches:  # of a task of one's own: those of the rows
+    if not training.branches:  # the user's own task has those of its rows
         training.branches = plan.branches_of_rows
         training.kl_targets()
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
-    """Settings that depend on each other or on files. Those alone are checked in `config`."""
+    """Check settings that depend on each other or on files. `config` checks single settings."""
     config, training, model, reward = plan.config, plan.config.training, plan.config.model, plan.config.reward
-    resumed = find(
-        training.resume_from_checkpoint,
-        training.output_dir,
-        with_digests=training.local_process_index == 0,
-        without_manifest=training.allow_changed_resume,
-    )
+    is_first, is_changed = training.local_process_index == 0, training.allow_changed_resume
+    folder, asked = training.output_dir, training.resume_from_checkpoint
+    resumed = find(asked, folder, with_digests=is_first, without_manifest=is_changed)
     training.resume_from_checkpoint = None if resumed is None else str(resumed)
     config.telemetry.check_branches(training.branches)
     if training.held_out_eval:
@@ -90,43 +87,40 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     if model.use_peft:
         check_ranges(model, LORA)
     of_lora = {"`use_peft` is false": "" if model.use_peft else "lora_.*|use_(rslora|dora)"}
-    of_rag = {"no RAG service is asked": "" if reward.uses_rag else "rag"}
-    of_judge = {"the packaged judge does not score": "" if reward.uses_services else "judge_.*"}
+    of_rag = {"no RAG service is used": "" if reward.uses_rag else "rag"}
+    of_judge = {"the built-in judge does not score": "" if reward.uses_services else "judge_.*"}
     findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     findings.notes(check_stand_ins(reward, training.branches, next(iter(config.data.own_sources), None)))
     if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-        raise ModelNotFoundError(
-            f"there is no {VISION_POLICY} here, the small policy that reads pictures. Run `python "
-            "scripts/make_vision_policy.py`, which teaches it in two minutes."
-        )
-    is_16_bit = bool(training.bf16 or training.fp16)
-    asked = model.attn_implementation
-    model.attn_implementation, line = choose_attention(asked, training.device, is_16_bit, plan.model_config)
+        remedy = "Train it by `python scripts/make_vision_policy.py`, in two minutes."
+        raise ModelNotFoundError(f"{VISION_POLICY}, the small vision policy, does not exist. {remedy}")
+    is_16_bit, kernel = bool(training.bf16 or training.fp16), model.attn_implementation
+    model.attn_implementation, line = choose_attention(kernel, training.device, is_16_bit, plan.model_config)
     findings.notes([line])
-    _ = plan.reward  # reads what it is made of
+    _ = plan.reward  # reads its parts
 
 
 def _check_small_policy(plan: Plan) -> None:
-    """Raise unless a small policy, if it is used, is prompted as it was taught."""
+    """Raise `ConfigError` unless a small policy, if used, gets the prompt it was trained with."""
     prompt, is_usual = plan.prompt, plan.config.reward.rag_service.action_format == DEFAULT_FORMAT
     if Path(plan.config.policy_path) in POLICY_OF.values() or plan.config.model.model_name_or_path is not None:
         return
     if prompt is None:
         raise ConfigError(
-            "no model is named, and the packaged small policy knows the demo alone. Expected the policy to train: "
-            "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`, or a folder."
+            "no model is named, and the built-in small policy only knows the demo. Expected the policy to train, e.g. "
+            "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`."
         )
     if prompt != PROMPT_STYLE or not is_usual:
         raise ConfigError(
-            f"the small demo policy needs `prompt_template: {PROMPT_STYLE}` and the usual `rag.action_fields`. "
-            "Name a `model_name_or_path`, or set these as it was taught."
+            f"the small demo policy needs `prompt_template: {PROMPT_STYLE}` and the usual `rag.action_fields`. Set "
+            "these, or a `model_name_or_path`."
         )
 
 
 def _check_data(plan: Plan, findings: Findings) -> None:
-    """Columns, branches, lengths, and enough rows. A checkpoint's rows have to be these rows."""
+    """Check columns, branches, lengths and the number of rows, and that a checkpoint has the same rows."""
     config, training = plan.config, plan.config.training
-    policy = config.model.model_name_or_path or "(the packaged small policy)"
+    policy = config.model.model_name_or_path or "(the built-in small policy)"
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))
     train, held_out = plan.train, plan.held_out
@@ -137,19 +131,17 @@ def _check_data(plan: Plan, findings: Findings) -> None:
             one.check(dataset.column_names)
     records = [*plan.train_records, *plan.held_out_records]
     findings.notes([*(part.note for part in records), train.note, held_out.note])
-    if training.resume_from_checkpoint is not None:  # the trainer logs differences that are allowed
+    if training.resume_from_checkpoint is not None:  # the trainer logs allowed differences
         made_of = identity_of(training, rows_of(train.prompts, (row.branch for row in train.rows)))
         check_identity(Path(training.resume_from_checkpoint), made_of, training.allow_changed_resume)
     if config.telemetry.quick_eval_steps and len(held_out.rows) < training.world_size:
-        raise ConfigError(
-            f"a quick evaluation has {len(held_out.rows)} held-out rows for {training.world_size} processes. Hold out "
-            "more (`max_eval_rows`), or set `quick_eval_steps: 0`."
-        )
+        count = f"{len(held_out.rows)} held-out rows for {training.world_size} processes"
+        raise ConfigError(f"quick evaluations have {count}. Hold out more, or set `quick_eval_steps: 0`.")
     prompts = training.generation_batch_size // training.num_generations
     check(
         training.mode != "train" or len(train.rows) >= prompts,
-        f"there are {len(train.rows)} training rows, and a step takes {prompts} prompts: no step would be done. "
-        "Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`.",
+        f"there are {len(train.rows)} training rows, but each step uses {prompts} prompts. Add rows, or lower "
+        "`per_device_train_batch_size` or `gradient_accumulation_steps`.",
     )
     check_splits(train.rows, held_out.rows, training.branches, findings)
     findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
@@ -165,5 +157,5 @@ BEFORE_A_RUN = (
     RAG_STAGE,
     JUDGE_STAGE,
 )
-"""The stages of a run, in order of cost. None of them loads a model's weights."""
+"""The stages of a run, in order of cost. None of them loads model weights."""
 STAGES = (*BEFORE_A_RUN, STEP_STAGE)  # the stages of a preflight

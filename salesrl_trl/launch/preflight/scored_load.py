@@ -1,4 +1,4 @@
-"""A run's load on its services: made-up completions, scored by its reward chain, batch after batch."""
+"""Simulates a run's load on its services: its reward pipeline scores batches of made-up completions."""
 
 import contextlib
 import itertools
@@ -22,32 +22,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TEXT_CHARS = 300  # longest text of a made-up action
 INVALID = ("", "{}", "I would ask for the price first.", '{"rewritten_query": 7}')
-INVALID_SHARE = 0.2  # about as many as from a policy that knows the format
 
 
 def made_up(row: SalesRow, rng: random.Random) -> str:
-    """A completion: an action of excerpts of the row's conversation, or now and then one that is invalid."""
-    if rng.random() < INVALID_SHARE:
+    """A completion: an action from excerpts of the row's conversation, or sometimes an invalid one."""
+    if rng.random() < 0.2:  # as from a policy that knows the format
         return rng.choice(INVALID)
-    texts = [message.content[:TEXT_CHARS] for message in row.conversation]
+    texts = [message.content[:300] for message in row.conversation]
     action = {name: f"{rng.choice(texts)} {rng.randrange(1000)}" for name in DEFAULT_FORMAT.fields}
     return json.dumps(action, ensure_ascii=False)
 
 
 def score_made_up(plan: "Plan", findings: Findings) -> None:
-    """Score as many batches as `plan.load` says, and report what a run with these services would find."""
+    """Score `plan.load` batches, and report the rates and failures that a run would see."""
     config, training, fields = plan.config.reward, plan.config.training, plan.config.reward.rag_service.action_format
     if not config.has_chain or config.asks_nobody or fields.fields != DEFAULT_FORMAT.fields:
-        raise ConfigError(
-            "made-up completions are actions of the usual fields for the packaged chain. Leave out `reward_funcs` and "
-            "`rag.action_fields`."
-        )
+        raise ConfigError("made-up completions do not support `reward_funcs`, `replay` and `rag.action_fields`.")
     rows, rng, group = plan.train_rows, random.Random(training.seed), training.num_generations
     order = itertools.cycle(rng.sample(range(len(rows)), len(rows)))
     seconds, scored, lost = list[float](), list[float](), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:  # answers of an earlier run would take load off the services
+    with tempfile.TemporaryDirectory() as folder:  # cached answers would reduce the load
         reward = build_reward(config, plan.reward, rows, *plan.addresses, output_dir=Path(folder))
         with contextlib.closing(RewardLoop(reward)) as reward_loop:
             if config.warm_up_services and (unusable := reward.names.unusable(reward_loop.warm_up())):
@@ -66,8 +61,8 @@ def score_made_up(plan: "Plan", findings: Findings) -> None:
     findings.figures |= {"step_p50_s": median(seconds), "step_max_s": max(seconds), "least_scored": min(scored)}
     least = training.min_valid_reward_fraction
     if skipped := sum(share < least for share in scored):
-        findings.fail(
-            f"Training would skip {skipped} of {plan.load} steps: the worst had {min(scored):.0%} of its completions "
-            f"scored ({', '.join(f'{name} {count}' for name, count in lost.most_common())}).",
-            f"`min_valid_reward_fraction` needs {least:.0%}: mend the services, or ask them for less at once.",
+        reasons = ", ".join(f"{name} {count}" for name, count in lost.most_common())
+        text = (
+            f"Training would skip {skipped} of {plan.load} steps; at worst {min(scored):.0%} were scored ({reasons})."
         )
+        findings.fail(text, f"Fix the services or lower the concurrency: `min_valid_reward_fraction` is {least:.0%}.")

@@ -1,5 +1,5 @@
-"""The stages `rag` and `judge`: do the services answer, in time and in form, and how far do verdicts differ? A
-preflight also puts the load of a step on them. scripts/test_rag_endpoints.py imports this without torch."""
+"""The stages `rag` and `judge`: do the services answer correctly and in time, and how noisy are the verdicts? A
+preflight also load-tests them with a step's calls. scripts/test_rag_endpoints.py imports this without torch."""
 
 import asyncio
 import dataclasses
@@ -39,28 +39,29 @@ if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
 
 T = TypeVar("T")
-Results = Sequence[tuple[T, float] | ServiceError]  # by call: the answer with its seconds, or the error
-NO_SERVICES = "`reward_funcs` score, without a RAG service and a judge"
+Call = Callable[[], Awaitable[T]]
+Results = Sequence[tuple[T, float] | ServiceError]  # per call: the answer with its seconds, or the error
+NO_SERVICES = "`reward_funcs` score without a RAG service or judge"
 
-FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`: a noise's standard error is a sixth and a fifteenth of it
-NOISY = 0.1  # from this share of noise in the variance of a group's scores on, a note says so
-FLAT = 0.02  # a judge whose scores of right and wrong answers spread less does not tell them apart
-BIASED = 0.05  # from this gap on a note says that the order of the answers moves a score
+FEWEST_CALLS, MOST_CALLS = 32, 128  # without `--calls`; the noise's relative standard error is then 1/6 or 1/15
+NOISY = 0.1  # note a share of noise in the variance of a group's scores above this
+FLAT = 0.02  # a judge does not distinguish right and wrong answers if its scores spread less
+BIASED = 0.05  # note a position bias of at least this
 
 
 @dataclass(frozen=True)
 class Target(Generic[T]):
-    """A service under the load of a step."""
+    """A service to load-test."""
 
-    transport: Transport | None  # `None` for a judge of one's own
-    in_flight: int  # most calls at once
-    patience_s: float  # for one call, retries included
-    calls: Sequence[Callable[[], Awaitable[T]]]
-    instead: str | None  # what happens without this service; `None` if training needs it
+    transport: Transport | None  # `None` for the user's own judge
+    in_flight: int  # concurrency limit
+    patience_s: float  # timeout of a call, including retries
+    calls: Sequence[Call[T]]
+    instead: str | None  # the consequence of an outage; `None` if training needs the service
 
 
 def _know_branches(plan: "Plan", findings: Findings) -> None:
-    """What the stage `config` settles in a run, for a stage that is asked for alone."""
+    """Do the part of the stage `config` that these stages need if they run alone."""
     config, training = plan.config, plan.config.training
     if plan.in_depth:
         training.branches = training.branches or plan.branches_of_rows
@@ -70,7 +71,7 @@ def _know_branches(plan: "Plan", findings: Findings) -> None:
 def _ask_rag(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     if not config.uses_rag:
-        findings.skipped = "the judge scores the policy's own answers" if config.uses_services else NO_SERVICES
+        findings.skipped = "the judge scores the policy's answers directly" if config.uses_services else NO_SERVICES
         return
     if (address := config.rag_service.base_url) is not None:
         findings.notes(check_rag(address, rag_key_of(config)))
@@ -81,7 +82,7 @@ def _ask_rag(plan: "Plan", findings: Findings) -> None:
 def _ask_judge(plan: "Plan", findings: Findings) -> None:
     config = plan.config.reward
     if not config.uses_services or not _rubrics(plan):
-        findings.skipped = "no branch weighs a judge" if config.uses_services else NO_SERVICES
+        findings.skipped = "no branch weights a judge" if config.uses_services else NO_SERVICES
         return
     findings.notes(check_judges(config, plan.reward))
     if _puts_load(plan):
@@ -90,15 +91,15 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
 
 def _score_made_up(plan: "Plan", findings: Findings) -> None:
     if plan.load and _puts_load(plan):
-        from salesrl_trl.launch.preflight.scored_load import score_made_up  # brings torch
+        from salesrl_trl.launch.preflight.scored_load import score_made_up  # imports torch
 
         score_made_up(plan, findings)
 
 
 def _puts_load(plan: "Plan") -> bool:
-    """Whether this process puts the load of all processes on the services: the first one does, in a preflight."""
+    """Whether this process load-tests the services for all: in a preflight, the first one does."""
     if plan.in_depth:
-        _ = plan.addresses  # the processes start embedded services together
+        _ = plan.addresses  # all processes start embedded services together
     return plan.in_depth and plan.config.training.process_index == 0
 
 
@@ -107,40 +108,36 @@ JUDGE_STAGE = PreflightStage("judge", (), (_know_branches, _ask_judge, _score_ma
 
 
 def under_load(config: RewardConfig) -> RewardConfig:
-    """The settings of a load: all calls are sent at once, none is sent twice, and none waits for a dead service."""
+    """The settings of a load test: all calls are sent at once, without hedging or waiting for an outage to end."""
     most = max(config.rag_service.max_concurrency, config.judge_max_concurrency)
     return dataclasses.replace(config, initial_concurrency=most, hedge_fraction=0.0, outage_patience_s=0.0)
 
 
 def calls_of(plan: "Plan", in_flight: int) -> int:
-    """The calls to a service: those of `--calls`, or as many as a step makes at once, within bounds."""
-    if plan.calls is not None:
-        return plan.calls
-    return min(max(in_flight, FEWEST_CALLS), MOST_CALLS)
+    """The calls to a service: `--calls`, or a step's concurrent calls within bounds."""
+    return min(max(in_flight, FEWEST_CALLS), MOST_CALLS) if plan.calls is None else plan.calls
 
 
 async def _put_loads(targets: Mapping[str, Target[T]]) -> dict[str, Results[T]]:
-    """Make the calls of all services at once, by service name."""
+    """Call all services concurrently. Returns the results by service name."""
 
     async def put_load(service: str, target: Target[T]) -> Results[T]:
         gate, patience_s = asyncio.Semaphore(target.in_flight), target.patience_s
 
-        async def answer_of(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+        async def answer_of(call: Call[T]) -> tuple[T, float] | ServiceError:
             async with gate:
                 try:
                     with deadline(patience_s):
-                        async with asyncio.timeout(None if target.transport else patience_s):  # it knows the deadline
+                        # a transport knows the deadline
+                        async with asyncio.timeout(None if target.transport else patience_s):
                             result = await clocked(call)
                 except TimeoutError:
                     result = ServiceTimeout("")
             if not isinstance(result, ServiceTimeout):
                 return result
             setting = "`judge_timeout_s`" if service.startswith(JUDGE) else "`rag.timeout_s`"
-            return ServiceTimeout(
-                f"{service} gave no complete answer within {patience_s:g} s. Look at the service's own log, or raise "
-                f"{setting} if it is merely slow.",
-                f"{service}_timeout",
-            )
+            text = f"{service} did not answer within {patience_s:g} s. Check its log, or raise {setting}."
+            return ServiceTimeout(text, f"{service}_timeout")
 
         return await asyncio.gather(*map(answer_of, target.calls))
 
@@ -149,10 +146,9 @@ async def _put_loads(targets: Mapping[str, Target[T]]) -> dict[str, Results[T]]:
 
 
 async def _drop_failing(targets: dict[str, Target[T]], places: Mapping[str, str], findings: Findings) -> None:
-    """Ask each service once. Raises the error of one that training needs, or of the first if all of them fail."""
-    loads = await _put_loads(
-        {name: dataclasses.replace(target, calls=target.calls[:1]) for name, target in targets.items()}
-    )
+    """Call each service once. Raises the error of one that training needs, or the first one if all fail."""
+    first = {name: dataclasses.replace(target, calls=target.calls[:1]) for name, target in targets.items()}
+    loads = await _put_loads(first)
     failed = {name: result for name, [result] in loads.items() if isinstance(result, ServiceError)}
     add_places(failed, places)
     for name, error in failed.items():
@@ -168,8 +164,8 @@ async def _drop_failing(targets: dict[str, Target[T]], places: Mapping[str, str]
 def _report(
     findings: Findings, name: str, target: Target[T], results: Results[T], plan: "Plan", needed: bool
 ) -> list[T]:
-    """Add a load's figures. It fails if training would skip such a batch, and needs this service. Returns the
-    answers."""
+    """Add the metrics of a load test, which fails if training needs this service and would skip such a batch. Returns
+    the answers."""
     least, errors = plan.config.training.min_valid_reward_fraction, [r for r in results if isinstance(r, ServiceError)]
     answered = [result for result in results if not isinstance(result, ServiceError)]
     traffic = dict.fromkeys(TRAFFIC, 0) if target.transport is None else target.transport.drain_traffic()
@@ -181,16 +177,13 @@ def _report(
     }  # fmt: skip
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     codes = ", ".join(f"{code} {count}" for code, count in Counter(error.code for error in errors).most_common())
-    text = f"{name}: of {len(results)} calls, {in_flight} at once, {len(errors)} failed ({codes or 'none'}), and "
-    text += f"{traffic['overloads']} requests were turned away."
-    remedy = "Mend the service, or ask it for less at once (`max_concurrency`)."
-    if needed and len(answered) < least * len(results):
-        text += f" Training skips a batch with fewer than {least:.0%} of its rewards. The first failure: {errors[0]}"
-        findings.fail(text, remedy)
-    elif errors:
-        findings.note(f"{text} The first failure: {errors[0]}", remedy)
-    elif traffic["overloads"]:
-        findings.note(text, remedy)
+    text = f"{name}: {len(errors)} of {len(results)} calls failed at a concurrency of {in_flight} "
+    text += f"({codes or 'none'}), and {traffic['overloads']} requests were rejected with 429."
+    is_failure = needed and len(answered) < least * len(results)
+    text += f" Training skips a batch with fewer than {least:.0%} of its rewards." * is_failure
+    if errors or traffic["overloads"]:
+        text += f" The first failure: {errors[0]}" if errors else ""
+        findings.add(text, "Fix the service, or lower `max_concurrency`.", is_failure=is_failure)
     return [each[0] for each in answered]
 
 
@@ -208,7 +201,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
     rows = list(itertools.islice(itertools.cycle(plan.train_rows), max(count, 1)))
     ask_8b = [partial(answers.ask_8b, row, answers.plain_action(row.conversation[-1].content)) for row in rows]
     ask_32b = [partial(answers.ask_32b, row) for row in rows[: max(count // training.num_generations, prompts)]]
-    alone = None if plan.reward.reference_weighed else "Without a reference the judge scores each answer alone."
+    alone = None if plan.reward.reference_weighed else "The judge then scores answers without a reference."
     (name_8b, transport_8b), (name_32b, transport_32b) = rag.transports.items()
     targets: dict[str, Target[Answer]] = {
         name_8b: Target(transport_8b, completions, patience_s, ask_8b, None),
@@ -221,11 +214,8 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
             answered = _report(findings, name, targets[name], results, plan, needed)
             findings.figures[f"{name}_without_passages"] = without = sum(not each.passages for each in answered)
             if 2 * without > len(answered):
-                findings.note(
-                    f"{name}: {without} of {len(answered)} answers have no passage.",
-                    f"Lower `rag.score_threshold` ({service.score_threshold:g}). Is the service's index loaded? Does "
-                    "it know the rows' `tenant_id`?",
-                )
+                remedy = f"Lower `rag.score_threshold` ({service.score_threshold:g}), or check the service's index."
+                findings.note(f"{name}: {without} of {len(answered)} answers lack passages.", remedy)
     finally:
         await answers.aclose()
 
@@ -234,7 +224,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
 
 
 def _rubrics(plan: "Plan") -> dict[str, str]:
-    """Every rubric that is weighed, with the first branch that it scores."""
+    """Every weighted rubric, with the first branch that it scores."""
     scoring = plan.reward.scoring
     return {rubric: branch for branch in reversed([*scoring.weights]) for rubric in scoring.rubrics(branch).values()}
 
@@ -242,7 +232,7 @@ def _rubrics(plan: "Plan") -> dict[str, str]:
 def _judge_targets(
     judge: Judge, plan: "Plan"
 ) -> tuple[dict[str, Target[Sequence[Verdict]]], list[list[JudgedSample]]]:
-    """By service name, how a provider is asked; and the samples of each call, which all judges get."""
+    """The targets by service name, and the samples of each call, which are the same for all judges."""
     config, training = plan.config.reward, plan.config.training
     verdicts = training.generation_batch_size * config.judging.repeats
     if judge.orders:
@@ -253,7 +243,7 @@ def _judge_targets(
     asked: dict[str, ProviderClient | None] = {JUDGE: None}
     if isinstance(judge, JudgeClient):
         asked = {client.settings.transport.service: client for client in judge.providers.values()}
-    else:  # a judge of one's own reads the answers in an order of its own
+    else:  # the user's own judge chooses the order of the answers
         planned = [[dataclasses.replace(sample, candidate_first=True) for sample in call] for call in planned]
     patience_s = max([config.judge_timeout_s, *(each.timeout_s or 0.0 for each in config.judges.providers)])
 
@@ -271,13 +261,13 @@ def _judge_targets(
         transport = None if client is None else client.settings.transport
         most = config.judge_max_concurrency if transport is None else transport.max_concurrency
         calls = [partial(ask, client, call) for call in planned]
-        targets[name] = Target(transport, min(verdicts, most), patience_s, calls, "Others give its verdicts.")
+        targets[name] = Target(transport, min(verdicts, most), patience_s, calls, "The other providers take over.")
     return targets, planned
 
 
 async def _examine_judge(plan: "Plan", findings: Findings) -> None:
     config, least = plan.config.reward, plan.config.training.min_valid_reward_fraction
-    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1], for_rewards=True)
+    judge = ServiceClients(under_load(config), plan.reward).judge(plan.addresses[1])
     targets, planned = _judge_targets(judge, plan)
     try:
         await _drop_failing(targets, judge.places, findings)
@@ -304,27 +294,20 @@ async def _examine_judge(plan: "Plan", findings: Findings) -> None:
 
 
 def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, times: int) -> None:
-    """`orders`: the judge's, if it judges groups; `times`: the verdicts on an answer that is judged alone."""
+    """`orders`: the judge's, if it judges groups. `times`: the verdicts per separately judged answer."""
     setting, times = ("judge_mode.orders", orders) if orders else ("judge_mode.repeats", times)
     share = noise.share(times)
     figures = {**dataclasses.asdict(noise), "noise_share": share}
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     if noise.spread_sd is not None and noise.spread_sd < FLAT:
-        findings.note(
-            f"{name} scores right and wrong answers of the packaged set alike: their scores have a standard deviation "
-            f"of {noise.spread_sd:.3f}.",
-            "Look at the rubrics and at the judge's model.",
-        )
+        text = f"{name} does not distinguish the built-in set's right and wrong answers: their scores have a standard "
+        findings.note(f"{text}deviation of {noise.spread_sd:.3f}.", "Check the rubrics and the judge's model.")
     elif share is not None and share > NOISY:
-        findings.note(
-            f"{name} is noisy: {share:.0%} of the variance of a group's scores is noise.",
-            f"Raise `{setting}` ({times}), choose another model, or write a clearer rubric.",
-        )
+        text = f"{name} is noisy: {share:.0%} of the variance of a group's scores is noise."
+        findings.note(text, f"Raise `{setting}` ({times}), choose another model, or write a clearer rubric.")
     gap, error = noise.order_gap, noise.order_gap_error or 0.0
     if gap is not None and abs(gap) >= max(BIASED, 2 * error):
         direction = "higher" if gap > 0 else "lower"
-        where = "stands in the first half of its group" if orders else "stands before the reference"
-        findings.note(
-            f"{name} scores a candidate {abs(gap):.2f} {direction} where it {where}.",
-            "" if times % 2 == 0 else f"Set `{setting}: 2`, for a verdict in each order.",
-        )
+        where = "in the first half of its group" if orders else "before the reference"
+        remedy = "" if times % 2 == 0 else f"Set `{setting}: 2` for a verdict in each order."
+        findings.note(f"{name} has a position bias: it scores a candidate {abs(gap):.2f} {direction} {where}.", remedy)

@@ -1,4 +1,4 @@
-"""A stage of a preflight: its checks in order, and its report. Imports no torch."""
+"""A stage of a preflight: its checks in order, and its report. Does not import torch."""
 
 import logging
 import textwrap
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Check = Callable[["Plan", Findings], None]
-"""Looks at a plan, and adds to the findings. It raises a `SalesRLError` where nothing behind it can work."""
+"""Checks a plan and adds findings. Raises a `SalesRLError` if later checks can't work."""
 
 WIDTH = 119
 
@@ -27,11 +27,11 @@ class PreflightStage:
     """A stage: a list of checks under one name."""
 
     name: str
-    needs: tuple[str, ...]  # names of earlier stages without which this one can't run
+    needs: tuple[str, ...]  # names of earlier stages that this one requires
     checks: tuple[Check, ...]
 
     def run(self, plan: "Plan", findings: Findings) -> None:
-        """Make the checks, up to one that says that there is nothing to check."""
+        """Run the checks until one finds nothing to check."""
         for check in self.checks:
             if findings.skipped is None:
                 check(plan, findings)
@@ -61,19 +61,19 @@ def report_of(stage: PreflightStage, plan: "Plan") -> StageReport:
 
 
 def finding_of(error: Exception) -> Finding:
-    """An error as a finding. An error of this package has its remedy in its text, another one in the catalogue."""
+    """An error as a finding. This package's errors contain their remedy; the catalogue has those of other errors."""
     if isinstance(error, SalesRLError):
         return Finding(str(error), is_failure=True)
     fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
     if fault is None:
         logger.error("an error that is not in the catalogue", exc_info=error)
-        return Finding(text, f"The traceback is on stderr. {PAGE} has the known faults.", is_failure=True)
+        return Finding(text, f"The traceback is on stderr. {PAGE} lists the known errors.", is_failure=True)
     steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
     return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)
 
 
 def stage_text(report: StageReport) -> str:
-    """A line with verdict, seconds and figures. Below it a line for each finding, and one for its remedy."""
+    """A line with verdict, seconds and metrics, followed by the findings and their remedies."""
     head = f"{report.stage:<12} {report.verdict:<8} {report.seconds:6.2f} s  "
     figures = ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

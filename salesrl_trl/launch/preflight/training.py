@@ -1,5 +1,5 @@
-"""The stage `step`: does the policy load, does vLLM sample from its weights, does it train? It builds the trainer as a
-run does, and leaves nothing behind."""
+"""The stage `step`: does the policy load, does vLLM sample from its weights, does it train? Builds the trainer as a
+run does, in a temporary folder."""
 
 import itertools
 import math
@@ -16,35 +16,33 @@ from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, overlaid
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.names import GPU_PEAK, HOST_MEMORY, STEP_SECONDS, time_of
-from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer
-from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.device import GIB, forget_peak
 from salesrl_trl.telemetry.perf import COMPUTE_PHASES
-from salesrl_trl.types import Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.trainer import SalesGRPOTrainer
 
-SPARE = 0.03  # share of a card's memory that should be left at the peak
-STEPS = 2  # the first step makes the optimizer's state. The second one holds it from its start, as all later steps do.
-GOLDEN = 0.6180339887  # its multiples, without whole parts, are spread evenly over 0 to 1
-_ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # they end a completion early
+SPARE = 0.03  # share of GPU memory that should be free at the peak
+STEPS = 2  # the first step creates the optimizer state; the second starts with it, like all later steps
+GOLDEN = 0.6180339887  # the fractional parts of its multiples are spread evenly over [0, 1)
+_ENDS = ("stop", "stop_token_ids", "eos_token_id", "stop_strings")  # settings that end a completion early
 
 
-class MadeUpReward(Scorer):
-    """Rewards from no service, all different, so that every group has advantages."""
+def made_up_reward() -> Scorer:
+    """Distinct rewards without a service, so that every group has advantages."""
+    numbers = itertools.count(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = itertools.count(1)
+    def made_up(completions: Sequence[object], **_: object) -> list[float]:
+        return [next(numbers) * GOLDEN % 1 for _ in completions]
 
-    async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        return Reward.scored(next(self._count) * GOLDEN % 1)
+    return reward_of(made_up)
 
 
 def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
-    """Build the run's trainer, with vLLM's engine. The end of `plan.opened` closes it and drops its output folder."""
+    """Build the run's trainer, with vLLM's engine. Closing `plan.opened` also closes it and removes its output
+    folder."""
     folder = plan.opened.enter_context(tempfile.TemporaryDirectory(prefix="salesrl_preflight_"))
     training = plan.config.training
     full_length: dict[str, object] = {} if training.sampler else {"min_new_tokens": training.max_completion_length}
@@ -55,26 +53,29 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     training = overlaid(training, "rehearsal", changes)
     engine = training.parsed_engine_kwargs()
     if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
-        # random weights: only a push that works can make log-probs agree
+        # random weights: log-probs only agree if the push works
         training.vllm_engine_kwargs = {**engine, "load_format": "dummy"}
-    order = sorted(range(len(plan.train.rows)), key=lambda place: -plan.train.lengths[place])  # the longest first
+    order = sorted(range(len(plan.train.rows)), key=plan.train.lengths.__getitem__, reverse=True)  # the longest first
     count = training.generation_batch_size // training.num_generations
     rows = plan.train.at(itertools.islice(itertools.cycle(order), count))
     telemetry = replace(plan.config.telemetry, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype)
-    rehearsal.reward = replace(plan.reward, tools=())  # they ask services. A completion of full length has no results
+    rehearsal.reward = replace(
+        plan.reward, tools=()
+    )  # tools call services, and full-length completions lack their results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
-    trainer = build_trainer(rehearsal, MadeUpReward(), build_instruments(rehearsal.config))
+    trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
     return trainer
 
 
 def _make_steps(plan: Plan, findings: Findings) -> None:
-    """Optimizer steps on the longest batch: completions of full length to the longest prompts, made-up rewards."""
+    """Run optimizer steps on the longest batch: the longest prompts with full-length completions and made-up
+    rewards."""
     training = plan.config.training
     if training.mode != "train":
-        findings.skipped = f"`mode` is {training.mode}: no weights are trained"
+        findings.skipped = f"`mode` is {training.mode}, which does not train"
         return
     trainer = rehearse(plan)
     forget_peak(training.device)
@@ -91,7 +92,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
         "completion_tokens": int(last["completions/mean_length"]),
     }
     if last["completions/min_length"] < training.max_completion_length:
-        findings.note("completions were shorter than `max_completion_length`: memory and seconds are lower bounds")
+        findings.note("completions were shorter than `max_completion_length`, so memory and seconds are lower bounds")
     judge_update(first, training, findings)
 
 
@@ -99,23 +100,19 @@ STEP_STAGE = PreflightStage("step", ("config", "data", "memory"), (_make_steps,)
 
 
 def judge_update(step: Mapping[str, float], training: SalesGRPOConfig, findings: Findings) -> None:
-    """Judge the first step by its log line. One that moves no weight has raised an error."""
+    """Check the first step's log line. A step that moves no weight has already raised an error."""
     loss, norm = step["loss"], step.get("grad_norm")
     findings.figures |= {"loss": loss, "grad_norm": norm}
     if not math.isfinite(loss) or not (norm is None or math.isfinite(norm)):
-        findings.add(
-            f"the longest batch has the loss {loss:g} and a gradient of the norm {norm}.",
-            "Normal in first steps with `fp16`; set `bf16: true` or float32, and look at `learning_rate`.",
-            is_failure=not training.fp16,  # the scale of the loss is halved until there is none
-        )
+        text = f"the longest batch has the loss {loss:g} and the gradient norm {norm}."
+        remedy = "Normal in first steps with `fp16`; set `bf16: true` or float32, and check `learning_rate`."
+        findings.add(text, remedy, is_failure=not training.fp16)  # which lowers the loss scale until it fits
     elif norm == 0:
-        findings.fail(
-            "no weight has a gradient in a step of the longest batch.", "Look at `loss_type` and what is frozen."
-        )
+        findings.fail("the longest batch has zero gradients.", "Check `loss_type` and the frozen weights.")
 
 
 def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, findings: Findings) -> None:
-    """The most memory that the steps took: of the card if there is one, of the process if not."""
+    """Report the steps' peak memory: of the GPU if there is one, else of the process."""
     if device.type != "cuda":
         findings.figures["host_gib"] = max(step[HOST_MEMORY] for step in steps)
         return
@@ -124,9 +121,6 @@ def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, fi
     outside = card - free - torch.cuda.memory_reserved(device) / GIB  # CUDA itself, and other processes
     findings.figures |= {"peak_gib": peak, "left_gib": card - outside - peak, "card_gib": card}
     if card - outside - peak < SPARE * card:
-        findings.note(
-            f"{peak:.1f} GiB were in use at the peak and {outside:.1f} GiB are used outside of PyTorch, of the card's "
-            f"{card:.1f} GiB: less than {SPARE:.0%} are to spare.",
-            "Lower `vllm_gpu_memory_utilization` or `per_device_train_batch_size`, or set `gradient_checkpointing: "
-            "true`.",
-        )
+        text = f"the peak of {peak:.1f} GiB, and {outside:.1f} GiB outside of PyTorch, leave less than {SPARE:.0%} of "
+        remedy = "Lower `vllm_gpu_memory_utilization` or the batch size, or set `gradient_checkpointing: true`."
+        findings.note(f"{text}the GPU's {card:.1f} GiB.", remedy)

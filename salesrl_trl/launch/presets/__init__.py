@@ -1,4 +1,4 @@
-"""Presets: overlays of a recipe, for the memory of a card or a purpose. `--preset NAME` reads one."""
+"""Presets: recipe overlays for a GPU's memory or a purpose, selected by `--preset NAME`."""
 
 from pathlib import Path
 

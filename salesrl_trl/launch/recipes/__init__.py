@@ -1,6 +1,6 @@
-"""The recipes that an installed package has too; `salesrl train own` takes one by its name."""
+"""The built-in recipes of an installed package, selected by name: `salesrl train own`."""
 
 from pathlib import Path
 
-FULL = Path(__file__).parent / "full.yaml"  # the recipe that a command takes where none is named
-RECIPES = {path.stem: path for path in sorted(FULL.parent.glob("*.yaml"))}  # the packaged recipes by name
+FULL = Path(__file__).parent / "full.yaml"  # the default recipe of commands
+RECIPES = {path.stem: path for path in sorted(FULL.parent.glob("*.yaml"))}  # the built-in recipes by name

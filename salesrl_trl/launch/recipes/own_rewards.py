@@ -1,4 +1,4 @@
-"""The reward function of `own.yaml`. One of your own looks like this."""
+"""The reward function of `own.yaml`, an example for your own."""
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:

@@ -1,4 +1,4 @@
-"""What `search.yaml` counts beside the judge's verdict: reward functions, and figures of its quick evaluations."""
+"""Reward functions of `search.yaml` in addition to the judge, and metrics of its quick evaluations."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ Messages = list[dict[str, str]]
 
 @per_completion
 async def searches(completion: Messages) -> float:
-    """The results that the policy has read before it answered. Its weight is what one costs."""
+    """The number of search results read before the answer. Its weight is the cost of a search."""
     return float(sum(message["role"] == "tool" for message in completion))
 
 
 @per_completion
 async def found(completion: Messages, documents: list[str]) -> float | None:
-    """1 if a search brought a document that answers, else 0. A row that needs none has no number."""
+    """1 if a search found an answering document, else 0. `None` for rows without such documents."""
     results = [message["content"] for message in completion if message["role"] == "tool"]
     return float(any(text in result for text in documents for result in results)) if documents else None
 

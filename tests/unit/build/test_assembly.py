@@ -238,7 +238,7 @@ def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
 def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
     settings = config(branch_reward_weights={"fairness": {"retrieval": 1.0}})
     prepare_reward(settings, BRANCHES)
-    with pytest.raises(ConfigError, match=r"has no judge in \['fairness'\]"):
+    with pytest.raises(ConfigError, match=r"not every branch has a judge.*for \['fairness'\]"):
         prepare_reward(settings, BRANCHES, True)
 
 
@@ -272,7 +272,10 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": JUDGES, "judge_meter": {"on_alarm": "second_judge"}}, "second"),
         ({"judge_providers": JUDGES[:1], "judge_meter": METER}, "Expected one of them"),
         ({"judge_providers": JUDGES[1:], "judge_meter": METER}, "another one with a weight"),
-        ({"judge_providers": JUDGES, "judge_meter": METER, "replay": "runs/first"}, "nobody can ask a record"),
+        (
+            {"judge_providers": JUDGES, "judge_meter": METER, "replay": "runs/first"},
+            "a record lacks a second judge's scores",
+        ),
         ({"judge_providers": JUDGES, "judge_meter": {**METER, "on_alarm": "second"}}, "second_judge"),
     ],
     ids=str,

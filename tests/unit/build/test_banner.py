@@ -21,13 +21,13 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
             "full",
             [],
             [
-                "the packaged small policy (your own: --model_name_or_path NAME)",
+                "the built-in small policy (your own: --model_name_or_path NAME)",
                 # 8 a micro-batch x 8 accumulated = 64 completions, of 8 for each prompt
                 "8 prompts x 8 completions = 64 completions (8 a micro-batch x 8 accumulated); 30 steps",
                 "up to 64 new tokens in 320 with the prompt",
                 "generated up to 2 steps ahead",
                 "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
-                "packaged, compact (your own: --prompt_template FILE); rubrics: packaged",
+                "built-in, compact (your own: --prompt_template FILE); rubrics: built-in",
                 "embedded, made for the demo (your own: --judge_providers.base_url",
                 "prompt_template, vllm_max_model_length",
                 "TRL's default is bf16, slow on this device",

@@ -37,7 +37,7 @@ def test_a_model_that_is_not_there_is_refused(name, message, monkeypatch):
 
 def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
     Qwen2Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelNotFoundError, match="where there is no tokenizer"):
+    with pytest.raises(ModelNotFoundError, match="a folder without a tokenizer"):
         load_tokenizer(str(tmp_path), None, False)
 
 
@@ -45,8 +45,8 @@ def test_a_folder_with_a_configuration_alone_has_no_tokenizer(tmp_path):
     ("given", "positions", "tokens", "reason"),
     [
         # a prompt has what the completion's 64 tokens leave
-        ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 less `max_completion_length` 64"),
-        ({}, 512, 448, "the model's positions 512 less"),
+        ({"vllm_max_model_length": 320}, 512, 256, "`vllm_max_model_length` 320 minus `max_completion_length` 64"),
+        ({}, 512, 448, "the model's positions 512 minus"),
         ({"use_vllm": False, "vllm_max_model_length": 320}, 512, 448, "the model's positions"),
         ({"vllm_max_model_length": 320, "vllm_engine_kwargs": '{"max_model_len": 300}'}, 512, 236, "`max_model_len`"),
         ({}, None, None, ""),
@@ -62,7 +62,7 @@ def test_a_prompt_leaves_room_for_its_completion(given, positions, tokens, reaso
     ("given", "message"),
     [
         ({"max_completion_length": 320}, "a prompt and `max_completion_length` 320 do not fit"),
-        ({"vllm_max_model_length": 4096}, "`vllm_max_model_length` is 4096, but the model has 512 positions"),
+        ({"vllm_max_model_length": 4096}, "`vllm_max_model_length` is 4096, but the model only has 512 positions"),
     ],
 )
 def test_a_prompt_without_room_for_a_completion_is_refused(given, message):
@@ -85,7 +85,7 @@ def test_lengths_of_a_packaged_recipe_follow_a_model_of_fewer_positions(tiny, gi
     chosen = dict(zip(("vllm_max_model_length", "max_completion_length"), lengths, strict=True))
     assert chosen == {name: getattr(plan.config.training, name) for name in chosen}
     assert chosen == {name: plan.config.recipe[name] for name in chosen}
-    assert ("`max_completion_length` is 128, and not the recipe's 512" in str(plan.notes)) is (given == [])
+    assert ("`max_completion_length` is 128 instead of the recipe's 512" in str(plan.notes)) is (given == [])
 
 
 def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
@@ -93,7 +93,7 @@ def test_a_length_of_the_users_own_is_refused(tiny, tmp_path):
     recipe.write_text(RECIPES["own"].read_text())
     for argv in (["--vllm_max_model_length", "2048"], ["--config", str(recipe)]):
         plan = Plan(parse(["--model_name_or_path", str(tiny), *argv], RECIPES["own"]))
-        with pytest.raises(ConfigError, match="`vllm_max_model_length` is 2048, but the model has 256 positions"):
+        with pytest.raises(ConfigError, match="`vllm_max_model_length` is 2048, but the model only has 256 positions"):
             _ = plan.limit
 
 
@@ -150,7 +150,9 @@ def test_a_key_file_that_is_not_safe_or_no_key_is_refused_without_showing_it(
 
 @pytest.mark.parametrize("key", ["sk-proj-1234", "abcdef", "NO_SUCH_KEY"])
 def test_a_variable_that_is_not_set_is_refused_and_a_key_in_place_of_its_name_is_not_shown(key):
-    told = "names the environment variable NO_SUCH_KEY, which is not set" if key.isupper() else "may be the key itself"
+    told = (
+        f"names {'the environment variable NO_SUCH_KEY' if key.isupper() else 'an environment variable .not shown.'}, "
+    )
     with pytest.raises(ConfigError, match=told) as refused:
         read_key(key, "judge_api_key_env")
     assert (key in str(refused.value)) is key.isupper()
@@ -196,10 +198,10 @@ def serve(httpserver):
     ("check", "pages", "path", "noted"),
     [
         (check_rag, {"healthz": (200, "")}, "", None),
-        (check_rag, {}, "", "has no /healthz"),
+        (check_rag, {}, "", "lacks /healthz"),
         (check_judge, SERVED, "/v1", None),
         (check_judge, {"v1_chat_completions": (200, "{}")}, "/v1", None),  # one token shows that it has the model
-        (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "gave no answer as 'judge-32b'"),
+        (check_judge, {"v1_chat_completions": (503, "")}, "/v1", "did not answer as 'judge-32b'"),
         (check_judge, {"v1_chat_completions": (422, "")}, "/v1", None),  # it has the model, and not this field
         (check_judge, {"v1_models": (403, ""), "v1_chat_completions": (200, "{}")}, "/v1", None),  # a restricted key
     ],
@@ -215,11 +217,11 @@ def test_an_address_that_answers_is_taken_and_what_could_not_be_seen_is_noted(se
     ("check", "pages", "path", "message"),
     [
         (lambda url, key: check_judge(url, key, "judge-32"), SERVED, "/v1",
-         r"`judge_providers.model` is 'judge-32', to which POST \S+ answered 404\. Did you mean 'judge-32b'\?"),
-        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* answered 404\. It lists"),
+         r"`judge_providers.model` is 'judge-32', but POST \S+ returned 404\. Did you mean 'judge-32b'\?"),
+        (check_provider, SERVED, "/v1", r"`judge_providers\[a\]\.model` is 'x'.* returned 404\. It lists"),
         (check_judge, {"v1_chat_completions": (400, '{"message": "Invalid model: judge-32b"}')}, "/v1",
-         r"'judge-32b', to which POST \S+ answered 400\. Correct"),
-        (check_judge, SERVED, "", "is 'judge-32b', to which .* answered 404. .*OpenAI-compatible API"),
+         r"'judge-32b', but POST \S+ returned 400\. Correct"),
+        (check_judge, SERVED, "", "is 'judge-32b', but .* returned 404. .*OpenAI-compatible URL"),
     ],
     ids=["a typo", "of a provider", "no such model", "no /v1"],
 )  # fmt: skip
@@ -251,7 +253,7 @@ def test_a_vllm_server_whose_weights_can_not_be_updated_is_refused(serve):
 )
 def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
     httpserver.expect_request(re.compile("/healthz|/models|/chat.*")).respond_with_data("bad key secret", status=401)
-    with pytest.raises(ServiceRejected, match="refused the key") as caught:
+    with pytest.raises(ServiceRejected, match="rejected the key") as caught:
         check(httpserver.url_for("").rstrip("/"), "secret")
     assert "secret" not in str(caught.value)
     assert variable in str(caught.value)
@@ -259,7 +261,7 @@ def test_a_refused_key_is_told_without_the_key(httpserver, check, variable):
 
 def test_a_key_that_is_refused_inside_of_a_200_is_told(serve):
     pages = {"v1_models": (200, '{"data": [{"id": "x"}]}'), "v1_chat_completions": (200, '{"error": {"code": 401}}')}
-    with pytest.raises(ServiceRejected, match=r"refused the key: .* answered 401"):
+    with pytest.raises(ServiceRejected, match=r"rejected the key: .* returned 401"):
         check_judge(serve(**pages) + "/v1", "key")
 
 

@@ -5,7 +5,7 @@ import pytest
 from salesrl_trl.config import keys
 from salesrl_trl.config.keys import FORMER, with_entries
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.coming_from import CONVERTERS, GONE, answer, beside, known_as, names
+from salesrl_trl.launch.coming_from import GONE, answer, beside, known_as, names
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.settings import names_of_settings, parse
@@ -17,7 +17,6 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
     here = {setting.split(".")[0] for line in lines for setting in (line.here or line.see).split(", ") if setting}
     assert (here | beside().keys()) - names_of_settings() == {"env"}
     assert not names_of_settings() & names().keys()
-    assert {line.by for line in lines} == CONVERTERS.keys()
     assert {line.when for line in lines} - names().keys() == {""}
     assert all(line.note for line in lines if not line.here)
 
@@ -31,7 +30,7 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
         ("algorithm.norm_adv_by_std_in_grpo", False, "of verl; here scale_rewards: none"),
         ("trainer.save_freq", -1, "of verl; here save_strategy: 'no'"),
         ("actor.kl_loss_type", "abs", "of verl; here branch_kl.settings.estimator"),  # there is no such estimator
-        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO has no critic"),
+        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO does not use a critic"),
         ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
         ("max_kl", 3, "gone: it is a constant"),
     ],

@@ -84,11 +84,11 @@ def stage(tiny, monkeypatch, tmp_path):
     ("asked", "verdict", "text"),
     [
         ({"needed_gib": 60}, PASSED, None),
-        ({"needed_gib": 84}, NOTED, "takes about 84.0 GiB (optimizer step), and the card has 80.0;"),
-        ({"needed_gib": 90}, FAILED, "takes about 90.0 GiB (optimizer step), and the card has 80.0;"),
-        ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "takes about 90.0 GiB"),
-        ({"needed_gib": 60, "sequences": 0.5}, FAILED, "no room for one completion of full length"),
-        ({"needed_gib": 60, "used_gib": 40}, FAILED, "and 40.0 are in use now"),
+        ({"needed_gib": 84}, NOTED, "needs about 84.0 GiB (optimizer step, ±10%), the GPU has 80.0."),
+        ({"needed_gib": 90}, FAILED, "needs about 90.0 GiB (optimizer step, ±10%), the GPU has 80.0."),
+        ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "needs about 90.0 GiB"),
+        ({"needed_gib": 60, "sequences": 0.5}, FAILED, "does not fit the weights and one completion of full length"),
+        ({"needed_gib": 60, "used_gib": 40}, FAILED, "and 40.0 are already in use"),
     ],
 )
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):
@@ -217,5 +217,5 @@ def test_trained_weights_are_in_16_bits_only_where_no_update_is_lost(settle, giv
 def test_where_nothing_fits_it_says_what_was_got_and_what_helps(settle, rounds):
     weigh = LARGE if rounds else weigh_on(140.0, exact_gib=197.0, rounded_gib=150.0)
     remedy = "with torchao .*" * rounds + "LoRA .*DeepSpeed .*`dtype: float32`"
-    with pytest.raises(ConfigError, match=rf"in float32 takes about 197 GiB, .* and the card has 140.*{remedy}"):
+    with pytest.raises(ConfigError, match=rf"in float32 needs about 197 GiB .* and the GPU has 140.*{remedy}"):
         settle(weigh)

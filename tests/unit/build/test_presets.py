@@ -72,7 +72,7 @@ def test_an_unknown_preset_is_told_with_those_that_exist(given):
 def test_every_preset_works_with_every_recipe(name):
     for recipe in (ROOT / "recipes").glob("*.yaml"):
         if (name, recipe.stem) == ("hosted_judge", "own"):  # whose functions ask no judge
-            with pytest.raises(ConfigError, match="`judge_meter` is given, and no judge is asked here"):
+            with pytest.raises(ConfigError, match="`judge_meter` is set, but no judge scores here"):
                 parse(["--preset", name], recipe)
         else:
             parse(["--preset", name], recipe)

@@ -38,13 +38,13 @@ def test_another_recipe_can_be_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1\n", "holds a list. Expected a mapping"),
-        ("loss_type: dapo\nmax_steps: many\n", "the settings do not work"),
+        ("- 1\n", "contains a list. Expected a mapping"),
+        ("loss_type: dapo\nmax_steps: many\n", "invalid settings"),
         ("dataset: 7\n", "`dataset` is of type int. Expected a text, or a list"),
         ("judge_model: 7\n", "`judge_providers.model` is of type int. Expected a text"),
         ("small_policy: compact\n", "`small_policy` of .* is a str. Expected a mapping"),
         ("small_policy:\n  prompt_templat: compact\n", r"prompt_templat \(did you mean prompt_template\?\)"),
-        ("env: {'': x}\n", "the settings do not work: .*Invalid argument"),
+        ("env: {'': x}\n", "invalid settings: .*Invalid argument"),
         ("branches: &a [*a]\n", "unhashable|recursion"),
     ],
     ids=lambda text: text[:20],
@@ -127,7 +127,7 @@ def test_help_of_a_group_names_its_settings(capsys, group):
 
 def test_help_of_a_setting_has_its_text_its_default_and_its_entries(capsys):
     page = told(capsys, "--rag-top-k")
-    assert page.startswith("rag.top_k") and "default:3" in page and "Mostpassagesofananswer." in page
+    assert page.startswith("rag.top_k") and "default:3" in page and "Maximumnumberofpassagesinananswer." in page
     assert "--judge_providers.temperature(0.0)" in told(capsys, "judge_providers")
 
 
@@ -135,7 +135,7 @@ def test_help_of_other_words_is_a_search_and_a_guess_where_nothing_has_them(caps
     page = told(capsys, "outage")
     assert "--outage_patience_s" in page and "--seed" not in page
     assert "didyoumeanrag.timeout_s," in told(capsys, "rag_timout_s", code=2)
-    assert "gone:branch_kl.settings.law_settings.max_step" in told(capsys, "kl_max_step", code=2)
+    assert "gone:usebranch_kl.settings.law_settings.max_step" in told(capsys, "kl_max_step", code=2)
     assert "ofverl;hereheld_out_eval" in told(capsys, "val_before_train", code=2)
 
 
@@ -147,9 +147,9 @@ def test_an_unknown_argument_is_refused_without_its_value():
 
 def test_one_recipe_is_named_at_most():
     recipe = str(ROOT / "recipes/debug.yaml")
-    with pytest.raises(ConfigError, match="names no file, or several"):
+    with pytest.raises(ConfigError, match="needs exactly one YAML file"):
         parse(["--config", recipe, f"--config={recipe}"], ROOT / "recipes/full.yaml")
-    with pytest.raises(ConfigError, match="names no file, or several"):
+    with pytest.raises(ConfigError, match="needs exactly one YAML file"):
         parse(["--config"], ROOT / "recipes/full.yaml")
 
 

@@ -149,8 +149,8 @@ PRICED = {**PROVIDER, "usd_per_million_prompt_tokens": 1.0}
         (RewardConfig, {"verbose": ["rags"]}, "`verbose` names 'rags'. Expected some of: completions, rag, scoring"),
         (RewardConfig, {"max_attempts": 1.5}, "`max_attempts` is 1.5. Expected a whole number"),
         (RewardConfig, {"max_attempts": '{"judges": 1}'}, "`max_attempts` has an unknown 'judges'. Did you"),
-        (RewardConfig, {"max_usd": 1.0}, "no judge has a price. Expected `usd_per_million_prompt_tokens`"),
-        (RewardConfig, {"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "the provider has no price"),
+        (RewardConfig, {"max_usd": 1.0}, "no judge has a price. Set `usd_per_million_prompt_tokens`"),
+        (RewardConfig, {"judge_providers": [{**PROVIDER, "max_usd": 1.0}]}, "is set without a price"),
         (RewardConfig, {"judge_providers": [{**PRICED, "max_usd": float("nan")}]}, r"\[a\].max_usd` is nan"),
         (RewardConfig, {"max_usd": float("inf"), "judge_providers": [PRICED]}, "`max_usd` is inf"),
         (RewardConfig, {"max_calls": 9, "reward_funcs": ["my.function"]}, "`sales`, `judge` or the tool `search`"),
@@ -371,7 +371,7 @@ def card(monkeypatch):
         ((8, 0), ("flash_attention_2", "flash_attention_3"), Qwen2Config(), "flash_attention_2"),
         ((9, 0), (), Qwen2Config(), "sdpa; scripts/install_flash_attn.sh installs"),
         ((7, 5), ("flash_attention_2",), Qwen2Config(), "sdpa; scripts/install_flash_attn.sh installs"),
-        ((9, 0), ("flash_attention_2",), SimpleNamespace(), "eager; FlashAttention needs a GPU, 16 bits and a model"),
+        ((9, 0), ("flash_attention_2",), SimpleNamespace(), "eager; FlashAttention needs a GPU, 16 bits and"),
     ],
 )
 def test_auto_takes_the_fastest_attention_that_is_there_and_says_why_it_is_no_faster_one(
@@ -391,4 +391,4 @@ def test_a_named_attention_is_kept_and_none_is_left_to_transformers(card, asked)
 
 def test_attention_on_a_cpu_is_sdpa():
     sdpa = model_checks.choose_attention("auto", CPU, in_16_bits=False, model=Qwen2Config())
-    assert sdpa == ("sdpa", "attention: sdpa; FlashAttention needs a GPU, 16 bits and a model that has it")
+    assert sdpa == ("sdpa", "attention: sdpa; FlashAttention needs a GPU, 16 bits and a supported model")

@@ -39,7 +39,7 @@ def test_an_answer_that_names_a_group_is_left_out_and_counted_unless_a_class_wan
     file = write(tmp_path / "bbq.jsonl", bbq(0), bbq(1, context_condition="disambig", label=2))
     loaded = load_records(file, "", Form(format=BBQ()))
     assert [row.record["id"] for row in loaded.rows] == ["bbq-Religion-0"]
-    assert loaded.note == f"1 of 2 records of {file} make no row: 1 have a context of the condition 'disambig'"
+    assert loaded.note == f"1 of 2 records of {file} are excluded: 1 have a context of the condition 'disambig'"
 
     class Both(BBQ):
         conditions = ("ambig", "disambig")
@@ -157,12 +157,12 @@ SECRET = "13800000000"
 @pytest.mark.parametrize(
     ("format_", "record", "message"),
     [
-        (BBQ(), bbq(context_condition=SECRET), "`label` or `context_condition` is another one."),
+        (BBQ(), bbq(context_condition=SECRET), "`label` or `context_condition` is unknown."),
         (BBQ(), bbq(ans2=" "), "the field `ans2` is str of length 1. Expected a text, not blank"),
         (directly(BBQ()), bbq(additional_metadata=[SECRET]), "the field `additional_metadata` is list of length 1."),
-        (HaluEval(), {"user_query": SECRET}, "there is none of the fields `question` (qa), `dialogue_history`"),
+        (HaluEval(), {"user_query": SECRET}, "expected a field `question` (qa), `dialogue_history`"),
         (HaluEval(), QA | {"knowledge": [SECRET]}, "the field `knowledge` is list of length 1. Expected a text"),
-        (HaluEval(), DIALOGUE | {"dialogue_history": "[Human]: [Human]: Hi"}, "`dialogue_history` is no dialogue."),
+        (HaluEval(), DIALOGUE | {"dialogue_history": "[Human]: [Human]: Hi"}, "`dialogue_history` is malformed."),
         (QReCC(), qrecc(context=[SECRET]), "the field `Context` is list of length 1. Expected a list of texts"),
         (TopiOCQA(), TOPIOCQA | {"Turn_no": "two"}, "the field `Turn_no` is str of length 3. Expected a whole number"),
         (TopiOCQA(), TOPIOCQA | {"Gold_passage": SECRET}, "the field `Gold_passage` is str of length 11"),
@@ -173,13 +173,13 @@ def test_a_malformed_record_is_named_by_line_and_field_and_not_quoted(tmp_path, 
     file.write_text("\n\n" + json.dumps(record))
     with pytest.raises(DataError) as caught:
         load_records(str(file), "", Form(format=format_))
-    told = f"records.jsonl, line 3, row 0 (counted from 0) is no record of {type(format_).__name__}: "
+    told = f"records.jsonl, line 3, row 0 (counted from 0) is not a {type(format_).__name__} record: "
     assert told in str(caught.value) and message in str(caught.value)
     assert SECRET not in str(caught.value)
 
 
 def test_a_file_whose_records_all_make_no_row_says_why(load):
-    with pytest.raises(DataError, match=r"is empty .1 of 1 records of .* make no row: 1 have no known answer"):
+    with pytest.raises(DataError, match=r"is empty .1 of 1 records of .* are excluded: 1 have no known answer"):
         load(QReCC(), qrecc(Answer=""))
 
 
@@ -255,8 +255,8 @@ def test_columns_win_over_a_format(load_columns):
 
 def test_a_column_that_is_not_there_is_told_beside_those_that_are(load_columns):
     told = (
-        r"has no column 'meta\.owner\.tennant', from which `columns` takes 'conversation'\. Did you mean "
-        r"'meta\.owner\.tenant'\? There are: uid, messages, facts, meta, meta\.owner, meta\.owner\.tenant\. Correct"
+        r"lacks the column 'meta\.owner\.tennant', which `columns` maps to 'conversation'\. Did you mean "
+        r"'meta\.owner\.tenant'\? Expected one of: uid, messages, facts, meta, meta\.owner, meta\.owner\.tenant\."
     )
     with pytest.raises(DataError, match=told):
         load_columns({**COLUMNS, "conversation": "meta.owner.tennant"}, RECORD)
@@ -265,7 +265,7 @@ def test_a_column_that_is_not_there_is_told_beside_those_that_are(load_columns):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"branch": {"column": "a"}}, "has another form. Expected the name of a column, or {value: CONSTANT}."),
+        ({"branch": {"column": "a"}}, "is invalid. Expected the name of a column, or {value: CONSTANT}."),
         ({"conversation": {"column": "a", "speaker": "b"}}, "or {column: NAME, role: KEY, content: KEY, roles: {"),
         ("{", "`dataset.columns` is not JSON"),
         ("[]", "`dataset.columns` is a list. Expected a mapping."),

@@ -76,7 +76,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         for at in range(60)
     ]
     file = write(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(DataError, match=r"of the 1 groups of .* none is .*{group: COLUMN}"):
+    with pytest.raises(DataError, match=r"none of the 1 groups of .* is .*{group: COLUMN}"):
         parts(file, Form(held_out_share=0.5))
     data = DataConfig(dataset={"path": file, "columns": {"group": "user"}}, eval_dataset={"share": 0.5})
     form = data.sources[0].form()
@@ -89,11 +89,11 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
     ("settings", "message"),
     [
         ({"eval_dataset": {"share": 1.0}, "dataset": "a.jsonl"}, "Expected a number, at least 0, and less than 1."),
-        ({"eval_dataset": {"share": 0.1}}, "held-out rows are there already: in `eval_dataset`, or in the demo."),
-        ({"dataset": "a.jsonl", "eval_dataset": {"path": "b.jsonl", "share": 0.1}}, "are there already"),
-        ({"dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}, "share": 0.1}}, "Leave one"),
+        ({"eval_dataset": {"share": 0.1}}, "but `eval_dataset` or the demo already has held-out rows"),
+        ({"dataset": "a.jsonl", "eval_dataset": {"path": "b.jsonl", "share": 0.1}}, "already has held-out rows"),
+        ({"dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}, "share": 0.1}}, "already has held-out rows"),
         ({"dataset": {"format": "squad"}}, "`dataset.format` is 'squad'. Expected one of: rows, bbq, halueval, qrecc"),
-        ({"dataset": "a.jsonl:late"}, "'a.jsonl:late', and a local file is one split. Expected 'a.jsonl'"),
+        ({"dataset": "a.jsonl:late"}, "'a.jsonl:late', but a local file lacks splits. Expected 'a.jsonl'"),
         ({"dataset": [{"format": "bbq"}]}, r"`dataset\[0\]` lacks path"),
         ({"dataset": [{"path": "a.json", "formt": "bbq"}]}, r"`dataset\[0\]` has an unknown .formt."),
         ({"dataset": [{"path": "a.json", "share": 0.5}, {"path": "b.json"}]}, r"2 entries and the shares \[0.5\]"),

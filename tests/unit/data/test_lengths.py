@@ -49,7 +49,7 @@ def test_rows_that_are_dropped_are_counted_and_named():
     fitted = fit(rows, "drop")
     assert (fitted.rows, count(fitted.prompts)) == ([rows[1], rows[3]], [3, 4])
     assert fitted.note.startswith("2 of 4 training rows")
-    assert "left out (`long_prompts: drop`): row 0 (11 tokens), row 2 (12 tokens)." in fitted.note
+    assert "dropped (`long_prompts: drop`): row 0 (11 tokens), row 2 (12 tokens)." in fitted.note
     with pytest.raises(DataError, match="no row is left"):
         fit([row(11)], "drop")
 
@@ -65,7 +65,7 @@ def test_as_few_of_the_oldest_turns_as_it_takes_are_left_out_of_the_prompt_alone
 
 
 def test_a_last_turn_that_is_too_long_by_itself_can_not_be_truncated():
-    with pytest.raises(DataError, match=r"1 of 3 training rows .* even with the last turn alone: row 2 \(14 tokens\)"):
+    with pytest.raises(DataError, match=r"1 of 3 training rows .* even with only the last turn: row 2 \(14 tokens\)"):
         fit([row(3), row(9, 9), row(3, 11)], "truncate_oldest_turns")
 
 
@@ -89,5 +89,5 @@ def test_a_chat_template_that_takes_no_system_message_is_told_of():
         def apply_chat_template(self, conversation, **options):
             raise jinja2.TemplateError("System role not supported")
 
-    with pytest.raises(ConfigError, match="refuses the prompts: System role not supported"):
+    with pytest.raises(ConfigError, match="rejects the prompts: System role not supported"):
         token_counter(Tokenizer())([[{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]])

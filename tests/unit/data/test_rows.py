@@ -93,7 +93,7 @@ def test_a_file_that_is_not_there_is_refused_with_what_is(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match=r"there is no dataset file .*train\.jsonl\. Did you mean 'trian\.jsonl'\?"):
         load(str(tmp_path / "train.jsonl"))
-    with pytest.raises(DataError, match=r"folder\.jsonl\. There is a folder, or a device, of this name\. Expected"):
+    with pytest.raises(DataError, match=r"folder\.jsonl\. It is a folder or a device\. Expected"):
         load(str(tmp_path / "folder.jsonl"))
     with pytest.raises(DataError, match=r"there is no dataset file .*a\.jsonl\. Expected"):
         load(str(tmp_path / "absent" / "a.jsonl"))

@@ -60,7 +60,7 @@ def test_the_text_is_the_user_message_and_the_block_the_system_message():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ context }}\n{% if %}", r"mine\.jinja, line 2 is no Jinja: Expected an expression"),
+        ("{{ context }}\n{% if %}", r"mine\.jinja, line 2 is not valid Jinja: Expected an expression"),
         ("{% block system %}{{ range(3)|list }}{% endblock %}Write JSON.", "never shows the conversation"),
     ],
     ids=["syntax", "no conversation"],
@@ -73,8 +73,8 @@ def test_a_template_that_can_not_work_is_refused_by_its_line(source, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% if branch == 'price' %}{{ context }}{% endif %}", "leaves the user message of row 'r7' empty"),
-        ("{{ context.__class__ }}", r"mine.jinja does not work for row 'r7' .*\(SecurityError\)"),
+        ("{% if branch == 'price' %}{{ context }}{% endif %}", "renders an empty user message for row 'r7'"),
+        ("{{ context.__class__ }}", r"mine.jinja fails for row 'r7' .*\(SecurityError\)"),
         ("{{ context }}{{ branhc }}", r"\(UndefinedError: 'branhc' is undefined\)"),
     ],
     ids=["empty", "sandbox", "variable"],

@@ -87,9 +87,9 @@ def test_the_table_has_every_figure_and_says_what_it_does_not_know():
     assert ["fairness", "+0.000", "-1.271", "to", "+1.271*", "1.000", "1", "1", "0", "2", "of", "2"] in cells
     assert ["hallucination", "+0.300", "n/a", "n/a", "1", "0", "0", "1", "of", "2"] in cells
     assert "greedy: no difference is shown: the interval includes 0." in text
-    assert "B greedy: answers that could not be scored: judge_timeout 1" in text
-    assert "* fewer than 10 rows: too few to rely on." in text
-    assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers to a row, seed 7" in text
+    assert "B greedy: unscored answers: judge_timeout 1" in text
+    assert "* fewer than 10 rows: not reliable." in text
+    assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers per row, seed 7" in text
 
 
 def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
@@ -118,13 +118,13 @@ def test_a_folder_is_a_model_or_an_adapter_of_one(tmp_path):
 
 def test_a_folder_without_a_policy_names_those_inside(tmp_path):
     saved(tmp_path / "run" / "checkpoint-20")
-    with pytest.raises(ConfigError, match=f"name {tmp_path}/run/checkpoint-20"):
+    with pytest.raises(ConfigError, match=f"contains policies: {tmp_path}/run/checkpoint-20"):
         policy_of(str(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="where there is nothing"):
+    with pytest.raises(ConfigError, match="which does not exist"):
         policy_of(str(tmp_path / "nowhere"))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="names no base model"):
+    with pytest.raises(ConfigError, match="lacks `base_model_name_or_path`"):
         policy_of(str(tmp_path / "adapter"))
 
 
@@ -204,11 +204,11 @@ def test_policies_answer_the_rows_that_have_the_same_prompt_for_both():
     ("arguments", "told"),
     [
         (["--policy", "a", "b", "c"], "names 3 policies"),
-        (["--policy", "/nowhere"], "`--policy` is '/nowhere', where there is nothing"),
+        (["--policy", "/nowhere"], "`--policy` is '/nowhere', which does not exist"),
         (["--samples", "-1"], "`--samples` is -1"),
         (["--output", "/nowhere/figures.json"], "`--output` is"),
         (["--sed", "2"], "did you mean --seed"),
-        (["--use_vllm", "true", "--vllm_mode", "server", "--policy", "a", "b"], "an engine for each policy"),
+        (["--use_vllm", "true", "--vllm_mode", "server", "--policy", "a", "b"], "need an engine each"),
     ],
 )
 def test_wrong_input_ends_with_code_2_and_says_what_is_wrong(arguments, told, capfd):

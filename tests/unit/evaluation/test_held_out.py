@@ -139,12 +139,12 @@ def test_rows_that_services_left_without_a_score_are_not_compared(evaluate, capl
     evaluate(0, 0.25, (0.25, 0.25, 0.5, 0.5))
     evaluate(20, 0.5, (0.5, 0.5, math.nan, math.nan))
     assert "[HeldOut@20] reward=0.50 valid_actions=0.75; 2 of 4 completions were scored" in caplog.text
-    changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows that were scored both times"
+    changed = "held-out mean reward changed by +0.250, over the 1 of 2 rows scored both times"
     assert caplog.messages[-1] == changed  # of one row there is no standard error
     evaluate.begin(0)
     evaluate(0, 0.25, (math.nan, math.nan, 0.5, 0.5))
     evaluate(20, -0.25, (0.5, -0.25, math.nan, math.nan))
-    assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so that no change is known"
+    assert caplog.messages[-1] == "held-out: none of 2 rows was scored both times, so the change is unknown"
 
 
 def test_rows_that_fill_up_the_last_batch_of_several_processes_are_not_counted(evaluate, caplog):

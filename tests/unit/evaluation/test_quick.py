@@ -98,7 +98,7 @@ def test_a_policy_whose_saving_leaves_no_weights_does_not_take_the_place_of_one_
     evaluator(WrittenSubject(RISING))(0, 2)
     evaluator(WrittenSubject(RISING, weights="config.json"))(2, 4)
     assert kept(tmp_path) == (2, "step 2")
-    assert "leaves no weights" in caplog.text
+    assert "wrote no weights" in caplog.text
 
 
 @pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
@@ -219,7 +219,7 @@ def test_each_rank_has_as_many_rows_and_no_row_is_there_twice(count):
 
 
 def test_an_evaluation_without_held_out_rows_is_refused():
-    with pytest.raises(ConfigError, match="takes its rows from `eval_dataset`, which is NoneType"):
+    with pytest.raises(ConfigError, match="need an `eval_dataset`, which is NoneType"):
         sample(None, 4, BRANCHES, one_rank())
     one = Dataset.from_list([{"prompt": "", "row": 0, "branch": "fairness"}])
     with pytest.raises(ConfigError, match="1 held-out rows for 2 processes"):

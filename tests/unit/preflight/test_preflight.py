@@ -77,9 +77,9 @@ def packages(monkeypatch, **installed):
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ({"trl": "1.15.3"}, "trl is 1.15.3, and trl<1.17,>=1.16.0 is needed. Install it: pip install"),
+        ({"trl": "1.15.3"}, "trl is 1.15.3, and trl<1.17,>=1.16.0 is required. Run `pip install"),
         ({"numpy": None}, "numpy is not installed, and numpy"),
-        ({"vllm": None}, "`use_vllm` is true, and vLLM is not installed. Run scripts/install.sh, or set"),
+        ({"vllm": None}, "vLLM is not installed. Run scripts/install.sh, or set `use_vllm: false`"),
     ],
 )
 def test_versions_are_held_against_the_pins(told, monkeypatch, installed, message):
@@ -92,11 +92,11 @@ def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     real, shared = shutil.disk_usage, environment.SHARED_MEMORY
     usage = lambda path: real(path)._replace(free=free["shm" if path == shared else "disk"] * 2**30)  # noqa: E731
     monkeypatch.setattr("shutil.disk_usage", usage)
-    assert "has 0.50 GiB of free disk, and a run needs 1 at least. Free some, or name" in told(stages=CHEAP[:1])
+    assert "has 0.50 GiB of free disk. Expected at least 1. Free some, or use" in told(stages=CHEAP[:1])
     free.update(disk=50, shm=0.05)
     assert told(stages=CHEAP[:1]) == ""  # nothing uses it
     workers = ["--dataloader_num_workers", "2"]
-    assert "/dev/shm has 0.05 GiB free, and several processes or `dataloader_num_workers` use it" in told(*workers)
+    assert "/dev/shm, used by several processes and `dataloader_num_workers`, has 0.05 GiB free" in told(*workers)
     free["shm"] = 0.5
     assert "Start the container with `--shm-size 8g`" in told(*workers, stages=CHEAP[:1])
 
@@ -105,7 +105,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
     monkeypatch.setattr(software, "gpus", lambda: [{"driver_version": "470.1"}])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if not torch.cuda.is_available():
-        assert "can't use the 1 GPUs of the driver 470.1" in told(stages=CHEAP[:1])
+        assert "can't use the 1 GPUs of driver 470.1" in told(stages=CHEAP[:1])
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
     given = ["--dataset", file, "--dataset_format", "qrecc", "--knowledge_file", known, *A_PROMPT]
     found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": {"value": "fairness"}}')
     assert read.call_count == 2  # once by a run, once by a preflight
-    assert f"1 of 9 records of {file} make no row: 1 have no known answer" in found
+    assert f"1 of 9 records of {file} are excluded: 1 have no known answer" in found
     assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
     assert "have the text of a training row" not in found
     assert f"10% of the rows of {file} are held out" in told(*given)
     found = told(*given, "--held_out_share", "0.5", "--columns", '{"branch": "kind"}')
-    assert "has no column 'kind', from which `columns` takes 'branch'." in found
+    assert "lacks the column 'kind', which `columns` maps to 'branch'." in found
 
 
 @pytest.fixture
@@ -173,8 +173,8 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, which ends no completion"),
-        (TURNS.replace("END", "") + PROMPT, "ends a turn with no special token, which ends no"),
+        (TURNS.replace("END", "<|endoftext|>") + PROMPT, "ends a turn with <|endoftext|>, but only"),
+        (TURNS.replace("END", "") + PROMPT, "ends a turn with no special token, but only"),
     ],
     ids=["other end", "no end"],
 )
@@ -193,10 +193,10 @@ def test_a_model_whose_files_contradict_each_other_is_refused(told, policy):
 def test_rows_with_special_tokens_and_a_tokenizer_without_an_end_are_named_before_a_run(told, policy, tmp_path):
     file = rows(tmp_path / "rows.jsonl", "Hi", "Hi<|im_end|>", "1 < 2")
     found = told("--dataset", file, "--eval_dataset", file, "--allow_stand_ins", "true", *asked(policy), *A_PROMPT)
-    assert "2 rows contain special tokens of the policy, such as <|im_end|>, in their texts (row-1, held-out" in found
+    assert "such as <|im_end|>, which end or begin a turn in the prompt: row-1, held-out" in found
     path = policy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))
-    assert "has no end token, by which TRL finds the end of a completion" in told(*asked(policy))
+    assert "lacks an end token, which TRL needs to find the end of a completion" in told(*asked(policy))
 
 
 def test_checkpoints_have_room(told, policy, monkeypatch):

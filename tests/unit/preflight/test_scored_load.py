@@ -90,8 +90,11 @@ def test_a_service_that_fails_would_skip_the_steps(load, services, monkeypatch):
     ("arguments", "message"),
     [
         (("--load", "x"), "--load"),
-        (("--load", "1", "--action_fields", "query", "--prompt_template", "compact"), "actions of the usual fields"),
-        (("--load", "1", "--reward_funcs", "judge"), "actions of the usual fields"),
+        (
+            ("--load", "1", "--action_fields", "query", "--prompt_template", "compact"),
+            "made-up completions do not support",
+        ),
+        (("--load", "1", "--reward_funcs", "judge"), "made-up completions do not support"),
     ],
 )
 def test_bad_input_is_told(load, arguments, message):

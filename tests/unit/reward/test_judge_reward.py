@@ -205,7 +205,7 @@ def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_jud
 
 
 def test_it_needs_a_judge_and_a_folder_for_a_limit(tmp_path):
-    with pytest.raises(ConfigError, match="names no judge"):
+    with pytest.raises(ConfigError, match="lacks `judge_providers`"):
         judge_reward("Grade it.")
     with pytest.raises(ConfigError, match="`output_dir`"):
         judge_reward(judge_base_url="http://localhost:1/v1", max_calls=5)

@@ -212,7 +212,7 @@ def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
         (signal.SIGBUS, "{crash}: Bus error\n", "No room in shared memory"),
         (signal.SIGKILL, "", "No room in the host's memory"),
         (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "The data loader is slow"),
-        (signal.SIGSEGV, "{crash}: Segmentation fault\n", "No known fault"),
+        (signal.SIGSEGV, "{crash}: Segmentation fault\n", "Unknown error"),
     ):
         log.write_text(text.format(crash="Fatal Python error"))
         words = words_of_end(log)

@@ -77,10 +77,10 @@ def test_two_runs_differ_in_what_was_changed_and_in_nothing_else(tmp_path, capsy
     }  # fmt: skip
     assert [*found["versions"], *found["code"], *found["command"]] == ["trl", "command"]
     assert env.main(["--diff", str(one), str(same)]) == 0
-    assert env.main(["--diff", str(one), str(other)]) == env.DIFFERENT
+    assert env.main(["--diff", str(one), str(other)]) == 1
     assert "settings: learning_rate: 0.001 -> 0.5" in capsys.readouterr().out
     assert env.main(["--diff", str(one), str(tmp_path)]) == 2
-    assert "Expected the folder of a run" in capsys.readouterr().err
+    assert "Expected a run's `output_dir`" in capsys.readouterr().err
 
 
 def test_files_of_one_start_keep_one_number_although_a_start_was_cut_off_between_them(tmp_path):
@@ -128,7 +128,7 @@ def test_code_and_versions_are_shown(capsys):
     shown = capsys.readouterr().out
     assert env.main(["--diff", "a", "b", "--hub_token", "secret"]) == 2
     refused = capsys.readouterr().err
-    assert "settings beside `--diff`" in refused and "secret" not in refused
+    assert "`--diff` and `--has` accept no settings" in refused and "secret" not in refused
     assert str(PACKAGE) in shown and "NOT MET" not in shown
 
 

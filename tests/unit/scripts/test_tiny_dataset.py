@@ -36,7 +36,7 @@ def test_rows_of_another_form_are_written_in_the_columns_of_a_row(tmp_path, caps
     assert [(row.row_id, row.tenant_id) for row in rows] == [("bbq-Religion-0", "t1"), ("bbq-Religion-2", "t1")]
     assert [document.text for document in load_documents(knowledge)] == [row.documents[0] for row in rows]
     assert tool.main(["--source", source, "--columns", '{"id": "nam"}', "--out", str(tmp_path / "b.jsonl")]) == 2
-    assert "has no column 'nam'" in capsys.readouterr().err
+    assert "lacks the column 'nam'" in capsys.readouterr().err
 
 
 def test_documents_of_two_files_are_joined_as_their_rows_are(tmp_path):
