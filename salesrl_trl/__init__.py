@@ -1,6 +1,6 @@
 """salesrl_trl: GRPO for policies that are scored by slow, real RAG services and judges, on TRL.
 
-The names of this module are the package's interface; docs/API.md describes each. A name is imported when it is first
+The names of this module are the package's interface; docs/reference/api.md describes each. A name is imported when it is first
 asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package alone brings nothing.
 """
 
@@ -71,7 +71,7 @@ _NAMES = [
     ("config.training", "SalesGRPOConfig"),
     ("launch.reward_config", "RewardConfig"),
     ("config.quick_evaluations", "QuickEvalSettings"),
-    # reward functions of your own: docs/REWARDS.md
+    # reward functions of your own: docs/how-to/own-rewards.md
     ("reward.functions", "per_completion", "per_group", "per_batch"),
     ("agents.episodes", "per_episode"),
     ("reward.functions", "RewardFunction"),
@@ -87,7 +87,7 @@ _NAMES = [
     ("judged.chain", "SalesReward"),
     ("launch.assembly", "judge_reward"),
     ("judged.judge_reward", "JudgeReward"),
-    # parts of your own: docs/ARCHITECTURE.md, "Seams"
+    # parts of your own: docs/background/architecture.md, "Seams"
     ("launch.data.formats", "DatasetFormat"),
     ("config.quick_evaluations", "Figure"),
     ("judged.judge", "Judge"),
@@ -105,7 +105,7 @@ _NAMES = [
     ("errors", "SalesRLError", "ConfigError", "DataError", "ServiceError", "TooFewRewardsError"),
     ("errors", "DivergedError", "JudgeAlarm", "WeightSyncError", "RunStopped"),
 ]
-"""A module below the package, and names of it. docs/API.md has this order. A new name has a place here and above."""
+"""A module below the package, and names of it. docs/reference/api.md has this order. A new name has a place here and above."""
 _MODULES = {name: module for module, *names in _NAMES for name in names}
 
 __all__ = ["__version__", *_MODULES]

@@ -192,7 +192,7 @@ class SalesGRPOConfig(GRPOConfig):
     shared_prompts: Annotated[str, _check_passes] = "auto"
     """`auto` sends the prompt of a group through the model once, and leaves out old log-probs where the pass that
     trains gives the same ones. The first use is compared with TRL's own passes. A number is the most tokens of a pass:
-    1 is one micro-batch a pass, which takes the least memory. `off` makes TRL's own passes. docs/PASSES.md has
+    1 is one micro-batch a pass, which takes the least memory. `off` makes TRL's own passes. docs/background/exactness.md#shared-prompts has
     more."""
     save_rollouts: bool = False
     """Whether checkpoints hold the rollouts in flight, so that a resumed run with a lookahead generates none again."""

@@ -64,7 +64,7 @@ def read_file(path: Path) -> list[Placed]:
     except Exception as error:  # the messages of pyarrow and pandas contain the file's text
         raise DataError(
             f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
-            "docs/DATA.md shows one. Correct the file."
+            "docs/reference/data.md shows one. Correct the file."
         ) from None
     for position, record in enumerate(records):
         if not isinstance(record, dict):

@@ -28,7 +28,7 @@ def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] =
         raise DataError(
             f"{source} lacks the column {lacking}. Got: {', '.join(columns) or 'no columns'}. Expected "
             f"{' or '.join(PROMPT_COLUMNS)} (and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the "
-            "column, or name another one: `columns: {prompt: question}`. docs/DATA.md shows a row."
+            "column, or name another one: `columns: {prompt: question}`. docs/reference/data.md shows a row."
         )
 
 

@@ -1,5 +1,5 @@
 """The loop that turns prompts into tokens: tasks, their batches, and the loops over vLLM in this process, over a vLLM
-server, and over transformers' `generate`. docs/ARCHITECTURE.md has the contract ("The engine loop").
+server, and over transformers' `generate`. docs/background/architecture.md has the contract ("The engine loop").
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The mean of some rows with its interval, the difference of two policies on the same rows, and the Pareto front.
 
 A row is one observation. One without a value is left out and counted, never taken for a number. Intervals are those of
-Student's t over rows: a bootstrap of so few rows would be too narrow (docs/EVALUATION.md compares the two).
+Student's t over rows: a bootstrap of so few rows would be too narrow (docs/how-to/evaluate.md compares the two).
 """
 
 import functools

@@ -73,7 +73,7 @@ class DatasetEntry:
     """`rows` for this package's columns; `bbq`, `halueval`, `qrecc` or `topiocqa` for the original files of these
     datasets; or the dotted path of your own class that derives from `DatasetFormat`."""
     columns: _Columns | None = None
-    """Maps a row's fields to columns, or to `{value: CONSTANT}`. docs/DATA.md lists the fields."""
+    """Maps a row's fields to columns, or to `{value: CONSTANT}`. docs/reference/data.md lists the fields."""
     branch: str | None = None
     """Branch of all rows. Defaults to that of the format or of the rows."""
     rows: Count | None = None
@@ -149,7 +149,7 @@ class DataConfig:
     max_eval_rows: Count | None = None
     """Use only the first held-out rows. Defaults to all."""
     prompt_template: str | None = None
-    """File with your own prompt: a Jinja template with the row's fields (docs/DATA.md). Defaults to the row's
+    """File with your own prompt: a Jinja template with the row's fields (docs/reference/data.md). Defaults to the row's
     `prompt`, or the turns of its `conversation`. The built-in reward pipeline has two templates: `instruct` explains
     its task to a general chat model, `compact` only shows the conversation."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"

@@ -35,7 +35,7 @@ FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the launch folder
 LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is active there
 _FIRST, _FOLLOWING = "first", "following"  # files: the first error, and an error that follows from it
 _LOG = "log"
-PAGE = "docs/TROUBLESHOOTING.md"
+PAGE = "docs/reference/troubleshooting.md"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class RewardFunction(Scorer):
     Args:
         function (`Callable`):
             Sync or async. Gets those of its arguments that it names, or all if it takes `**kwargs`: the table in
-            docs/REWARDS.md, beside TRL's `trainer_state`, `log_extra` and `log_metric`.
+            docs/how-to/own-rewards.md, beside TRL's `trainer_state`, `log_extra` and `log_metric`.
         per (`Per`):
             What it scores at once.
         deadline_s (`float`, *optional*, defaults to `300.0`):

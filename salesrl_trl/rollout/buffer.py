@@ -1,5 +1,5 @@
 """The buffer of groups in flight: what is launched, which groups a turn trains on, and what a checkpoint keeps
-(docs/ARCHITECTURE.md has its contract). A policy prefers groups, on each rank for its own and without a collective;
+(docs/background/architecture.md has its contract). A policy prefers groups, on each rank for its own and without a collective;
 `choose` keeps the bound of their age."""
 
 import itertools

@@ -252,7 +252,7 @@ class HttpClient:
         body = await _read_at_most(response, MAX_BODY_BYTES) if is_plain else None
         if body is None:
             fault = f"a body of more than {MAX_BODY_BYTES} bytes" if is_plain else "a compressed body"
-            text = f"{self.service} answered with {fault}. Expected a JSON object as docs/SERVICES.md describes."
+            text = f"{self.service} answered with {fault}. Expected a JSON object as docs/reference/services.md describes."
             raise BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 

@@ -55,7 +55,7 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
         usual = ", ".join(DEFAULT_FORMAT.fields)
         raise ConfigError(
             f"`rag.action_fields` is {', '.join(fields)}, but the built-in prompt asks for {usual}. Expected a "
-            "`prompt_template` that asks for yours (docs/DATA.md)."
+            "`prompt_template` that asks for yours (docs/reference/data.md)."
         )
     return template
 
