@@ -7,12 +7,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 
-_KINDS: dict[str, Callable[[str], object]] = {"int": int, "float": float, "path": Path}
+_KINDS: dict[str, type] = {"int": int, "float": float, "path": Path}
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -24,7 +24,7 @@ class ToolParser(argparse.ArgumentParser):
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of `salesrl COMMAND`. One that takes the settings of a recipe too is a `ToolParser`."""
-    table: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
+    table = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
     texts = {"prog": table.get("prog", f"salesrl {command}"), "description": table["description"]}
     if "usage" in table:
         parser: argparse.ArgumentParser = ToolParser(usage=f"%(prog)s {table['usage']}", allow_abbrev=False, **texts)
@@ -56,10 +56,10 @@ def exit_code(
     return ended(argv or (), lambda: work(args), OSError, *failures)
 
 
-Work = int | None | Callable[[], int | None]
+Work: TypeAlias = Callable[[], "int | Work | None"]
 
 
-def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Exception]) -> int:
+def ended(argv: Sequence[str], work: Work, *failures: type[Exception]) -> int:
     """Do a command's work, and return its exit code. What it returns may be further work, after all checks.
 
     An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with

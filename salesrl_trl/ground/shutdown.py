@@ -20,7 +20,6 @@ EXIT_UNWRITTEN = 2
 EXIT_RESUMABLE = 75  # the run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h.
 _FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # in writing the output
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 ReportLine = Callable[[str, int], object]  # gets a line, and the exit code that follows
 
 
@@ -32,11 +31,8 @@ def print_line(text: str, code: int = 0) -> None:
 
 def end_tidily(report: ReportLine = print_line) -> None:
     """From now on, Ctrl-C and an output that can't be written end this process with a line, wherever they come."""
-    sys.excepthook = _hook(sys.excepthook, report)
-    atexit.register(_flush, report)
+    usual = sys.excepthook
 
-
-def _hook(usual: _Hook, report: ReportLine) -> _Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, StopRequested):  # of a run that imports its packages
             report(f"stopped by {error} before the run began. The same command starts it again.", EXIT_RESUMABLE)
@@ -48,7 +44,8 @@ def _hook(usual: _Hook, report: ReportLine) -> _Hook:
             raise SystemExit(_unwritten(error, report))
         usual(kind, error, trace)
 
-    return end
+    sys.excepthook = end
+    atexit.register(_flush, report)
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -69,7 +69,7 @@ def filled(template: Path, **values: object) -> str:
     import jinja2  # beyond the standard library, and for commands alone
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["aligned"] = lambda rows, left=1: "\n".join(aligned(rows, left))
+    environment.filters["aligned"] = aligned
     return environment.from_string(template.read_text("utf-8")).render(values).rstrip("\n")
 
 

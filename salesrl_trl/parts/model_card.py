@@ -63,7 +63,7 @@ class ModelCard(Part):
         )
         models = {service: re.fullmatch(r"model (.+) at \S+", where) for service, where in names.places.items()}
         spending = run.run_control.spending
-        values: dict[str, Any] = {"ends": ()}  # of evaluations, which a run may do without
+        values: dict[str, object] = {"ends": ()}  # of evaluations, which a run may do without
         for part in run.parts:
             values |= part.card_values()
         return filled(

@@ -6,7 +6,7 @@ Owns that no tracker ends a training. A tracker that `report_to` does not name i
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
@@ -18,41 +18,37 @@ from transformers.integrations.integration_utils import (
 )
 from trl.extras.profiling import ProfilingContext
 
+from salesrl_trl import names
 from salesrl_trl.ground.process import patched
-from salesrl_trl.names import (
-    BRANCH,
-    CATEGORIES,
-    FIGURES,
-    TRAIN,
-    kl_of,
-    meanings,
-    pattern_of,
-)
+from salesrl_trl.names import BRANCH, FIGURES
 from salesrl_trl.telemetry.logs import spared, warn_once
 from salesrl_trl.wiring.part import Part, PartContext
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 Chart = list[str | list[str]]  # kind of a chart, `"Multiline"` or `"Margin"`, and its tags
-EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))  # of a chart with margins, behind its line
+EDGES = (names.kl_of(BRANCH, "_low"), names.kl_of(BRANCH, "_high"))  # of a chart with margins, behind its line
 
 
 def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
     """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart. `words` says what the words
     in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band."""
-    layout: dict[str, dict[str, Chart]] = {category: {} for category in CATEGORIES}
+    layout: dict[str, dict[str, Chart]] = {category: {} for category in names.CATEGORIES}
     for figure in FIGURES:
-        for choice in meanings(figure.tag, words) if figure.chart is not None else ():
+        for choice in names.meanings(figure.tag, words) if figure.chart is not None else ():
             is_edge = figure.tag in EDGES
             if is_edge and choice["branch"] not in banded:
                 continue
             category, title = (name.format(**choice) for name in figure.chart or ())
             chart = layout[category].setdefault(title, ["Multiline", []])
             chart[0] = "Margin" if is_edge else chart[0]
-            start = "" if BRANCH in figure.tag and len(words["branch"]) > 1 else TRAIN
+            start = "" if BRANCH in figure.tag and len(words["branch"]) > 1 else names.TRAIN
             chart[1] = [*chart[1], start + figure.tag.format(**choice)]
     for charts in layout.values():
         for chart in charts.values():
             if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
-                chart[1] = [f"^{pattern_of(tag).pattern}$" for tag in chart[1]]
+                chart[1] = [f"^{names.pattern_of(tag).pattern}$" for tag in chart[1]]
     return layout
 
 
@@ -66,16 +62,16 @@ class TrackersPart(Part):
 
     def connect(self, run: PartContext) -> None:
         self._callbacks: Sequence[TrainerCallback] = run.trl.callbacks.callbacks
-        self._ends: dict[TrainerCallback, Callable[[], None]] = {}
+        self._ends = contextlib.ExitStack()  # of trackers' runs
         self._replaced = contextlib.ExitStack()
-        self._runs = dict[str, Any]()  # TensorBoard's writers of branches
+        self._runs = dict[str, "SummaryWriter"]()  # TensorBoard's writers of branches
         words = run.figures.words
         banded = [branch for branch, target in run.args.kl_targets().items() if target.has_band]
         self._layout = custom_scalars(words, banded)
         self._branches = {
             figure.tag.format(**choice): choice["branch"]
             for figure in FIGURES if figure.chart and BRANCH in figure.tag and len(words["branch"]) > 1
-            for choice in meanings(figure.tag, words)
+            for choice in names.meanings(figure.tag, words)
         }  # fmt: skip
         warn_once.cache_clear()
         if {"wandb", "mlflow", "trackio"}.intersection(run.args.report_to):
@@ -85,13 +81,10 @@ class TrackersPart(Part):
             if isinstance(callback, (*INTEGRATION_TO_CALLBACK.values(),)):
                 _spare(callback)
             if isinstance(callback, MLflowCallback | TrackioCallback):
-                callback.on_train_end = functools.partial(self._end_later, callback, callback.on_train_end)
+                callback.on_train_end = functools.partial(self._ends.callback, callback.on_train_end)
             elif isinstance(callback, SwanLabCallback):
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
-
-    def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *args: object, **named: object) -> None:
-        self._ends[owner] = functools.partial(end, *args, **named)
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         for callback in self._callbacks:
@@ -120,8 +113,7 @@ class TrackersPart(Part):
 
     def close(self) -> None:
         """End the runs whose training has ended."""
-        while self._ends:
-            self._ends.popitem()[1]()
+        self._ends.close()
         self._replaced.close()
 
 
@@ -139,7 +131,11 @@ def _spare(callback: TrainerCallback) -> None:
 def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *args: object, **named: object) -> None:
     """transformers asks whether there is a run by `get_run() is None`, where SwanLab 0.10 raises an error."""
     get_run, has_run = swanlab.get_run, swanlab.has_run  # type: ignore[attr-defined]
-    with patched(swanlab, "get_run", lambda: get_run() if has_run() else None):
+
+    def run_or_none() -> object:
+        return get_run() if has_run() else None
+
+    with patched(swanlab, "get_run", run_or_none):
         set_up(*args, **named)
 
 

@@ -7,22 +7,27 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from salesrl_trl.ground.process import here
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.stage_times import FaultLog, StageTimes
-from salesrl_trl.service.event_loop import cancel, deadline
+from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import WatchedLoop, cancel, deadline, retrieve
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Answer, Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
+
+if TYPE_CHECKING:
+    from salesrl_trl.reward.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
 """As TRL has it: a text, or in the conversational form a list of messages."""
+LogExtra: TypeAlias = Callable[[str, list[object]], None]
+LogMetric: TypeAlias = Callable[[str, float], None]
 LINE_KINDS = ("completions", "rag", "scoring")  # the first two quote customers
 
 
@@ -37,7 +42,7 @@ class BatchReport:
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
-    cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
+    cache_hits: Mapping[str, int] = field(default_factory=dict)  # by `names.CACHES`
     started: float = 0.0  # when the batch began, on `time.perf_counter`'s scale
     spans: Sequence[Span] = ()
     """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
@@ -72,10 +77,7 @@ class BatchResult:
         columns = [self.column(function) for function in functions]
         return [[math.nan if number is None else number for number in row] for row in zip(*columns, strict=True)]
 
-    def log(
-        self, log_extra: Callable[[str, list[object]], None], log_metric: Callable[[str, float], None],
-        components: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    def log(self, log_extra: LogExtra, log_metric: LogMetric, components: Sequence[str] | None = None) -> None:
         """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
         with them outcome and reason."""
         logged = dict.fromkeys(name for reward in self.rewards for name in reward.columns)
@@ -165,16 +167,15 @@ class RewardBatch:
     """The rewards of one batch while they come in. A completion is settled once it has its reward, or is missing.
 
     Each has `deadline_s` from the moment at which all that are scored together with it are there. One that is not
-    scored by then is cancelled, and missing. `held_by` says which code does not give the loop of rewards back.
+    scored by then is cancelled, and missing.
 
-    `group` and `unit` are numbers of neighbours: completions of a prompt, and those that are scored together. `lane`
-    is the batch's number among those in flight; each lane has tracks of its own in the trace.
+    `group` is a number of neighbours: the completions of a prompt. `lane` is the batch's number among those in flight;
+    each lane has tracks of its own in the trace. `calls` is the loop on which the reward runs, in place of this one.
     """
 
     def __init__(
-        self, rows: Sequence[Example], score: Callable[[Sample, StageTimes], Awaitable[Reward]], *, deadline_s: float,
-        faults: FaultLog, lines: SampleLines, number: int = 0, lane: int = 0, group: int = 1, unit: int = 1,
-        origin: Origin | None = None, held_by: Callable[[], str] = str,
+        self, reward: "Scorer", rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
+        origin: Origin | None = None, calls: WatchedLoop | None = None,
     ) -> None:  # fmt: skip
         self.rows = list(rows)
         self.number = number
@@ -188,14 +189,11 @@ class RewardBatch:
         self.waits: list[tuple[float, float]] = []
         self.by_second = False  # as in `Sample`, of those that are not started yet
         self._context = here()  # of the thread that begins the batch: the main one
-        self._score = score
-        self._deadline_s = deadline_s
-        self._faults = faults
-        self._lines = lines
+        self._reward = reward
+        self._calls = calls
         self._group = group
-        self._unit = unit
+        self._unit = reward.names.together.size(group, len(self.rows))
         self._origin = origin
-        self._held_by = held_by
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
         self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
@@ -248,22 +246,24 @@ class RewardBatch:
     async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
         stages = self.stages[sample.place]
         # 1. Score it at once, while others are still generated.
-        with deadline(self._deadline_s):
-            scoring = asyncio.ensure_future(self._score(sample, stages))
-        scoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one that is late
+        with deadline(self._reward.deadline_s):
+            score = self._reward.score
+            asked = score(sample, stages) if self._calls is None else self._calls.call(score, sample, stages)
+            scoring = asyncio.ensure_future(asked)
+        scoring.add_done_callback(retrieve)  # of one that is late
         try:
             # 2. Its time runs from the moment at which all that are scored together are there.
-            either: list[asyncio.Future[Any]] = [scoring, whole]
+            either: set[asyncio.Future[Reward] | asyncio.Future[None]] = {scoring, whole}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([scoring], timeout=self._deadline_s)
+            await asyncio.wait([scoring], timeout=self._reward.deadline_s)
             if scoring.done():
                 # 3. It was scored, or its code raised an error: then it is missing, and the place is logged once.
-                reward = self._faults.conclude(scoring)
+                reward = self._reward.faults.conclude(scoring)
             else:
                 # 4. It is late. What does not end when it is cancelled is left behind.
                 await cancel([scoring])
-                if held_by := "" if scoring.done() else self._held_by():
-                    self._faults.log_once(held_by)
+                if held_by := "" if scoring.done() or self._calls is None else self._calls.held_by():
+                    self._reward.faults.log_once(held_by)
                 reward = missing(Outcome.INFRA, "blocked" if held_by else "deadline")
         finally:
             scoring.cancel()  # another text took its place, or nobody wants it any more
@@ -354,7 +354,7 @@ class RewardBatch:
         if self.began is None:  # it was cut off before anything began
             self.began = self.ended[place]
         sample = self._samples[place]
-        self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
+        self._reward.lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

@@ -123,7 +123,7 @@ class RewardFigures:
         counts = {
             **{names.usage_of(name, kind): number for name, kind, number in used},
             **{names.traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
-            **{names.saved_by(cache): report.cache_hits[cache] for cache in names.CACHES},
+            **{names.saved_by(cache): report.cache_hits.get(cache, 0) for cache in names.CACHES},
             names.JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]

@@ -1,6 +1,7 @@
 """Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -11,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
@@ -89,7 +90,7 @@ class RewardFunction(Scorer):
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
         self._together: Together[Sample, Reward] = Together(per, self._rewards)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """A decorated function is found by its name, as functions are."""
         name = getattr(self, "__qualname__", "")
         if getattr(sys.modules.get(self.__module__), name, None) is not self:
@@ -152,10 +153,14 @@ class RewardFunction(Scorer):
         # 1. Call it with what it names.
         columns: dict[str, list[object]] = {}
         metrics: list[tuple[str, float]] = []
-        arguments = self._arguments(samples) | {
-            "log_extra": lambda column, values: columns.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: metrics.append((name, float(value))),
-        }
+
+        def log_extra(column: str, values: Iterable[object]) -> None:
+            columns.setdefault(column, []).extend(values)
+
+        def log_metric(name: str, value: float) -> None:
+            metrics.append((name, float(value)))
+
+        arguments = self._arguments(samples) | {"log_extra": log_extra, "log_metric": log_metric}
         named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
         if lacking := sorted(self._needed - named.keys()):
             raise self._refused("signature", f"nothing, as nothing gives it {', '.join(lacking)}")
@@ -179,7 +184,7 @@ class RewardFunction(Scorer):
     async def _returned(self, arguments: Mapping[str, object], count: int = 1) -> object:
         """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
         `ServiceError`."""
-        arguments = _copied(arguments)
+        arguments = {name: _copied(value) for name, value in arguments.items()}
         try:
             if self._is_async:
                 returned = self._function(**arguments)
@@ -219,9 +224,9 @@ class RewardFunction(Scorer):
             values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
 
-    def _listed(self, returned: Any, count: int) -> list[Any]:
-        is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
-        if not is_list or isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0:
+    def _listed(self, returned: object, count: int) -> list[object]:
+        is_other = isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0
+        if is_other or not isinstance(returned, Sized) or not isinstance(returned, Iterable):
             raise self._refused("no_list", f"a {type(returned).__name__} for {count} completions. Expected a list")
         if len(returned) != count:
             raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
@@ -280,11 +285,10 @@ def _call_verls(
     return function(**{name: given[name] for name in asked}, **further)
 
 
-def _number(value: Any) -> float | None:
-    try:
-        return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
-        return None
+def _number(value: object) -> float | None:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
+        return float(value) if isinstance(value, SupportsFloat | SupportsIndex) else None
+    return None
 
 
 def _listing(function: Function, arguments: Mapping[str, object], count: int) -> object:
@@ -293,7 +297,7 @@ def _listing(function: Function, arguments: Mapping[str, object], count: int) ->
     return list(itertools.islice(returned, count + 1)) if isinstance(returned, Iterator) else returned
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """A copy down to texts, numbers, and objects such as pictures, which are the same ones."""
     if isinstance(value, Mapping):
         return {name: _copied(part) for name, part in value.items()}
@@ -354,8 +358,10 @@ def per_batch(
 
 
 def _decorated(function: Function | None, per: Per, deadline_s: float, transport: Transport | None) -> object:
-    make = functools.partial(RewardFunction, per=per, deadline_s=deadline_s, transport=transport)
-    return make if function is None else make(function)
+    def decorate(function: Function) -> RewardFunction:
+        return RewardFunction(function, per, deadline_s=deadline_s, transport=transport)
+
+    return decorate if function is None else decorate(function)
 
 
 def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:

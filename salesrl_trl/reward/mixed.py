@@ -84,7 +84,7 @@ class MixedReward(Scorer):
     async def drain(self) -> BatchReport:
         reports = [await reward.drain() for reward in self._rewards]
         traffic: dict[str, Counter[str]] = {}
-        hits: Counter[str] = Counter(BatchReport().cache_hits)
+        hits = Counter[str]()
         for report in reports:
             hits.update(report.cache_hits)
             for service, counts in report.traffic.items():

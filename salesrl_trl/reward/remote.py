@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -24,7 +23,7 @@ from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRL_ARGUMENTS, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s
+from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s, retrieve
 from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.types import Example, Outcome, Reward, missing
 
@@ -36,6 +35,7 @@ ANSWER_S = 5.0  # longest wait for the child's counts, and for its end
 PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
 SILENT_PINGS = 120  # looks in a row without an answer, after which it is ended: it may import, or load a model
 PING = -1  # number of a question without a waiter
+Message = tuple[Any, ...]  # a question's kind, number and arguments, or an answer with its number
 
 
 class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
@@ -53,7 +53,7 @@ class Channel:
         content = pickle.dumps(message)
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
-    async def messages(self) -> AsyncIterator[Any]:
+    async def messages(self) -> AsyncIterator[Message]:
         """The other side's messages, as they were sent, until it is gone."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -99,7 +99,7 @@ class _Child:
     def ask(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
         """The number of a question, and its answer to come: `_ChildEnded` where the child ends before."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # perhaps nobody waits
+        answer.add_done_callback(retrieve)  # perhaps nobody waits
         if self.has_ended:
             answer.set_exception(_ChildEnded(f"the reward process has ended. {_REMEDY}"))
         else:
@@ -276,7 +276,7 @@ class Worker:
         self._reward, self._channel = reward, channel
         self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
-    async def run(self, messages: AsyncIterator[Any]) -> None:
+    async def run(self, messages: AsyncIterator[Message]) -> None:
         """Answer until the parent is gone."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
@@ -302,11 +302,12 @@ class Worker:
         with deadline(min(self._reward.deadline_s, left_s)):
             task = asyncio.ensure_future(self._reward.score(sample, stages))
         self._in_hand[number] = (task, stages)
-        task.add_done_callback(partial(self._scored, number))
 
-    def _scored(self, number: int, task: asyncio.Task[Reward]) -> None:
-        _, stages = self._in_hand.pop(number)
-        self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+        def scored(task: asyncio.Task[Reward]) -> None:
+            del self._in_hand[number]
+            self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+
+        task.add_done_callback(scored)
 
     async def _call(self, kind: str, number: int, what: Sequence[object]) -> None:
         try:

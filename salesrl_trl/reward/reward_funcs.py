@@ -1,18 +1,18 @@
 """From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.functions import Function, reward_of
 from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 
-RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., object] | Scorer | RewardLoop
+RewardFunc: TypeAlias = str | torch.nn.Module | Function | Scorer | RewardLoop
 """As TRL has it: a function, a reward model, or its id; or a reward of this package."""
 
 

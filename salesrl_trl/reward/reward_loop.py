@@ -4,13 +4,11 @@ Owns the batches that have no result yet, the stop that holds for all of them, a
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeVar
 
 from accelerate import PartialState
@@ -39,7 +37,7 @@ class RewardLoop:
     def __init__(self, reward: Scorer) -> None:
         self.reward = reward
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
-        self.answer: BatchResult | None = None
+        self.answer: BatchResult | None = None  # to calls of `functions`
         self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
         self.by_second: frozenset[str] = frozenset()
         """The modes (`Origin`) in which the second judge of `judge_meter` scores batches that begin now."""
@@ -54,7 +52,7 @@ class RewardLoop:
         taken = {batch.lane for batch in list(self._open.values())}
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
-        batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
+        batch = RewardBatch(self.reward, rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
         batch.by_second = origin is not None and origin.mode in self.by_second
         self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
         if self.stopped is not None:
@@ -77,7 +75,7 @@ class RewardLoop:
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches: `batch.wait_for`. An interrupted wait cancels them."""
-        self._batches.run(wait_for, batches, is_enough)
+        self._batches.run(wait_for(batches, is_enough))
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch, and report on it. A completion whose text is another one than was started
@@ -94,7 +92,7 @@ class RewardLoop:
             draining.cancel()  # the loop is held up: the next batch reports it
             return batch.result()
 
-        return self._batches.run(scored)
+        return self._batches.run(scored())
 
     def prepare(self, rows: Sequence[Example]) -> None:
         """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
@@ -123,16 +121,7 @@ class RewardLoop:
 
     def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function where the reward's code runs. Does not wait."""
-        return self._batches.submit(self._calls.call, function, *arguments)
-
-    @contextlib.contextmanager
-    def answering(self, result: BatchResult) -> Iterator[None]:
-        """Calls of `functions` inside the block are answered with this result."""
-        self.answer = result
-        try:
-            yield
-        finally:
-            self.answer = None
+        return self._batches.submit(self._calls.call(function, *arguments))
 
     def status(self, generating: str = "") -> str:
         """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
@@ -145,8 +134,12 @@ class RewardLoop:
 
     def begin_warm_up(self, timeline: Spans) -> None:
         """Ask every service once, and do not wait. `warm_up` has the answers."""
-        timed = TimingContext(StartUp.WARM_UP, timeline)
-        self._warming_up = self._batches.submit(timed(partial(self._calls.call, self.reward.warm_up)))
+
+        async def timed() -> dict[str, float | ServiceError]:
+            with TimingContext(StartUp.WARM_UP, timeline):
+                return await self._calls.call(self.reward.warm_up)
+
+        self._warming_up = self._batches.submit(timed())
 
     def warm_up(self) -> dict[str, float | ServiceError]:
         """As `Scorer.warm_up`, unless that has begun. Waits for it."""
@@ -162,13 +155,13 @@ class RewardLoop:
 
         if not self._batches.loop.is_closed():
             self.give_up()
-            self._batches.run(closed)
+            self._batches.run(closed())
             self._batches.close()
 
 
 class RewardColumn:
     """The numbers of one reward function, for TRL, which names its metrics after `logged_as`. Answers inside
-    `RewardLoop.answering` alone."""
+    the block in which the loop has an `answer` alone."""
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop
@@ -176,12 +169,12 @@ class RewardColumn:
         self.__name__ = logged_as
 
     def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
-        assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
+        assert self._reward_loop.answer is not None, "TRL asks while there is an `answer` alone"
         return self._reward_loop.answer.column(self.name)
 
 
-def warm_up(reward_loop: RewardLoop, report: Callable[[str], object] = logger.info) -> None:
-    """Ask every service once, and report how long it took; a collective.
+def warm_up(reward_loop: RewardLoop) -> None:
+    """Ask every service once, and log how long it took; a collective.
 
     Raises `ServiceUnavailable` if the 8B endpoint, or every judge, did not answer; on all ranks alike.
     """
@@ -196,7 +189,7 @@ def warm_up(reward_loop: RewardLoop, report: Callable[[str], object] = logger.in
     if PartialState().is_main_process and all(everywhere):
         for name, *results in zip(answers, *everywhere, strict=True):
             codes = sorted({result for result in results if isinstance(result, str)})
-            report(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
     if failures:
         raise ServiceUnavailable(
             f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the service and "

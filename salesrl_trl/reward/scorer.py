@@ -4,15 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward import batch as batches
-from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, LogExtra, LogMetric, RewardBatch, Sample
 from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.breaker import SharedBudget
-from salesrl_trl.service.event_loop import WatchedLoop
 from salesrl_trl.types import FORMAT, Example, Reward
 
 DEADLINE_S = 300.0  # seconds that a completion may take by default
@@ -161,35 +158,23 @@ class Scorer(ABC):
         name: str = getattr(self, "__name__", type(self).__name__)
         return name
 
-    def batch(
-        self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        calls: WatchedLoop | None = None,
-    ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `calls`: the loop on which `score` runs,
-        in place of the running one."""
-        score, held_by = (self.score, str) if calls is None else (partial(calls.call, self.score), calls.held_by)
-        return RewardBatch(
-            rows, score, held_by=held_by, deadline_s=self.deadline_s, faults=self.faults, lines=self.lines,
-            number=number, lane=lane, group=group, origin=origin, unit=self.names.together.size(group, len(rows)),
-        )  # fmt: skip
-
     async def score_all(
         self, rows: Sequence[Example], completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         group: int = 1,
     ) -> BatchResult:  # fmt: skip
         """The rewards of completions to these rows, on the running event loop."""
-        batch = self.batch(rows, group)
+        batch = RewardBatch(self, rows, group)
         batch.start_all(completions, token_ids)
         await batches.wait_for([batch], batch.is_settled)
         return batch.result(await self.drain())
 
     async def __call__(
         self, /, *, prompts: Sequence[object], completions: Sequence[Completion],
-        completion_ids: Sequence[Sequence[int]] = (), **columns: Any,
+        completion_ids: Sequence[Sequence[int]] = (), log_extra: LogExtra | None = None,
+        log_metric: LogMetric | None = None, trainer_state: object = None, **columns: Sequence[object],
     ) -> list[float | None]:  # fmt: skip
         """Score a batch, as TRL's own `GRPOTrainer` asks for it. Neighbours with equal prompts are a group."""
-        log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
-        of_trl = {name: columns.pop(name) for name in TRL_ARGUMENTS if name in columns}
+        of_trl = {} if trainer_state is None else {"trainer_state": trainer_state}
         rows = [
             {"prompt": prompt, **of_trl, **{name: values[place] for name, values in columns.items()}}
             for place, prompt in enumerate(prompts)

@@ -5,8 +5,9 @@ import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from salesrl_trl.reward.batch import Sample
@@ -23,7 +24,7 @@ class Together(Generic[A, R]):
     ready, in the order of their places, and returns a result for each."""
 
     def __init__(self, per: Per, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
-        self._per, self._call = per, call
+        self._per, self.call = per, call
         self._units: dict[tuple[int, int, int], _Neighbours[A, R]] = {}  # by batch, first place and round
 
     @contextlib.contextmanager
@@ -33,7 +34,7 @@ class Together(Generic[A, R]):
         size = self._per.size(sample.group, sample.size)
         first = sample.place - sample.place % size
         key = (sample.batch, first, sample.round)
-        unit = self._units.setdefault(key, _Neighbours(min(size, sample.size - first), self._call))
+        unit = self._units.setdefault(key, _Neighbours(min(size, sample.size - first), self))
         unit.enter()
         member = Member(sample.place, unit)
         try:
@@ -64,7 +65,8 @@ class Member(Generic[A, R]):
     async def result(self, item: A) -> R:
         """Its result of the call, which is made once nobody else can come, and cancelled once nobody waits."""
         self.is_ready = True
-        self.unit.settle((self, item))
+        self.unit.ready[self] = item
+        self.unit.settle()
         try:
             await self.has_call.wait()
             assert self.call is not None
@@ -84,10 +86,10 @@ class _Neighbours(Generic[A, R]):
     """The completions of one unit. Where some are late, the others do not wait for them longer than half of the time:
     these then have calls of their own."""
 
-    def __init__(self, size: int, call: Callable[[Sequence[A]], Awaitable[Sequence[R]]]) -> None:
-        self._size, self._call = size, call
+    def __init__(self, size: int, together: Together[A, R]) -> None:
+        self._size, self._together = size, together
         self._entered = self._known = 0  # how many began, and how many are ready or left out
-        self._ready: list[tuple[Member[A, R], A]] = []  # without a call
+        self.ready: dict[Member[A, R], A] = {}  # without a call
         self._context: contextvars.Context | None = None  # of the last to begin: it has the most time
         self._ends = math.inf  # when nobody waits for the late ones any more, on the event loop's clock
 
@@ -103,27 +105,27 @@ class _Neighbours(Generic[A, R]):
                 self._ends = now() + left_s / 2
                 asyncio.get_running_loop().call_at(self._ends, self._begin)
 
-    def settle(self, *ready: tuple[Member[A, R], A]) -> None:
+    def settle(self) -> None:
         """A further one is ready, or is left out."""
-        self._ready += ready
         self._known += 1
         if self.is_over or now() >= self._ends:
             self._begin()
 
     def _begin(self) -> None:
-        asked, self._ready = sorted(self._ready, key=lambda ready: ready[0].place), []
+        asked, self.ready = self.ready, {}
         if not asked:
             return
         call = asyncio.get_running_loop().create_task(self._run(asked), context=self._context)
-        others = {member for member, _ in asked}
+        others = {*asked}
         for member in others:
             member.call, member.others = call, others
             member.has_call.set()
 
-    async def _run(self, asked: Sequence[tuple[Member[A, R], A]]) -> dict[int, R]:
+    async def _run(self, asked: Mapping[Member[A, R], A]) -> dict[int, R]:
         started, record = time.perf_counter(), CompletionRecord()
-        for member, _ in asked:
+        for member in asked:
             member.started, member.record = started, record
+        members = sorted(asked, key=attrgetter("place"))
         with noted_in(record):
-            results = await self._call([item for _, item in asked])
-        return {member.place: result for (member, _), result in zip(asked, results, strict=True)}
+            results = await self._together.call([asked[member] for member in members])
+        return {member.place: result for member, result in zip(members, results, strict=True)}

@@ -122,20 +122,20 @@ class Gate:
 
     def __init__(self, service: str, breaker: Breaker, traffic: Counter[str]) -> None:
         self._service = service
-        self._breaker = breaker
+        self.breaker = breaker
         self._traffic = traffic
         self._changed: PerLoop[asyncio.Event] = PerLoop(asyncio.Event)
 
     def is_out_of_patience(self, patience_s: float) -> bool:
-        return self._breaker.is_open and self._breaker.down_for_s(now()) >= patience_s
+        return self.breaker.is_open and self.breaker.down_for_s(now()) >= patience_s
 
     def refuse_if_hopeless(self, patience_s: float) -> None:
         """Raise `ServiceUnavailable` if waiting can't help or is not wanted."""
-        is_paused = self._breaker.pause_left_s(now()) > 0
-        is_late = self.is_out_of_patience(patience_s) and (is_paused or self._breaker.is_probing)
-        if is_late or (is_paused and self._breaker.is_hopeless):
+        is_paused = self.breaker.pause_left_s(now()) > 0
+        is_late = self.is_out_of_patience(patience_s) and (is_paused or self.breaker.is_probing)
+        if is_late or (is_paused and self.breaker.is_hopeless):
             self._traffic["held_back"] += 1
-            code = self._breaker.denial or f"{self._service}_breaker_open"
+            code = self.breaker.denial or f"{self._service}_breaker_open"
             error = ServiceUnavailable(f"{self._service} was not asked, because its latest calls failed", code)
             error.worth_retrying = False
             raise error
@@ -147,28 +147,28 @@ class Gate:
                 raise DeadlineExceeded.before_answer_of(self._service)
             self.refuse_if_hopeless(patience_s)
             moment = now()
-            if (permit := self._breaker.permit(moment)) is not None:
+            if (permit := self.breaker.permit(moment)) is not None:
                 return permit
-            pause_s = self._breaker.pause_left_s(moment) or float("inf")
-            patience_left_s = patience_s - self._breaker.down_for_s(moment)
+            pause_s = self.breaker.pause_left_s(moment) or float("inf")
+            patience_left_s = patience_s - self.breaker.down_for_s(moment)
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(min(pause_s, patience_left_s, remaining_s()), LEAST_WAIT_S)):
                     await self._changed.get().wait()
 
     def record_failure(self, probe: int, *, pause_s: float = 0.0, denial: str | None = None) -> None:
-        self._breaker.record_failure(now(), probe=probe, pause_s=pause_s, denial=denial)
+        self.breaker.record_failure(now(), probe=probe, pause_s=pause_s, denial=denial)
         self._wake()
 
     def record_abandoned(self, probe: int) -> None:
         """A request has ended in a way that says nothing about the service."""
         if probe:
-            self._breaker.record_abandoned(probe)
+            self.breaker.record_abandoned(probe)
             self._wake()
 
     def record_answer(self) -> None:
         """The service answered, well or not: an open breaker closes, and the calls that wait for it go on."""
-        was_open = self._breaker.is_open
-        self._breaker.record_answer()
+        was_open = self.breaker.is_open
+        self.breaker.record_answer()
         if was_open:
             self._wake()
 

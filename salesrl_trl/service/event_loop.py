@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from salesrl_trl.errors import ServiceError
@@ -69,7 +69,13 @@ async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | Ser
     return result if isinstance(result, ServiceError) else result[1]
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+def retrieve(future: asyncio.Future[T]) -> None:
+    """Look at an error that perhaps nobody awaits: asyncio would log it."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def cancel(tasks: Iterable[asyncio.Future[T]]) -> None:
     """Cancel tasks of the running loop. Those that go on for `CANCEL_GRACE_S` all the same are left behind."""
     tasks = list(tasks)
     for task in tasks:
@@ -130,7 +136,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
+        self._submitted: set[object] = set()  # a coroutine that nobody waits for may be dropped
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -142,16 +148,16 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def submit(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
-        """Call a coroutine function on the loop. Does not wait."""
-        submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
+    def submit(self, call: Coroutine[object, object, T]) -> "Future[T]":
+        """Run a coroutine on the loop. Does not wait."""
+        submitted = asyncio.run_coroutine_threadsafe(call, self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted
 
-    def run(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
-        waiting = self.submit(call, *arguments)
+    def run(self, call: Coroutine[object, object, T]) -> T:
+        """The result of a coroutine on the loop. Where the wait is interrupted, it is cancelled."""
+        waiting = self.submit(call)
         try:
             return waiting.result()
         except BaseException:
@@ -169,12 +175,12 @@ class WatchedLoop(LoopThread):
 
     def __init__(self) -> None:
         super().__init__("reward calls")
-        self._called: set[asyncio.Task[Any]] = set()  # on the loop
+        self._called: set[asyncio.Task[object]] = set()  # on the loop
         self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
         """The result of a coroutine function there. A call that is cancelled waits until the function has ended."""
-        task: asyncio.Task[Any] | None = None
+        task: asyncio.Task[object] | None = None
         is_given_up = False  # before it began, because the loop was held up
 
         async def called() -> T:
@@ -188,15 +194,19 @@ class WatchedLoop(LoopThread):
             enter()
             return await function(*arguments)
 
+        def give_up() -> None:
+            if task is not None:
+                task.cancel()
+
         result = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self.loop))
-        result.add_done_callback(lambda result: result.cancelled() or result.exception())  # the caller may be gone
+        result.add_done_callback(retrieve)  # the caller may be gone
         try:
             await asyncio.wait([result])
             return result.result()
         except asyncio.CancelledError:
             if not result.done():
                 is_given_up = True
-                self.post(lambda: task is not None and task.cancel())
+                self.post(give_up)
                 await asyncio.wait([result])
             raise
 

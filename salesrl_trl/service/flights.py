@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -204,7 +203,7 @@ class Flights:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Hold one slot, waiting for it in line."""
-        await self._take(self._line.append)
+        await self._take()
         try:
             yield
         finally:
@@ -228,14 +227,14 @@ class Flights:
             finally:
                 self._turned_away.pop(place, None)
                 self.resize()
-            await self._take(self._line.appendleft)
+            await self._take(is_first=True)
         except BaseException:
             self._taken += 1  # `slot` gives it back
             raise
 
-    async def _take(self, stand: Callable[[asyncio.Future[None]], None]) -> None:
+    async def _take(self, *, is_first: bool = False) -> None:
         turn = asyncio.get_running_loop().create_future()
-        stand(turn)
+        self._line.insert(0 if is_first else len(self._line), turn)
         self.resize()
         try:
             await turn
@@ -268,7 +267,7 @@ class Flights:
         """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
         `sent` is what the `limit` knows of it."""
         self.hedging.sent += 1
-        flight = _Flight(attempt, sent, self._failed_beside)
+        flight = _Flight(attempt, sent, self)
         self._flying[flight] = None
         if self.hedging.fraction and (self._hedge_timer is None or self._hedge_timer.done()):
             self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
@@ -314,7 +313,7 @@ class Flights:
             self.traffic.update(sent=1, hedges=1)
         return False
 
-    def _failed_beside(self, error: BaseException, sent: Sent) -> None:
+    def failed_beside(self, error: BaseException, sent: Sent) -> None:
         """Record a request that failed while another one for the same call goes on and may succeed."""
         if isinstance(error, ServiceOverloaded):
             self.traffic["overloads"] += 1
@@ -325,14 +324,14 @@ class Flights:
 
 
 class _Flight(Generic[T]):
-    def __init__(self, attempt: Attempt[T], sent: Sent, failed_beside: Callable[[BaseException, Sent], None]) -> None:
+    def __init__(self, attempt: Attempt[T], sent: Sent, flights: Flights) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
-        self._failed_beside = failed_beside
+        self._flights = flights
         self._context = contextvars.copy_context()  # hedges are sent by another call's task
-        self._tasks: list[asyncio.Task[T]] = []
+        self._tasks: dict[asyncio.Task[T], Sent] = {}
         self._out = 0  # requests that have not ended
         self.send(sent)
 
@@ -344,9 +343,9 @@ class _Flight(Generic[T]):
         """Send the request, or send it once more."""
         self.last_sent = now()
         task = asyncio.get_running_loop().create_task(self._attempt(), context=self._context.copy())
-        self._tasks.append(task)
+        self._tasks[task] = sent
         self._out += 1
-        task.add_done_callback(partial(self._on_done, sent))
+        task.add_done_callback(self._on_done)
 
     def cancel(self) -> None:
         is_over = self.result.done() and not self.result.cancelled()
@@ -354,7 +353,7 @@ class _Flight(Generic[T]):
         for task in self._tasks:
             task.cancel(BEATEN if is_answered else None)
 
-    def _on_done(self, sent: Sent, task: asyncio.Task[T]) -> None:
+    def _on_done(self, task: asyncio.Task[T]) -> None:
         """The first success is the result. A failure is the result only when no other request goes on."""
         self._out -= 1
         if task.cancelled():
@@ -363,9 +362,9 @@ class _Flight(Generic[T]):
         if self.result.done():
             return
         if error is None:
-            self.won_by_hedge = task is not self._tasks[0]
+            self.won_by_hedge = task is not next(iter(self._tasks))
             self.result.set_result(task.result())
         elif not self._out:  # another request may have ended with an answer that is looked at next
             self.result.set_exception(error)
         else:
-            self._failed_beside(error, sent)
+            self._flights.failed_beside(error, self._tasks[task])

@@ -19,6 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
+from aiohttp.tracing import Trace
 
 from salesrl_trl.errors import (
     BadServiceResponse,
@@ -47,7 +48,7 @@ KEEPALIVE_S = 60.0  # how long an idle connection is kept: longer than an optimi
 def open_session() -> aiohttp.ClientSession:
     """A session on the running loop, without proxies, cookies or limits of its own."""
     return aiohttp.ClientSession(
-        connector=_Connector(limit=0, keepalive_timeout=KEEPALIVE_S),  # 0: the transport limits
+        connector=_Connector(),
         response_class=WiredResponse,
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -123,14 +124,16 @@ class _Wire(ResponseHandler):
 
 
 class _Connector(aiohttp.TCPConnector):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEEPALIVE_S)  # 0: the transport limits
         self._factory = cast("partial[ResponseHandler]", partial(_Wire, loop=self._loop))
 
-    async def connect(self, *args: Any, **settings: Any) -> Connection:
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
         """A connection without unread bytes. One with unread bytes is closed, and another one is taken."""
         while True:
-            connection = await super().connect(*args, **settings)
+            connection = await super().connect(req, traces, timeout)
             wire = cast(_Wire, connection.protocol)
             if wire.is_fresh:
                 return connection

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from salesrl_trl.errors import (
@@ -76,17 +75,18 @@ class Transport:
         self._attempt_timeout_s, self._max_attempts = attempt_timeout_s, max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
-        self._breaker = breaker or Breaker()
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
-        self._gate = Gate(service, self._breaker, self._traffic)
+        self._gate = Gate(service, breaker or Breaker(), self._traffic)
         self.count_by(quota)
 
     def count_by(self, quota: Quota | None) -> None:
         """Hold every request against the run's budget, from the first one on."""
         self._quota = quota
-        flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
-        self._flights: PerLoop[Flights] = PerLoop(flights)
+        self._flights: PerLoop[Flights] = PerLoop(self._make_flights)
+
+    def _make_flights(self) -> Flights:
+        return Flights(self._limit, self._hedging, self._gate.breaker, self._traffic, self._quota)
 
     @property
     def max_concurrency(self) -> int:
@@ -109,7 +109,12 @@ class Transport:
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
         self._gate.refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
-        noted, began = partial(self._noted, attempt), now()
+        began = now()
+
+        async def noted() -> T:
+            with CallNote(self.service) if self.notes else nullcontext():
+                return await attempt()
+
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
@@ -139,12 +144,8 @@ class Transport:
     def bill(self) -> Bill:
         return Bill(self._quota)
 
-    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        with CallNote(self.service) if self.notes else nullcontext():
-            return await attempt()
-
     async def _with_retries(self, attempt: Attempt[T], patient: bool, patience_s: float) -> T:
-        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker, self._gate)
+        retries = _Retries(self._max_attempts, patient, patience_s, self._gate)
         while True:
             try:
                 return await self._once(attempt, patience_s)
@@ -224,7 +225,6 @@ class _Retries:
     max_attempts: int
     patient: bool
     patience_s: float
-    breaker: Breaker
     gate: Gate
     failures: int = 0
     overloads: int = 0
@@ -240,7 +240,7 @@ class _Retries:
             goes_on = self.overloads < (MAX_OVERLOADS if self.patient else 1)
             if error.is_outage and self.patience_s:  # the service says it is down: patience as for other outages
                 moment = now()
-                self.down_since = min(self.down_since, moment - self.breaker.down_for_s(moment))
+                self.down_since = min(self.down_since, moment - self.gate.breaker.down_for_s(moment))
                 left_s = self.patience_s - (moment - self.down_since)
                 wait_s, goes_on = min(wait_s, left_s), goes_on and left_s > 0
             elif error.is_outage:
@@ -253,7 +253,7 @@ class _Retries:
             wait_s = _usual_s(self.failures)
             goes_on = self.failures < self.max_attempts and not self.gate.is_out_of_patience(self.patience_s)
             if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
-                goes_on = goes_on and self.patient and not self.breaker.is_hopeless
+                goes_on = goes_on and self.patient and not self.gate.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)
         return wait_s if goes_on and wait_s < remaining_s() else None
 

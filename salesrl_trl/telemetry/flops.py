@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -67,7 +68,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
     A weight costs 2 FLOPs a token forward, 2 for the gradient of its input, and 2 more if it is trained itself. Raises
     `UnknownFlops` for models whose tokens differ in cost.
     """
-    base = getattr(model, "get_base_model", lambda: model)()
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         raise UnknownFlops("the model has no transformers config")
     config, head = base.config, base.get_output_embeddings()

@@ -11,6 +11,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -303,7 +304,7 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
     """Log the seconds of a start, from all spans until now and the first step, and write them to a file: `[Start] 31.4
     s to the end of the first step: imports 9.0, first step 4.0, other 0.2; side by side ...`. Phases go one after
     another, others beside them in other threads and processes. A full disk does not end the run."""
-    known = sorted((span for span in spans if span.name in set(StartUp)), key=lambda span: span.started)
+    known = sorted((span for span in spans if span.name in set(StartUp)), key=attrgetter("started"))
     phases, beside = dict[str, float](), dict[str, float]()
     for span in known:
         sums = phases if span.track == PHASES_TRACK else beside

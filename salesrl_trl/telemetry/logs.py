@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +26,18 @@ def show_lines() -> None:
     package.setLevel(logging.INFO)
 
 
-def _lacks(phrase: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: phrase not in record.getMessage()
+class _Lacks(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.name not in record.getMessage()
 
 
 _LEFT_OUT = {  # by logger, records with a phrase
     # TRL warns of a row that could not be scored, with its prompt and completion: customers' text
-    "trl.trainer.grpo_trainer": _lacks("All reward functions returned None"),
+    "trl.trainer.grpo_trainer": _Lacks("All reward functions returned None"),
     # at every weight push on a CPU, about modules with buffers and no weights; missing weights the worker names itself
-    "vllm.model_executor.model_loader.reload.layerwise": _lacks(": Failed to load weights"),
+    "vllm.model_executor.model_loader.reload.layerwise": _Lacks(": Failed to load weights"),
     # a branch without rows in a step has no mean, and TensorBoard draws no point for it
-    "transformers.integrations.integration_utils": _lacks('Trainer is attempting to log a value of "None"'),
+    "transformers.integrations.integration_utils": _Lacks('Trainer is attempting to log a value of "None"'),
 }
 
 

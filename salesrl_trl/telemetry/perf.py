@@ -5,6 +5,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from salesrl_trl import names
@@ -41,7 +42,7 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
     figures = {names.time_of(phase): _mean(ranks, phase) / steps for phase in Phase}
     figures[names.STEP_SECONDS] = sum(figures.values())
     figures |= dict.fromkeys((names.REWARD_EXPOSED, names.REWARD_HIDDEN), math.nan)
-    slowest = max(ranks, key=lambda rank: rank[MAKESPAN])
+    slowest = max(ranks, key=itemgetter(MAKESPAN))
     if slowest[BATCHES]:
         figures[names.REWARD_SECONDS] = slowest[MAKESPAN] / slowest[BATCHES]
         figures[names.REWARD_EXPOSED] = max(rank[EXPOSED] for rank in ranks) / slowest[BATCHES]

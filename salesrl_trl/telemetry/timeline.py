@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from salesrl_trl.names import Phase
@@ -240,7 +241,7 @@ class Timeline:
             ended.append(self._closed_phases.popleft())
         waiting = {mark for mark in (*marks, *(mark for phase in ended for mark in phase[1:3])) if mark.time is None}
         if waiting:
-            self._clock.settle(sorted(waiting, key=lambda mark: mark.host))
+            self._clock.settle(sorted(waiting, key=attrgetter("host")))
         for name, start, end, failed in ended:
             self.add([Span(name=name, started=start.time or 0.0, ended=end.time or 0.0, failed=failed)])
 

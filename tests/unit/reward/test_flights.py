@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,8 @@ def test_an_answer_counts_also_where_a_failure_comes_at_the_same_moment(order, g
         async def attempt():
             return await next(left)
 
-        flight = _Flight(attempt, 1, lambda error, number: beside.append(number))
+        flights = SimpleNamespace(failed_beside=lambda error, number: beside.append(number))
+        flight = _Flight(attempt, 1, flights)
         flight.send(2)
         await asyncio.sleep(0)
         for place in order:

@@ -8,6 +8,7 @@ import pytest
 from support.loopback import ACTION, BAD, VERDICT, action, build_reward, examples, row
 from trl.trainer.utils import get_callable_name
 
+from salesrl_trl.ground.process import patched
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.flights import FALLEN
 from salesrl_trl.types import Outcome
@@ -50,9 +51,9 @@ def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
 def test_trl_is_answered_with_the_result_at_hand(loop):
     result = loop.result(begin(loop, 0), [BAD])
     [function] = loop.functions
-    with loop.answering(result):
+    with patched(loop, "answer", result):
         assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
-    with pytest.raises(AssertionError, match="inside `answering` alone"):
+    with pytest.raises(AssertionError, match="while there is an `answer` alone"):
         function(prompts=[None], completions=[BAD], row=[0])
     assert get_callable_name(function) == "sales"
 
