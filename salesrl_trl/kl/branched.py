@@ -45,22 +45,6 @@ class WindowSettings:
                 raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    branch: str
-    kl: float  # of the window, in nats per token
-    target: KLTarget
-    before: float  # of the window, as asked for
-    after: float  # what the law asks for from the next step on
-
-    def __str__(self) -> str:
-        place = "in" if self.target.contains(self.kl) else "outside"
-        return (
-            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}], "
-            f"beta {self.before:.4g} -> {self.after:.4g}"
-        )
-
-
 @dataclass(kw_only=True, slots=True)
 class _WindowCounts:
     kl_sum: float = 0.0
@@ -112,25 +96,25 @@ class BranchController:
         """The law's sentence about the last window, for the log. Empty if there is none."""
         return str(self._law_state.get(NOTICE, ""))
 
-    def observe(self, kl_sum: float, tokens: float) -> Decision | None:
+    def observe(self, kl_sum: float, tokens: float) -> str:
         """Take in one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
-        nats. Returns the move, which holds from the next step on; `None` if the coefficient stays. A step without
-        tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
+        nats. Returns a log line about the move, which applies from the next step on; empty if the coefficient stays.
+        Steps without tokens or with a non-finite sum are ignored; a window without tokens moves nothing."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._at.measured_steps += 1
             self._at.steps_in_band += self.target.contains(kl_sum / tokens)
         if self._law is None:
-            return None
+            return ""
         if self._at.cooldown > 0:
             self._at.cooldown -= 1
-            return None
+            return ""
         if measured:
             self._add(kl_sum / tokens, tokens)
         self._at.steps += 1
         least = self._windows.update_steps
         if self._at.steps < least or (self._at.steps < least * MOST_WINDOWS and not self._is_readable):
-            return None
+            return ""
         return self._close_window(self._law)
 
     def _add(self, kl: float, tokens: float) -> None:
@@ -159,22 +143,23 @@ class BranchController:
         now = self._at.squares / self._at.pairs / kl**2
         return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
 
-    def _close_window(self, law: KLLaw) -> Decision | None:
+    def _close_window(self, law: KLLaw) -> str:
         kl_sum, tokens, self._at.noise = self._at.kl_sum, self._at.tokens, self._noise_seen()
         self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
         self._at.seen += self._at.pairs
         self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
         if not tokens:
-            return None
+            return ""
         kl, before = kl_sum / tokens, self.asked
         least, most = self.target.reach
         window = Window(target=self.target, beta=before, kl=kl, tokens=tokens)
         after, self._law_state = moved(law, window, self._law_state)
         self.asked = max(least, min(most, after))
         if self.asked == before:
-            return None
+            return ""
         self._at.cooldown = self._windows.cooldown_steps
-        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked)
+        place = f"{'in' if self.target.contains(kl) else 'outside'} [{self.target.low:g}, {self.target.high:g}]"
+        return f"{self.branch}: KL {kl:.4f} {place}, beta {before:.4g} -> {self.asked:.4g}"
 
     def state_dict(self) -> State:
         law = None if self._law is None else name_of(self._law)
@@ -204,10 +189,10 @@ class KLControl:
     def shares(self) -> list[float]:
         return [branch.share for branch in self.branches]
 
-    def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks."""
-        decisions = [branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)]
-        return [decision for decision in decisions if decision is not None]
+    def observe(self, measured: Sequence[tuple[float, float]]) -> list[str]:
+        """Take in one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks. Returns
+        a log line about each move."""
+        return [*filter(None, (branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)))]
 
     def state_dict(self) -> dict[str, State]:
         return {branch.branch: branch.state_dict() for branch in self.branches}
@@ -251,11 +236,11 @@ class BranchedKL:
         """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
         `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log."""
         before = [branch.notice for branch in self.control.branches]
-        decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
+        moves = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:
             return
-        for decision in decisions:
-            _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
+        for move in moves:
+            _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {move}")
         for branch, notice, (kl, penalty, *_) in zip(self.control.branches, before, totals, strict=True):
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")

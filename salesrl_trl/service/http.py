@@ -6,6 +6,7 @@ reply that arrives after the next request was sent can't be recognised by its by
 id, and each judge's request a nonce.
 """
 
+import asyncio
 import json
 import re
 import secrets
@@ -325,9 +326,8 @@ def key_fault(key: str) -> str | None:
 
 async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
     """The body, or `None` if it is longer."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > limit:
-            return None
-    return bytes(body)
+    try:
+        await response.content.readexactly(limit + 1)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+    return None

@@ -1,6 +1,5 @@
 """All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start."""
 
-import functools
 import json
 import logging
 import math
@@ -23,7 +22,7 @@ from transformers import TrainerCallback, TrainerState
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
-from salesrl_trl.telemetry.logs import spared
+from salesrl_trl.telemetry.logs import spared, warn_once
 from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
@@ -67,8 +66,7 @@ class Instruments:
         # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
         self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
-        self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
-        self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
+        self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes)
         self._output_dir = output_dir
         self.machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
@@ -96,16 +94,16 @@ class Instruments:
         if self._peak is None:
             if self._device.type != "cpu":
                 name = device_name(self._device)
-                self._warn_once(f"no MFU: the bf16 peak of {name!r} is not in the table. Set `peak_tflops`.")
+                warn_once(f"no MFU: the bf16 peak of {name!r} is not in the table. Set `peak_tflops`.")
             return
         from salesrl_trl.telemetry import flops  # a run on a CPU does without it
 
         try:
             self._flops = flops.model_flops(extract_model_from_parallel(model))
         except flops.UnknownFlops as error:
-            self._warn_once(f"no MFU: {error}")
+            warn_once(f"no MFU: {error}")
         except Exception as error:  # an unknown kind of model must not end the training
-            self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
+            warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
 
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
@@ -155,7 +153,7 @@ class Instruments:
         figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self.machine.drain()
         known = self._flops is not None and self._peak is not None
         if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-            self._warn_once(
+            warn_once(
                 f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
                 "the clock. No MFU is shown. Set `peak_tflops`."
             )

@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accelerate.utils import gather_object
 
 from salesrl_trl.ground.process import put_aside
+from salesrl_trl.telemetry.logs import warn_once
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.timing import PHASES_TRACK, Span
 
@@ -26,13 +27,12 @@ STEPS_TRACK = "steps"
 
 class StepTrace:
     """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. It
-    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once."""
+    has at most `max_bytes`; the file of an earlier start gets another name."""
 
-    def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, steps: range, max_bytes: int) -> None:
         self._path = path
         self._traced = steps
         self._max_bytes = max_bytes
-        self._warn = warn
         self._background_spans: list[Span] = []  # of batches of the traced steps
         self._origin: float | None = None  # time at which the file begins, on the scale that all ranks share
         self._tracks: dict[int, list[str]] = {}  # by process
@@ -128,7 +128,7 @@ class StepTrace:
         content = (",\n" if size > 1 else "\n") + ",\n".join(lines)
         if size + len(content) + 3 > self._max_bytes:  # with the end
             most = f"{self._max_bytes / 1e6:.0f} MB"
-            self._warn(f"{self._path} is full at {most}: later spans are left out (`trace_steps` chooses others)")
+            warn_once(f"{self._path} is full at {most}: later spans are left out (`trace_steps` chooses others)")
             self._is_written = False
             return
         with self._path.open("a", encoding="utf-8", errors="replace") as file:

@@ -12,7 +12,7 @@ from accelerate import Accelerator, PartialState
 from torch import nn
 
 from salesrl_trl.names import START_UP_FILE, STEP_SECONDS, Phase, StartUp
-from salesrl_trl.telemetry import flops
+from salesrl_trl.telemetry import flops, trace
 from salesrl_trl.telemetry.instruments import (
     BATCHES_KEPT,
     Instruments,
@@ -20,6 +20,7 @@ from salesrl_trl.telemetry.instruments import (
     imports_so_far,
     write_start,
 )
+from salesrl_trl.telemetry.logs import warn_once
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.telemetry.trace import REWARDS_PROCESS, StepTrace
 from salesrl_trl.timing import Span
@@ -29,6 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def build(tmp_path):
+    warn_once.cache_clear()
     built = []
 
     def run(**settings):
@@ -146,17 +148,18 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def write(path):
+def write(path, monkeypatch):
     """Writes spans of a step, as a rank of this number."""
 
     def run(*spans, rank=0, size=10**6):
         if size not in traces:
-            traces[size] = StepTrace(path, range(1, 1000), size, warnings.append)
+            traces[size] = StepTrace(path, range(1, 1000), size)
             traces[size].start()
         traces[size].write(rank, 1, [TEN_SECONDS], spans)
         return warnings
 
     traces, warnings = {}, []
+    monkeypatch.setattr(trace, "warn_once", warnings.append)
     yield run
     for each in traces.values():
         each.close(1, [], None, [])
