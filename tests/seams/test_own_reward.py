@@ -21,7 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.judged.spending import Spending
-from salesrl_trl.reward.batch import Sample, wait_for
+from salesrl_trl.reward.batch import RewardBatch, Sample, wait_for
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.stage_times import StageTimes
@@ -223,7 +223,7 @@ def test_a_group_begins_when_its_last_completion_is_there():
         return [1.0] * len(completions)
 
     async def scene():
-        batch = graded.batch(rows(4), 2)
+        batch = RewardBatch(graded, rows(4), 2)
         for place in (0, 3, 2):
             batch.start(place, f"{place}", [place])
         await wait_for([batch], partial(batch.has_settled, [[2, 3]]))
@@ -245,7 +245,7 @@ def test_a_completion_has_its_time_from_the_moment_its_group_is_there():
         return [1.0] * len(completions)
 
     async def scene(text, expected):
-        batch = graded.batch(rows(2), 2)
+        batch = RewardBatch(graded, rows(2), 2)
         batch.start(0, text)
         await asyncio.sleep(30.0)  # the other one is still generated
         batch.start(1, text)
