@@ -184,9 +184,7 @@ class RewardBatch:
         """The rewards so far, by position. Readable from any thread."""
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
-        self.began: float | None = (
-            None  # start of the first, on the `time.perf_counter` clock. From any thread.
-        )
+        self.began: float | None = None  # when the first started, on the `time.perf_counter` clock
         self.ended = [0.0] * len(self.rows)  # when each was settled, on the same clock
         self.waits: list[tuple[float, float]] = []
         self.by_second = False  # as in `Sample`, for completions not started yet

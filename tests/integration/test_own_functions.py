@@ -349,7 +349,7 @@ def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_r
     with pytest.raises(ConfigError, match="scores the 8 completions of a prompt together, and a process generates 4"):
         rewards.check(["prompt"], group=8, size=4)
     rewards.reward_loop.close()
-    with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
+    with pytest.raises(ConfigError, match=r"'words', which scores a completion, requires 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
         run("/before/a/model/is/loaded", SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
 

@@ -156,7 +156,7 @@ def test_a_margin_without_a_column_of_references_is_told_before_training():
     weights = {"all": {"judge": 1.0, "margin": 1.0}}
     margin = judge_reward(judge="seams.own_reward.ByLength", branch_reward_weights=weights)
     with pytest.raises(
-        ConfigError, match=r"'judge', which scores a completion, takes 'reference'\. .* Add the column"
+        ConfigError, match=r"'judge', which scores a completion, requires 'reference'\. .* Add the column"
     ):
         RewardFuncs.of(margin, None, None).check(["prompt"], 2, 4)
     RewardFuncs.of(margin, None, None).check(["prompt", "reference"], 2, 4)

@@ -288,7 +288,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     assert result.report.traffic["judge"]["calls"] == 2  # of the new one: the other can't tell any more
     assert [stages.completion_record.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
     assert read_account(tmp_path / "spent.json").taken["max_calls"] >= sum(services.calls.values())  # of both
-    assert own_words(caplog) == ["the reward process ended with code -9, and 2 completions in its hands"]
+    assert own_words(caplog) == ["the reward process exited with code -9 while scoring 2 completions"]
 
 
 def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process, caplog):
@@ -296,7 +296,7 @@ def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process,
     rows = [{"prompt": ""}] * 2
     result = reward.result(["c", deadly.POISON], rows=rows)
     assert {(each.outcome, each.reason) for each in result.rewards} == {(Outcome.INFRA, "reward_process_ended")}
-    assert sum("the reward process ended with code 1" in line for line in own_words(caplog)) == 2
+    assert sum("the reward process exited with code 1" in line for line in own_words(caplog)) == 2
     assert reward.result(["f"], rows=rows[:1]).values == [1.0]
 
 
@@ -325,9 +325,9 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert reward.process.pid != stopped.pid
     assert is_gone(stopped.pid)
     assert sorted(own_words(caplog)) == [
-        "the reward process does not answer what it has counted",  # the question about its counts
-        "the reward process ended with code -9, and 2 completions in its hands",
-        "the reward process has not answered for 6 s, and is ended; it shows where it is",
+        "the reward process does not respond to the request for its counters",  # the question about its counts
+        "the reward process exited with code -9 while scoring 2 completions",
+        "the reward process has not answered for 6 s and is being killed; its stack trace follows",
     ]
 
 
@@ -352,7 +352,7 @@ def test_closing_ends_the_child_and_is_no_complaint_of_one_at_work(
         child.kill()
     reward.loop.close()  # again
     assert child.poll() == (-signal.SIGKILL if is_stopped else 0)
-    said = ["does not close, and is ended; it shows where it is", "ended with code -9, and 0 completions in its hands"]
+    said = ["does not close and is being killed; its stack trace follows", "exited with code -9 while scoring 0 completions"]
     assert own_words(caplog) == [f"the reward process {line}" for line in said * is_stopped]
 
 

@@ -53,7 +53,7 @@ def test_trl_is_answered_with_the_result_at_hand(loop):
     [function] = loop.functions
     with patched(loop, "answer", result):
         assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
-    with pytest.raises(AssertionError, match="while there is an `answer` alone"):
+    with pytest.raises(AssertionError, match="without an `answer`"):
         function(prompts=[None], completions=[BAD], row=[0])
     assert get_callable_name(function) == "sales"
 
