@@ -61,7 +61,7 @@ class RewardFuncs:
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
         """Raise `ConfigError` if a required column is absent (unless columns are unknown), or if completions scored
-        jointly would be split across processes. A process generates `size` at a time, `group` per prompt."""
+        jointly are split across processes. A process generates `size` at a time, `group` per prompt."""
         names = self.reward_loop.reward.names
         if columns is not None:
             for needs in names.needs:
@@ -69,7 +69,7 @@ class RewardFuncs:
         if size % names.together.size(group, size):
             raise ConfigError(
                 f"a reward function scores the {group} completions of a prompt jointly, but a process generates "
-                f"{size} at a time, which splits some prompts across processes. Expected a multiple of {group}. Change "
+                f"{size} at a time, which splits prompts across processes. Expected a multiple of {group}. Change "
                 "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`."
             )
 

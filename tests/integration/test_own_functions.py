@@ -346,7 +346,7 @@ def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
 def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_refused_at_once(tiny, tmp_path):
     rewards = RewardFuncs.of(order, None, None)
     rewards.check(["prompt"], group=8, size=16)
-    with pytest.raises(ConfigError, match="scores the 8 completions of a prompt together, and a process generates 4"):
+    with pytest.raises(ConfigError, match="scores the 8 completions of a prompt jointly, but a process generates 4"):
         rewards.check(["prompt"], group=8, size=4)
     rewards.reward_loop.close()
     with pytest.raises(ConfigError, match=r"'words', which scores a completion, requires 'answer'.*: prompt, kind"):

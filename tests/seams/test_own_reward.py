@@ -127,7 +127,7 @@ def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
     assert sorted(record.message.split(" at ")[0] for record in caplog.records) == [
         "the reward function shortness raised ValueError",
         "the reward function shortness returned a str for a completion. Expected a number, None or a Reward; such "
-        "completions are missing",
+        "completions stay unscored",
     ]
     assert "customer" not in caplog.text
 
@@ -302,8 +302,8 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
     ("function", "message"),
     [
         (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, takes 'answer'. Expected"),
-        (per_group(lambda completion: 0), "which scores a group, takes 'completion'"),
-        (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, takes 'gold'"),
+        (per_group(lambda completion: 0), "which scores a group, requires 'completion'"),
+        (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, requires 'gold'"),
     ],
 )
 def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, message):

@@ -352,7 +352,8 @@ def test_closing_ends_the_child_and_is_no_complaint_of_one_at_work(
         child.kill()
     reward.loop.close()  # again
     assert child.poll() == (-signal.SIGKILL if is_stopped else 0)
-    said = ["does not close and is being killed; its stack trace follows", "exited with code -9 while scoring 0 completions"]
+    closing = "does not close and is being killed; its stack trace follows"
+    said = [closing, "exited with code -9 while scoring 0 completions"]
     assert own_words(caplog) == [f"the reward process {line}" for line in said * is_stopped]
 
 
