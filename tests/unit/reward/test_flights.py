@@ -119,8 +119,8 @@ def test_where_most_are_refused_at_any_load_the_limit_falls_and_is_back_as_soon_
         for load in (64, 8, 30) * 12:
             limit.record_overload(limit.record_sent(load))
     assert limit.slots < 64 and limit.cause == CLOSED and limit in FALLEN
-    assert caplog.messages == [f"[Limit] judge: 51 calls at once, and falling, because {CLOSED}"]
-    assert limit.in_words() == f"judge is asked {limit.slots} at once, of 64, because {CLOSED}"
+    assert caplog.messages == [f"[Limit] judge: concurrency lowered to 51, because {CLOSED}"]
+    assert limit.in_words() == f"judge is limited to {limit.slots} of 64 concurrent calls, because {CLOSED}"
     answer(limit, 130)  # half a slot each
     assert (limit.slots, limit.cause) == (64, "") and limit not in FALLEN
 

@@ -59,7 +59,7 @@ def test_closing_leaves_a_loop_behind_that_stays_held_up(loop, caplog):
     loop.close()
     assert time.monotonic() - began < 10.0
     assert "destroyed" not in caplog.text
-    assert any(line.startswith("holds at ") and line.endswith("It is left behind.") for line in caplog.messages)
+    assert any(line.startswith("holds at ") and line.endswith("It is abandoned.") for line in caplog.messages)
 
 
 customer = contextvars.ContextVar("customer", default="none")
