@@ -176,7 +176,7 @@ class HedgePolicy:
 @dataclass(eq=False)
 class Flights:
     """Calls and hedges in flight, jointly within the limit. Records the failure of a request while another request for
-    the same call is still pending. Hedges are suspended while the `breaker` is open, and never wait for the `quota`."""
+    the same call is pending. Hedges are suspended while the `breaker` is open, and never wait for the `quota`."""
 
     limit: AdaptiveLimit
     hedging: HedgePolicy

@@ -129,8 +129,8 @@ def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_i
     ("content", "mode", "message"),
     [
         (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
-        (b" \n", 0o600, "holds no key"),
-        (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
+        (b" \n", 0o600, "is empty"),
+        (b"sk-hunter2" * 500, 0o600, "exceeds 4096 bytes"),
         (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at position 11"),
         (b"sk-hunter2\xff", 0o600, "a non-ASCII character at position 11"),
         (None, 0o600, "can't be read .No such file or directory"),

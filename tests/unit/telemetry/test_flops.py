@@ -143,7 +143,7 @@ UNKNOWN = {
     "layers with a window": (lambda: with_layer_type("sliding_attention"), "sliding_attention"),
     "a window without layer types": (lambda: small("mistral", sliding_window=5), "sliding_attention"),
     "keys that layers share": (lambda: with_field("num_kv_shared_layers", 2), "num_kv_shared_layers"),
-    "no config": (lambda: torch.nn.Linear(2, 2), "no transformers config"),
+    "no config": (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
     "packed weights": (packed, "packed"),
     "mixture of experts": (lambda: with_field("num_local_experts", 4), "num_local_experts"),
     "adapter that adds to the prompt": (

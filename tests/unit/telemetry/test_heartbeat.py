@@ -87,4 +87,4 @@ def test_a_long_phase_is_told_of_at_each_doubling(told, seconds, lines):
 
 def test_a_fault_in_what_is_told_beside_it_does_not_end_the_heartbeat(told):
     lines = told(0.1, 0.2, names=("reward_wait",), reward_wait=lambda: 1 / 0)
-    assert ["ZeroDivisionError while asking for more" in line for line in lines] == [True, True]
+    assert ["ZeroDivisionError while collecting details" in line for line in lines] == [True, True]
