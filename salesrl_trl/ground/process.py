@@ -126,8 +126,7 @@ def put_aside(*paths: Path) -> tuple[Path, ...]:
 
 
 def make_private(path: Path) -> None:
-    """Create a file that only its owner can read, unless it exists. SQLite's companion files inherit the
-    permissions."""
+    """Create a file that only its owner can read, unless it exists. SQLite's side files inherit the permissions."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 

@@ -1,6 +1,6 @@
-"""What trackers get beside the figures, which transformers hands to them: TensorBoard's groups under "Custom Scalars".
+"""Additions to the metrics that transformers sends to trackers: TensorBoard's groups under "Custom Scalars".
 
-Owns that no tracker ends a training. A tracker that `report_to` does not name is not imported.
+Ensures that trackers never end a training. Imports only trackers named in `report_to`.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from salesrl_trl.wiring.part import Part, PartContext
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Chart = list[str | list[str]]  # kind of a chart, `"Multiline"` or `"Margin"`, and its tags
-EDGES = (names.kl_of(BRANCH, "_low"), names.kl_of(BRANCH, "_high"))  # of a chart with margins, behind its line
+Chart = list[str | list[str]]  # the chart's kind, `"Multiline"` or `"Margin"`, and its tags
+EDGES = (names.kl_of(BRANCH, "_low"), names.kl_of(BRANCH, "_high"))  # the margins of a chart, after its line
 
 
 def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
-    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart. `words` says what the words
-    in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band."""
+    """The layout for `SummaryWriter.add_custom_scalars`: category, title, chart. `words` holds the values for the
+    placeholders in `FIGURES`. `banded`: the branches with a KL band."""
     layout: dict[str, dict[str, Chart]] = {category: {} for category in names.CATEGORIES}
     for figure in FIGURES:
         for choice in names.meanings(figure.tag, words) if figure.chart is not None else ():
@@ -47,24 +47,23 @@ def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) ->
             chart[1] = [*chart[1], start + figure.tag.format(**choice)]
     for charts in layout.values():
         for chart in charts.values():
-            if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
+            if chart[0] == "Multiline":  # TensorBoard treats its tags as regular expressions
                 chart[1] = [f"^{names.pattern_of(tag).pattern}$" for tag in chart[1]]
     return layout
 
 
 class TrackersPart(Part):
-    """Writes the layout of `custom_scalars`, if the run reports to TensorBoard. TensorBoard has a colour for each run.
-    So the figures of a branch are also in a run of its own.
+    """Writes the layout from `custom_scalars` if the run reports to TensorBoard. TensorBoard assigns a colour per run,
+    so each branch's metrics are also written to a separate run.
 
-    The runs of trackers stay open until `close`: the last figures, those of the held-out rows, come after training. At
-    its end transformers closes the run of MLflow, and these figures would begin another run. Without a run of trackio
-    TRL fails."""
+    Tracker runs stay open until `close`, because the held-out metrics are logged after training. transformers closes
+    the MLflow run when training ends, so these metrics would start another run. TRL fails without a trackio run."""
 
     def connect(self, run: PartContext) -> None:
         self._callbacks: Sequence[TrainerCallback] = run.trl.callbacks.callbacks
-        self._ends = contextlib.ExitStack()  # of trackers' runs
+        self._ends = contextlib.ExitStack()  # closes trackers' runs
         self._replaced = contextlib.ExitStack()
-        self._runs = dict[str, "SummaryWriter"]()  # TensorBoard's writers of branches
+        self._runs = dict[str, "SummaryWriter"]()  # TensorBoard writers by branch
         words = run.figures.words
         banded = [branch for branch, target in run.args.kl_targets().items() if target.has_band]
         self._layout = custom_scalars(words, banded)
@@ -106,20 +105,20 @@ class TrackersPart(Part):
                 self._runs.popitem()[1].close()
 
     def end_run(self) -> None:
-        """Let TensorBoard begin another file, in which the next run's figures go."""
+        """Make TensorBoard start another file for the next run's metrics."""
         for callback in self._callbacks:
             if isinstance(callback, TensorBoardCallback):
                 callback.on_train_end(None, None, None)
 
     def close(self) -> None:
-        """End the runs whose training has ended."""
+        """End the tracker runs whose training has ended."""
         self._ends.close()
         self._replaced.close()
 
 
 def _spare(callback: TrainerCallback) -> None:
-    """Let no event of a tracker's callback end the run. At its beginning the disk and the network alone are spared: a
-    wrong setting or key then costs no step."""
+    """Keep a tracker's callback from ending the run. At the start, only disk and network errors are tolerated, so that
+    a wrong setting or key fails before the first step."""
     what = type(callback).__name__.removesuffix("Callback")
     callback.on_train_begin = spared(what, OSError)(callback.on_train_begin)
     callback.on_log = spared(what)(callback.on_log)
@@ -129,7 +128,7 @@ def _spare(callback: TrainerCallback) -> None:
 
 
 def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *args: object, **named: object) -> None:
-    """transformers asks whether there is a run by `get_run() is None`, where SwanLab 0.10 raises an error."""
+    """transformers checks for a run with `get_run() is None`, but SwanLab 0.10 raises an error instead."""
     get_run, has_run = swanlab.get_run, swanlab.has_run  # type: ignore[attr-defined]
 
     def run_or_none() -> object:
@@ -140,5 +139,5 @@ def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *args: object,
 
 
 def _log_values(on_log: Callable[..., None], *args: object, logs: Mapping[str, object], **named: object) -> None:
-    """SwanLab prints an error for each figure without a value, at each step."""
+    """Drop metrics without a value, for each of which SwanLab would print an error at every step."""
     on_log(*args, logs={name: value for name, value in logs.items() if value is not None}, **named)

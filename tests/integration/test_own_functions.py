@@ -424,7 +424,7 @@ def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
     rows = [{**row, "self": "a", "cls": "b", "args": "c"} for row in ROWS]
     _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, rows)
     assert [line["reward"] for line in lines] == [0.5] * 3
-    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer needs"):
+    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer reserves"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, [{**row, "log_extra": 1} for row in ROWS])
 
 
@@ -456,7 +456,7 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
     for name in ("row", "prompts", "completions"):
-        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer needs"):
+        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer reserves"):
             prompt_dataset([[]], [parse_row({**record, name: 1}, 0, (), "here")], for_functions=True)
     assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 

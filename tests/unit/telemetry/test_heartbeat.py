@@ -57,7 +57,7 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     line = beat.line("reward_wait", 12.3, "")
     beat.stop()
     assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
-    assert "its limit of calls" in line
+    assert "its concurrency limit" in line
 
 
 def test_every_phase_of_training_has_an_advice():
