@@ -167,7 +167,7 @@ class RewardBatch:
     """The rewards of one batch as they arrive. A completion is settled once it is scored or counts as unscored.
 
     A unit is the set of neighbouring completions scored in one call. Each completion has `deadline_s` from when its
-    whole unit has arrived. Scoring that takes longer is cancelled, and the completion stays unscored.
+    whole unit has arrived. Scoring beyond that is cancelled, and the completion stays unscored.
 
     `group` is the number of completions per prompt. `lane` is the batch's index among those in flight; each lane has
     its own tracks in the trace. `calls` is the event loop that runs the reward, instead of the current one.

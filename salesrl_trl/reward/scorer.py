@@ -83,7 +83,7 @@ class RewardNames:
     services: tuple[str, ...] = ()  # services whose traffic is counted
     places: Mapping[str, str] = field(default_factory=dict)  # each service's address, with its model
     required: tuple[tuple[str, ...], ...] = ()
-    """Of each tuple, at least one service must answer; otherwise nothing can be scored."""
+    """At least one service of each tuple must answer; otherwise nothing can be scored."""
     judges_groups: bool = False  # whether a judge scores the completions of a prompt in one call
     meter: MeterSettings | None = None  # of the judge's drift monitor, if enabled
 

@@ -30,7 +30,7 @@ class Together(Generic[A, R]):
     @contextlib.contextmanager
     def entered(self, sample: Sample) -> Iterator["Member[A, R]"]:
         """Inside the block, the rest of the unit waits until this completion is ready. Leaving the block earlier
-        excludes it. Cancellation gives it up with its unit; a restarted unit enters as the next round."""
+        excludes it. Cancellation discards its unit; a restarted unit enters as the next round."""
         size = self._per.size(sample.group, sample.size)
         first = sample.place - sample.place % size
         key = (sample.batch, first, sample.round)
