@@ -301,7 +301,7 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, takes 'answer'. Expected"),
+        (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, requires 'answer'. Expected"),
         (per_group(lambda completion: 0), "which scores a group, requires 'completion'"),
         (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, requires 'gold'"),
     ],
@@ -332,7 +332,7 @@ def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
     result = result_of(reward_of(compute_score), ["7", "7", "number"], rows(3, **columns))
     assert result.values == [1.0, 0.0, 0.5]
     assert result.rewards[0].metrics == (("rewards/compute_score/length", 1.0),)
-    with pytest.raises(ConfigError, match="'compute_score', which scores a completion, takes 'reward_model'"):
+    with pytest.raises(ConfigError, match="'compute_score', which scores a completion, requires 'reward_model'"):
         reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])
 
 
