@@ -9,18 +9,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from salesrl_trl.ground.process import here
 from salesrl_trl.names import Stage
-from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.event_loop import WatchedLoop, cancel, deadline, retrieve
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Answer, Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
-
-if TYPE_CHECKING:
-    from salesrl_trl.reward.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +160,18 @@ def row_id_of(row: Example) -> str | None:
     return None if row.get("id") is None else str(row["id"])
 
 
+class Scoring(Protocol):
+    """What a batch requires of a `Scorer`, which is described there."""
+
+    deadline_s: float
+    lines: SampleLines
+    faults: FaultLog
+
+    def unit(self, group: int, size: int) -> int: ...
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward: ...
+
+
 class RewardBatch:
     """The rewards of one batch as they arrive. A completion is settled once it is scored or counts as unscored.
 
@@ -174,7 +183,7 @@ class RewardBatch:
     """
 
     def __init__(
-        self, reward: "Scorer", rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
+        self, reward: Scoring, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
         origin: Origin | None = None, calls: WatchedLoop | None = None,
     ) -> None:  # fmt: skip
         self.rows = list(rows)
@@ -192,7 +201,7 @@ class RewardBatch:
         self._reward = reward
         self._calls = calls
         self._group = group
-        self._unit = reward.names.together.size(group, len(self.rows))
+        self._unit = reward.unit(group, len(self.rows))
         self._origin = origin
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place

@@ -127,6 +127,10 @@ class Scorer(ABC):
     def names(self) -> RewardNames:
         return RewardNames(functions={self.own_name: self.own_name})
 
+    def unit(self, group: int, size: int) -> int:
+        """Number of neighbouring completions scored in one call, of `group` per prompt and `size` per batch."""
+        return self.names.together.size(group, size)
+
     async def prepare(self, rows: Iterable[Example]) -> None:  # noqa: B027  optional
         """Prefetch whatever does not depend on the policy, before these rows' completions arrive."""
 

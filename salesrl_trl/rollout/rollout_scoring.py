@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import FunctionError
-from salesrl_trl.ground.process import patched
 from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
@@ -234,8 +233,11 @@ class RolloutScoring:
         # 2. wait for all of them, and let TRL ask for them
         with self.instruments.timeline.phase(Phase.REWARD_WAIT):
             result = self.reward_loop.result(rollout.rewards, completions)
-            with patched(self.reward_loop, "answer", result):
+            self.reward_loop.answer = result
+            try:
                 rewards = calculate()
+            finally:
+                self.reward_loop.answer = None
         self.instruments.timeline.begin(Phase.ADVANTAGES)
         # 3. what can't be compared within its group counts for nothing
         rewards, result = self._compared(result, rewards, rollout.group)

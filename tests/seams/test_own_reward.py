@@ -301,7 +301,10 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, requires 'answer'. Expected"),
+        (
+            per_completion(lambda prompt, answer: 0),
+            r"'<lambda>', which scores a completion, requires 'answer'. Expected",
+        ),
         (per_group(lambda completion: 0), "which scores a group, requires 'completion'"),
         (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, requires 'gold'"),
     ],

@@ -33,7 +33,7 @@ def controller(target=TARGET, update_steps=1, cooldown_steps=0, **law):
         ({"beta_min": 1.0, "beta_max": 0.5}, "Expected `beta_min` to be at most `beta_max`"),
         ({"beta_min": 0.2}, "Expected it between `beta_min` 0.2 and `beta_max` 10"),
         ({"beta": "1e-3"}, "write 1.0e-3"),
-        ({"beta_max": 0.5}, "A coefficient without a band never moves"),
+        ({"beta_max": 0.5}, "A coefficient without a band never changes"),
         ({"low": 0.02, "high": 0.06, "least_share": 0.0}, "`least_share` is 0.0. Expected more than 0, up to 1"),
         ({"beta": 0.0, "low": 0.02, "high": 0.06}, "no factor can raise"),
     ],
