@@ -160,7 +160,7 @@ def row_id_of(row: Example) -> str | None:
     return None if row.get("id") is None else str(row["id"])
 
 
-class Scoring(Protocol):
+class Scores(Protocol):
     """What a batch requires of a `Scorer`, which is described there."""
 
     deadline_s: float
@@ -183,7 +183,7 @@ class RewardBatch:
     """
 
     def __init__(
-        self, reward: Scoring, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
+        self, reward: Scores, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
         origin: Origin | None = None, calls: WatchedLoop | None = None,
     ) -> None:  # fmt: skip
         self.rows = list(rows)

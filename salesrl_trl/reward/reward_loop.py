@@ -45,6 +45,7 @@ class RewardLoop:
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
         self._batches = LoopThread("rewards")  # runs batches and deadlines
+        self.post = self._batches.post  # calls a batch's method, e.g. `start`, without waiting
         self._calls = WatchedLoop()
 
     def begin(self, rows: Sequence[Example], group: int = 1, origin: Origin | None = None) -> RewardBatch:
@@ -58,20 +59,6 @@ class RewardLoop:
         if self.stopped is not None:
             batch.cut_off(self.stopped)
         return batch
-
-    def start(
-        self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = (),
-        row: Example | None = None, failed: str | None = None,
-    ) -> None:  # fmt: skip
-        """`RewardBatch.start`. Does not wait."""
-        self._batches.post(batch.start, place, completion, token_ids, row, failed)
-
-    def start_all(
-        self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
-        rows: Sequence[Example] = (),
-    ) -> None:  # fmt: skip
-        """`RewardBatch.start_all`. Does not wait."""
-        self._batches.post(batch.start_all, completions, token_ids, rows)
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them."""

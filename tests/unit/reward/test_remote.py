@@ -84,7 +84,7 @@ class OnItsLoop:
     def begun(self, *texts):
         """A batch with these texts for the first row under way."""
         batch = self.begin([0] * len(texts))
-        self.loop.start_all(batch, texts)
+        self.loop.post(batch.start_all, texts)
         return batch
 
     def result(self, completions, indices=None, rows=None):
@@ -303,7 +303,7 @@ def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process,
 def test_completions_that_are_scored_together_are_missing_when_their_child_ends(remote_process):
     reward = remote_process(chain=deadly.together)
     batch = reward.loop.begin([{"prompt": ""}] * 2, 2)
-    reward.loop.start(batch, 0, "a")
+    reward.loop.post(batch.start, 0, "a")
     until(lambda: reward.child is not None and reward.child.scored)
     reward.process.kill()
     until(lambda: batch.rewards[0] is not None)
