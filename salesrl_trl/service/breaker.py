@@ -6,7 +6,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -215,7 +215,7 @@ class Quota(Protocol):
 
 
 @dataclass
-class Bill:
+class Bill(AbstractContextManager["Bill"]):
     """The bill of one request to a provider: `with transport.bill() as bill: ...; bill.count(prompt, completion)`.
 
     An interrupted request, or one whose answer reports no usage, is billed at the mean of the others. A request that
@@ -227,9 +227,6 @@ class Bill:
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
         self.tokens = (prompt_tokens, completion_tokens)
-
-    def __enter__(self) -> "Bill":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.quota is None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -67,7 +67,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
     A weight costs 2 FLOPs per token in the forward pass, 2 for its input's gradient, and 2 more if trainable. Raises
     `UnknownFlops` for models whose tokens differ in cost.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if isinstance(model, PeftModel | PeftMixedModel) else model
     if not isinstance(base, PreTrainedModel):
         raise UnknownFlops("the model is not a transformers model")
     config, head = base.config, base.get_output_embeddings()

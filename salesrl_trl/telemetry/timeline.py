@@ -189,10 +189,7 @@ class Timeline:
 
     def drain_spans(self) -> list[Span]:
         """The settled phases, and the spans of other threads, that ended since the last call."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def drain_steps(self) -> list[StepTimes]:
         """The steps that ended since the last call. Waits until the device has finished them."""
