@@ -193,14 +193,9 @@ class Flights:
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
 
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
-
-    @property
-    def load(self) -> int:
-        """Requests in flight, plus one."""
-        return len(self._flying) + self._hedges + 1
+    def record_sent(self) -> Sent:
+        """One more request is about to be sent."""
+        return self.limit.record_sent(len(self._flying) + self._hedges + 1)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -261,8 +256,15 @@ class Flights:
                 turn.set_result(None)
 
     def answered(self, sent: Sent) -> None:
-        """The service accepts calls again, in case it refused them before this request was sent."""
+        """A request was answered: the service accepts calls, in case it refused them before this one was sent."""
+        self.limit.record_answer(waiting=len(self._line))
         self._turned_away = {place: number for place, number in self._turned_away.items() if number > sent.number}
+        self.resize()
+
+    def refused(self, sent: Sent) -> None:
+        """The service refused a request because of overload."""
+        self.traffic["overloads"] += 1
+        self.limit.record_overload(sent)
         self.resize()
 
     async def send(self, attempt: Attempt[T], sent: Sent) -> T:
@@ -309,7 +311,7 @@ class Flights:
                 return self.limit.slots > 1
             if self.quota is not None and not self.quota.admits_now():
                 return False
-            flight.send(self.limit.record_sent(self.load))
+            flight.send(self.record_sent())
             self._hedges += 1
             self.hedging.hedges += 1
             self.traffic.update(sent=1, hedges=1)
@@ -318,9 +320,7 @@ class Flights:
     def failed_beside(self, error: BaseException, sent: Sent) -> None:
         """Record a request that failed while another one for the same call may still succeed."""
         if isinstance(error, ServiceOverloaded):
-            self.traffic["overloads"] += 1
-            self.limit.record_overload(sent)
-            self.resize()
+            self.refused(sent)
         else:
             self.traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
 

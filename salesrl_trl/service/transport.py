@@ -168,7 +168,7 @@ class Transport:
             if self._quota is not None:
                 self._quota.give_back()
             raise
-        sent = self._limit.record_sent(self._flights.get().load)
+        sent = self._flights.get().record_sent()
         with self._observed(sent, probe):
             left_s = remaining_s()
             try:
@@ -190,14 +190,12 @@ class Transport:
         try:
             yield
         except ServiceOverloaded as error:
-            self._traffic["overloads"] += 1
             if error.is_outage:
                 self._gate.record_failure(probe, pause_s=error.retry_after_s or 0.0)
             else:
                 self._gate.record_answer()
             error.request = sent.number
-            self._limit.record_overload(sent)
-            self._flights.get().resize()
+            self._flights.get().refused(sent)
             raise
         except (DeadlineExceeded, BudgetSpent):
             self._gate.record_abandoned(probe)
@@ -215,7 +213,6 @@ class Transport:
             self._gate.record_abandoned(probe)
             raise
         self._gate.record_answer()
-        self._limit.record_answer(waiting=self._flights.get().waiting)
         self._flights.get().answered(sent)
 
 

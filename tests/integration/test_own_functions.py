@@ -228,7 +228,7 @@ def test_branches_come_from_the_column_branch(tiny, tmp_path):
     assert {"reward/long", "kl/long", "beta/short"} <= lines[0].keys()
     with pytest.raises(ConfigError, match=r"column 'branch' is 'long'. Expected one of `branches`: short"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows=rows, branches=["short"])
-    with pytest.raises(ConfigError, match=r"no column 'branch'. It has: prompt, kind, answer"):
+    with pytest.raises(ConfigError, match=r"lacks the column 'branch'. It has: prompt, kind, answer"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short", "long"])
 
 

@@ -187,7 +187,7 @@ def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
             task.cancel()
         await asyncio.gather(first, *others, return_exceptions=True)
         flights = one._flights.get()
-        assert (flights._taken, flights.waiting, flights._turned_away) == (0, 0, {})
+        assert (flights._taken, len(flights._line), flights._turned_away) == (0, 0, {})
         assert await one.call(partial(asyncio.sleep, 0, "ok")) == "ok"
         with deadline(0.5), pytest.raises(DeadlineExceeded):
             await asyncio.gather(one.call(partial(asyncio.sleep, 1.0)), one.call(partial(asyncio.sleep, 1.0)))
