@@ -33,9 +33,7 @@ MOST_BYTES = 4096  # maximum size of a key file. Tokens with embedded claims hav
 
 _GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between collections of each generation
 _GC_USUAL = gc.get_threshold()
-_imported: dict[
-    str, tuple[object, bytes]
-] = {}  # by module: its spec, which a reload replaces, and the hash of its file
+_imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
 logger = logging.getLogger(__name__)
 
 

@@ -193,12 +193,7 @@ class RewardFunction(Scorer):
             return await returned if inspect.isawaitable(returned) else returned  # a sync wrapper of an async function
         except ServiceError:
             raise
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-            asyncio.CancelledError,
-        ) as error:  # custom code may raise any
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # from custom code
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # this call was cancelled; otherwise something inside it was

@@ -136,9 +136,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._submitted: set[object] = (
-            set()
-        )  # keeps references, or coroutines that nobody awaits may be garbage-collected
+        self._submitted: set[object] = set()  # otherwise unawaited coroutines may be garbage-collected
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

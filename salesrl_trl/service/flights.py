@@ -30,9 +30,7 @@ WINDOW = 256  # latest calls that the percentile covers
 MIN_SAMPLES = 20  # calls needed for a percentile
 REFRESH_EVERY = 16  # calls between updates of the percentile
 GROWTH_PER_SUCCESS = 0.5  # increase of the limit per answer during fast growth
-DECREASE = (
-    0.8  # factor of a decrease. A service that accepts 16 calls is probed with 17 again after about three rounds.
-)
+DECREASE = 0.8  # factor of a decrease. A service that accepts 16 calls is probed with 17 after about three rounds.
 ROUNDS_TO_GROW = 3  # rounds of waiting calls before the limit grows by one: otherwise a refused call would finish last
 MEMORY = 256  # exponentially weighted window of requests over which refusals and load are correlated
 SIGNIFICANT = 2.5

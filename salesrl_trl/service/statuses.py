@@ -60,9 +60,7 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
     status = next((value for value in given if isinstance(value, int) and 300 <= value < 600), None)
     if status is not None:
         headers = getattr(response, "headers", None) or getattr(error, "headers", None)
-        items: Iterable[tuple[object, object]] = getattr(
-            headers, "items", tuple
-        )()  # not every client's headers have it
+        items: Iterable[tuple[object, object]] = getattr(headers, "items", tuple)()  # not every client has it
         return status_error(service, status, {str(name).lower(): str(value) for name, value in items})
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LATE:

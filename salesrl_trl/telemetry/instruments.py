@@ -143,9 +143,7 @@ class Instruments:
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         sums = self._sums(steps)
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
-        ranks: list[perf.Sums] = [
-            dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()
-        ]  # of (ranks, columns)
+        ranks = [dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()]
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
