@@ -286,7 +286,7 @@ def read_json(content: bytes) -> object:
 def form_of(content: bytes) -> str:
     """Describe a body that is not JSON, without quoting it."""
     page = "a web page (HTML), e.g. of a login or a gateway: check the address, the key, and any proxy in between"
-    return page if content.lstrip().startswith(b"<") else "not UTF-8 JSON with unique keys"
+    return page if content.lstrip().startswith(b"<") else "not JSON in UTF-8 with unique keys"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
