@@ -37,7 +37,7 @@ from salesrl_trl.launch.assembly import build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
 from salesrl_trl.launch.data.sources import load_rows
 from salesrl_trl.launch.reward_config import RewardConfig
-from salesrl_trl.reward.batch import wait_for
+from salesrl_trl.reward.batch import RewardBatch, wait_for
 from salesrl_trl.reward.remote import RemoteReward
 
 PROMPTS = {"0.5b": 64, "tiny": 16}
@@ -90,7 +90,7 @@ class Chains:
             number = self._number
             fields = {"user_profile": "A nurse with evenings free", "rewritten_query": f"price of course {number}",
                       "history_summary": "Asked for the price, then for the dates. " * 3}  # fmt: skip
-            batch = self._reward.batch([{"row": number % self._rows}])
+            batch = RewardBatch(self._reward, [{"row": number % self._rows}])
             batch.start(0, json.dumps(fields))
             await wait_for([batch], partial(batch.has_settled, [[0]]))
             self.ended += 1

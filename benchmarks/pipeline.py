@@ -341,7 +341,7 @@ class Bench:
         self._instruments.close()
         self._recorder.close()
         loop = self._trainers["ours"].components.reward_loop
-        loop._batches.run(self._rewards["recorded"].aclose)
+        loop._batches.run(self._rewards["recorded"].aclose())
         loop.reward = self._rewards["ours"]
         self._trainers["ours"].finish()
         stock = self._trainers["stock"].async_loop  # all of stock's arms share the reward

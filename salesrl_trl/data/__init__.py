@@ -1,1 +1,1 @@
-"""From a file's record to a `SalesRow`."""
+"""Converts file records to `SalesRow` objects."""

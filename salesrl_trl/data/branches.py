@@ -1,4 +1,4 @@
-"""Datasets of anybody's: the branch of each row, the columns that they may not have, and ids of their rows."""
+"""Arbitrary datasets: the branch of each row, reserved column names, and row ids."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from datasets import Dataset
 from salesrl_trl.errors import ConfigError, DataError
 from salesrl_trl.types import ALL, Example
 
-COLUMN = "branch"  # of a dataset
+COLUMN = "branch"  # column of a dataset
 
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The names of branches. The column `COLUMN` says which one a row belongs to."""
+    """The branch names. The column `COLUMN` assigns each row to one of them."""
 
     names: tuple[str, ...]
 
     @classmethod
     def of_data(cls, names: Sequence[str], dataset: object) -> "Branches":
-        """The branches of a run: the `names` of the settings, or without them those in the training rows. Raises
-        `ConfigError` if a row's branch is none of the names, or there are several names and no column."""
+        """A run's branches: the configured `names`, or by default those in the training rows. Raises `ConfigError` if
+        a row's branch is unknown, or if there are several names but the column is absent."""
         values: list[str] | None = None
         if isinstance(dataset, Dataset) and COLUMN in dataset.column_names:
             values = [str(value) for value in dataset.unique(COLUMN)]
@@ -32,12 +32,12 @@ class Branches:
         return branches
 
     def of(self, example: Example) -> str:
-        """The branch of a row. Raises `ConfigError` if it is none of the names, or the row does not say it."""
+        """The branch of a row. Raises `ConfigError` if it is unknown or absent."""
         if COLUMN not in example and len(self.names) == 1:
             return self.names[0]
         if COLUMN not in example:
             raise ConfigError(
-                f"`branches` is {', '.join(self.names)}, and the dataset has no column {COLUMN!r}. "
+                f"`branches` is {', '.join(self.names)}, but the dataset lacks the column {COLUMN!r}. "
                 f"It has: {', '.join(example)}. Expected the branch of each row. Add the "
                 "column, or name one branch."
             )
@@ -55,22 +55,22 @@ class Branches:
         return [self.of({COLUMN: value}) for value in dataset[COLUMN]]
 
     def ids(self, rows: Sequence[Example]) -> list[int]:
-        """The number of each row's branch."""
+        """The index of each row's branch."""
         return [self.names.index(self.of(row)) for row in rows]
 
 
-TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # TRL's names for what functions get
+TAKEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")  # TRL's argument names
 
 
 def check_not_taken(columns: Collection[str], taken: Collection[str] = TAKEN) -> None:
-    """Raise `DataError` for a column that has a name by which functions get something else."""
+    """Raise `DataError` for a column whose name is reserved for another argument of reward functions."""
     if both := {*taken} & {*columns}:
-        raise DataError(f"the rows have the column `{min(both)}`, a name that the trainer needs. Rename it.")
+        raise DataError(f"the rows have the column `{min(both)}`, a name that the trainer reserves. Rename it.")
 
 
 def with_ids(dataset: object, name: str = "row") -> object:
-    """A dataset of anybody's with the column `id`, as the record names its rows: `row-17` for the place 17. One that
-    has the column, or is a stream, stays as it is. Of a dictionary all datasets."""
+    """Add the column `id`, by which recordings identify rows, e.g. `row-17` for row 17. Datasets that have the column,
+    and streams, are returned unchanged. A dictionary of datasets is processed recursively."""
     if isinstance(dataset, dict):
         return {key: with_ids(part, f"{name}-{key}") for key, part in dataset.items()}
     if not isinstance(dataset, Dataset) or "id" in dataset.column_names:

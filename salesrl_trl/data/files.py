@@ -1,4 +1,4 @@
-"""Local files: records with their lines, a knowledge base, and the words about a file that can't be read."""
+"""Local files: records with line numbers, a knowledge base, and error messages about unreadable files."""
 
 import contextlib
 import json
@@ -13,28 +13,29 @@ import yaml
 from salesrl_trl.errors import DataError, nearest
 from salesrl_trl.ground.texts import encodable
 
-DEMO = "demo"  # name of the packaged conversations, as a dataset
+DEMO = "demo"  # dataset name of the built-in conversations
 DEMO_PICTURES = "demo_pictures"
-DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # the rows of `recipes/dual.py`, by `scripts/make_two_tasks.py`
-ARITHMETIC = "arithmetic"  # those of `recipes/own.py`, by `scripts/make_arithmetic_rows.py`
-DEMO_SEARCH = "demo_search"  # those of `recipes/search.py`, by `scripts/make_search_rows.py`
+DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # for `recipes/dual.py`, from `scripts/make_two_tasks.py`
+ARITHMETIC = "arithmetic"  # for `recipes/own.py`, from `scripts/make_arithmetic_rows.py`
+DEMO_SEARCH = "demo_search"  # for `recipes/search.py`, from `scripts/make_search_rows.py`
 DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
-Record = dict[str, Any]  # a row of a dataset as it is loaded
+Record = dict[str, Any]  # a dataset row as loaded
 ENDINGS = (".jsonl", ".json", ".parquet")
-"""Endings of the files that can be read. A `.json` file is one list of objects, or has one object a line."""
+"""Supported file types. A `.json` file contains a list of objects, or one object per line."""
 
 
 class Placed(NamedTuple):
-    """A record, and where it stands in its source."""
+    """A record and its position in its source."""
 
     record: Record
-    line: int | None = None  # in the file, counted from 1; `None` where a record is no line
-    position: int = 0  # among the records, counted from 0
+    line: int | None = None  # line number, from 1; `None` if records are not lines
+    position: int = 0  # index among the records, from 0
 
 
 def demo_path(name: str) -> Path:
-    """A file of the packaged demo: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or a folder's."""
+    """A built-in demo file: `{knowledge,train,drafts,heldout}.jsonl`, `protected_terms.json`, or one in a
+    subfolder."""
     return Path(str(resources.files("salesrl_trl.demo.rows") / name))
 
 
@@ -43,14 +44,14 @@ def demo_records(name: str) -> list[Record]:
 
 
 def read_file(path: Path) -> list[Placed]:
-    """The records of a local file. Raises `DataError`, with the place and never the file's text."""
+    """Read a local file's records. Raises `DataError`, which states the position but never quotes the file."""
     if path.stat().st_size == 0:
         return []
     if path.suffix == ".jsonl":
         return list(read_lines(path))
     try:
         if path.suffix == ".parquet":
-            from datasets import load_dataset  # brings pandas
+            from datasets import load_dataset  # imports pandas
 
             return [Placed(record) for record in load_dataset("parquet", data_files=str(path), split="train")]
         text = path.read_text(encoding="utf-8-sig")
@@ -61,7 +62,7 @@ def read_file(path: Path) -> list[Placed]:
         raise DataError(f"{path}, {unreadable(error)}.") from None
     except DataError:
         raise
-    except Exception as error:  # the messages of pyarrow and pandas contain the file's text
+    except Exception as error:  # pyarrow's and pandas' messages quote the file
         raise DataError(
             f"{path} can't be read as {path.suffix} ({type(error).__name__}). Expected rows with the same columns: "
             "docs/reference/data.md shows one. Correct the file."
@@ -75,7 +76,7 @@ def read_file(path: Path) -> list[Placed]:
 
 
 def read_lines(path: Path) -> Iterator[Placed]:
-    """The records of a file with one JSON object a line. Empty lines are no records. Raises as `read_file` does."""
+    """Read a file with one JSON object per line. Skips empty lines. Raises like `read_file`."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -89,23 +90,23 @@ def read_lines(path: Path) -> Iterator[Placed]:
                 fault = f" is not JSON ({error.msg}, column {error.colno})"
             except (ValueError, RecursionError) as error:
                 name = type(error).__name__
-                fault = f" can't be read ({name}): a number has thousands of digits, or lists are nested as deep"
+                fault = f" can't be read ({name}): a number has thousands of digits, or lists are nested too deeply"
             if fault:
-                raise DataError(f"{path}, line {number}{fault}. Expected one JSON object a line. Correct the line.")
+                raise DataError(f"{path}, line {number}{fault}. Expected one JSON object per line. Correct it.")
             yield Placed(record, number)
 
 
 def nearest_file(path: Path | str) -> str:
-    """`" Did you mean 'rows.jsonl'?"`: the entry beside a path that is not there with the most similar name. Empty for
-    a path that is there, and where no name is similar."""
+    """`" Did you mean 'rows.jsonl'?"`: for a path that does not exist, the most similarly named entry in its folder.
+    Empty if the path exists or no name is similar."""
     wanted = Path(path).expanduser()
-    with contextlib.suppress(OSError):  # its folder is not there either, or may not be read
+    with contextlib.suppress(OSError):  # its folder does not exist either, or is unreadable
         return "" if wanted.exists() else nearest(wanted.name, [entry.name for entry in wanted.parent.iterdir()])
     return ""
 
 
 def unreadable(error: OSError | UnicodeDecodeError) -> str:
-    """The error in words, such as `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
+    """Describe the error, e.g. `"line 3, byte 17 (0xe9) is not UTF-8: ..."`."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     before = error.object[: error.start]
@@ -116,8 +117,8 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One entry of the knowledge base: its unique id, such as `"zh-python-price"`, a text that a customer may read,
-    and a title, which is indexed with the text and never part of an answer."""
+    """An entry of the knowledge base: a unique id, e.g. `"zh-python-price"`, a text suitable for customers, and a
+    title, which is indexed with the text but never part of an answer."""
 
     id: str
     text: str
@@ -125,8 +126,8 @@ class Document:
 
 
 def load_documents(path: Path | str) -> tuple[Document, ...]:
-    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`. Other keys are ignored. Raises
-    `DataError` if the file can't be read or is empty, or a line is no such object or repeats an id."""
+    """Read a knowledge base: JSON lines with `id`, `text` and optionally `title`; other keys are ignored. Raises
+    `DataError` if the file is unreadable or empty, or a line is invalid or repeats an id."""
     documents: dict[str, Document] = {}
     try:
         for record, line, _ in read_lines(Path(path)):
@@ -134,8 +135,8 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
             is_text = all(isinstance(value, str) for value in values.values())
             if not is_text or not values["id"].strip() or not values["text"].strip():
                 raise DataError(
-                    f"{path}, line {line} is no document. Expected "
-                    '{"id": "...", "text": "..."} with texts and, if you like, a "title"; correct the line'
+                    f"{path}, line {line} is not a document. Expected "
+                    '{"id": "...", "text": "..."} with strings and optionally a "title"; correct the line'
                 )
             document = Document(**values)
             if document.id in documents:
@@ -144,13 +145,13 @@ def load_documents(path: Path | str) -> tuple[Document, ...]:
     except OSError as error:
         fault = unreadable(error)
         raise DataError(
-            f"cannot read the knowledge base {path}: {fault};{nearest_file(path)} give a UTF-8 file of JSON lines"
+            f"cannot read the knowledge base {path}: {fault};{nearest_file(path)} provide a UTF-8 file of JSON lines"
         ) from error
     if not documents:
-        raise DataError(f"{path}: got no documents, expected at least one JSON line; add one")
+        raise DataError(f"{path} contains no documents. Expected at least one JSON line; add one")
     return tuple(documents.values())
 
 
 def read_yaml(path: Path) -> object:
-    """The content of a YAML file, built by the safe constructor."""
+    """Parse a YAML file with the safe loader."""
     return yaml.safe_load(path.read_text("utf-8-sig"))

@@ -1,10 +1,10 @@
-"""The pictures of a row: found, checked and measured. `datasets` decodes them when a row is asked for."""
+"""Finds, validates and measures a row's images. `datasets` decodes them when a row is accessed."""
 
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import DataError
 from salesrl_trl.types import Picture, SalesRow
@@ -16,9 +16,9 @@ _EXPECTED = "a list of files that Pillow reads (PNG, JPEG, ...), or of what the 
 
 
 def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Picture, ...]:
-    """The pictures of a row, after a look at the head of each. The value is a path, an object of Pillow or
-    `{"path": ..., "bytes": ...}`, or a list of them. Relative paths start in `folder`, or in the working directory.
-    Raises `DataError` if a picture is missing, is none, or has more pixels than Pillow reads."""
+    """Read a row's images and check their headers. The value is a path, a Pillow image or `{"path": ..., "bytes":
+    ...}`, or a list of them. Relative paths are resolved against `folder`, by default the working directory. Raises
+    `DataError` if an image does not exist, is invalid, or exceeds Pillow's pixel limit."""
     if value is None:
         return ()
     values = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
@@ -27,9 +27,9 @@ def read_pictures(value: object, folder: Path | None, where: str) -> tuple[Pictu
         named = picture.path or f"number {number} (counted from 0)"
         try:
             size_of(picture)
-        except Exception as error:  # of Pillow
+        except Exception as error:  # from Pillow
             absent = isinstance(error, FileNotFoundError)
-            fault = "is not there" if absent else f"can't be read ({type(error).__name__})"
+            fault = "does not exist" if absent else f"can't be read ({type(error).__name__})"
             raise DataError(
                 f"{where}: the picture {named} {fault}. Expected {_EXPECTED}, with paths relative to the data file."
             ) from None
@@ -46,7 +46,7 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
     if isinstance(value, str | Path) and str(value):
         path = Path(value).expanduser()
         return Picture(path=str(path if folder is None else folder / path))
-    if hasattr(value, "save") and hasattr(value, "mode"):  # an object of Pillow, whose import costs 50 ms
+    if hasattr(value, "save") and hasattr(value, "mode"):  # a Pillow image, without importing Pillow (50 ms)
         content = io.BytesIO()
         value.save(content, "PNG")
         return Picture(content=content.getvalue())
@@ -54,10 +54,10 @@ def _picture(value: object, folder: Path | None, where: str) -> Picture:
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
-    """Height and width in pixels, from the file's head."""
-    from PIL import Image  # takes 50 ms, which rows without pictures do without
+    """Height and width in pixels, from the file's header."""
+    from PIL import Image  # 50 ms, which rows without images save
 
-    source: Any = picture.path if picture.content is None else io.BytesIO(picture.content)
+    source = picture.path if picture.content is None else io.BytesIO(picture.content)
     with Image.open(source) as image:
         return image.height, image.width
 
@@ -65,8 +65,8 @@ def size_of(picture: Picture) -> tuple[int, int]:
 def picture_counter(
     processor: "ProcessorMixin", chat_template_kwargs: Mapping[str, object] | None = None
 ) -> Callable[[SalesRow], int]:
-    """A function that counts the tokens which the pictures of a row add to its prompt. The count of a picture follows
-    from its size. Where the processor can't say it without pixels, an empty picture of that size is processed."""
+    """Return a function that counts the tokens a row's images add to its prompt. The count depends on the image size.
+    If the processor can't compute it from the size, a blank image of that size is processed."""
 
     count_tokens = getattr(processor, "_get_num_multimodal_tokens", None)
 
@@ -74,8 +74,8 @@ def picture_counter(
     def count(height: int, width: int) -> int:
         if count_tokens is None:
             return measured(height, width)
-        # Around those of a picture are tokens such as marks of its beginning and end, as many for every size. So:
-        # tokens of the picture + (all tokens of a reference picture - those that count_tokens knows of)
+        # An image's tokens are surrounded by others, e.g. start and end markers, whose number doesn't depend on size:
+        # tokens of the image + (all tokens of a reference image - those that count_tokens reports)
         [tokens] = count_tokens(image_sizes=[[height, width]])["num_image_tokens"]
         [reference_tokens] = count_tokens(image_sizes=[[256, 256]])["num_image_tokens"]
         return int(tokens) + measured(256, 256) - int(reference_tokens)
@@ -92,4 +92,7 @@ def picture_counter(
             lengths.append(len(made["input_ids"][0]))
         return lengths[0] - lengths[1]
 
-    return lambda row: sum(count(*size_of(image)) for image in row.images)
+    def counted(row: SalesRow) -> int:
+        return sum(count(*size_of(image)) for image in row.images)
+
+    return counted

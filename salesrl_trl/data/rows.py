@@ -1,4 +1,4 @@
-"""The columns of a dataset: their names, types and checks, and the `SalesRow` that a record becomes."""
+"""Dataset columns: names, types and validation, and the conversion of a record to a `SalesRow`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,26 +9,26 @@ from salesrl_trl.errors import DataError
 from salesrl_trl.types import ALL, Message, Prompt, SalesRow
 
 PROMPT_COLUMNS = ("prompt", "conversation")
-"""Columns of which a dataset needs one. `prompt` is what the policy reads: a text or messages, as TRL has it.
+"""A dataset needs one of these columns. `prompt` is the policy's input: a string or messages, as in TRL.
 `conversation` is a list of {role, content}, oldest first."""
 OPTIONAL_COLUMNS = (
     "branch", "id", "tenant_id", "contact_id", "account_id", "message_id", "documents", "images", "group"
 )  # fmt: skip
-KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others go to reward functions
+KNOWN = frozenset((*PROMPT_COLUMNS, *OPTIONAL_COLUMNS, "image"))  # all others are passed to reward functions
 ROLES = {"customer": "customer", "seller": "seller", "user": "customer", "assistant": "seller"}
-"""Accepted names of a turn's role, and the names in a `SalesRow`."""
+"""Accepted role names, and the corresponding names in a `SalesRow`."""
 
 
 def check_columns(columns: Iterable[str], source: str, branches: Sequence[str] = ()) -> None:
-    """Raise `DataError` unless the columns have a prompt or a conversation, and a branch where there are several."""
+    """Raise `DataError` unless there is a prompt or conversation column, and with several branches a branch column."""
     columns = sorted(columns)
     has_prompt = any(name in columns for name in PROMPT_COLUMNS)
     if not has_prompt or (len(branches) > 1 and "branch" not in columns):
-        lacking = f"branch, which is to be one of {', '.join(branches)}" if has_prompt else " or ".join(PROMPT_COLUMNS)
+        lacking = f"branch, with one of {', '.join(branches)}" if has_prompt else " or ".join(PROMPT_COLUMNS)
         raise DataError(
             f"{source} lacks the column {lacking}. Got: {', '.join(columns) or 'no columns'}. Expected "
-            f"{' or '.join(PROMPT_COLUMNS)} (and, where known, {', '.join(OPTIONAL_COLUMNS)}). Rename or add the "
-            "column, or name another one: `columns: {prompt: question}`. docs/reference/data.md shows a row."
+            f"{' or '.join(PROMPT_COLUMNS)} (and optionally {', '.join(OPTIONAL_COLUMNS)}). Rename or add the "
+            "column, or map another one: `columns: {prompt: question}`. docs/reference/data.md shows a row."
         )
 
 
@@ -36,9 +36,9 @@ def parse_row(
     record: Mapping[str, object], position: int, branches: Sequence[str], source: str, line: int | None = None,
     folder: Path | None = None, row_name: str = "row",
 ) -> SalesRow:  # fmt: skip
-    """One record as a `SalesRow`. Its `position` in the source, counted from 0, makes the id of a row that has none.
-    Without `branches` any branch is taken. Relative paths of pictures start in `folder`, or in the working directory.
-    Raises `DataError` if a value is not as expected. The message has the row's place, and never its text."""
+    """Convert a record to a `SalesRow`. Rows without an id get one from their `position` in the source, counted from
+    0. Without `branches`, any branch is accepted. Relative image paths are resolved against `folder`, by default the
+    working directory. Raises `DataError` for invalid values, which states the row's position but never quotes it."""
     name = record.get("id")
     where = place(position, source, line, "" if name in (None, "") else f"; id {name!r}")
     branch = record.get("branch", (*branches, ALL)[0] if len(branches) <= 1 else None)
@@ -61,7 +61,7 @@ def parse_row(
     images = read_pictures(record.get("images", record.get("image")), folder, where)
     if images and isinstance(prompt, str):
         raise DataError(
-            f"{where}: `prompt` is a text, and the row has pictures. Expected messages for a chat template."
+            f"{where}: `prompt` is a string, but the row has images. Expected messages for a chat template."
         )
     return SalesRow(
         row_id=_id(record, "id", where) or f"{row_name}-{position}",
@@ -80,12 +80,12 @@ def parse_row(
 
 
 def place(position: int, source: str, line: int | None = None, more: str = "") -> str:
-    """A row's place in words: `"rows.jsonl, line 8, row 7 (counted from 0)"`."""
+    """Describe a row's position: `"rows.jsonl, line 8, row 7 (counted from 0)"`."""
     return f"{source}, {'' if line is None else f'line {line}, '}row {position} (counted from 0{more})"
 
 
 def _id(record: Mapping[str, object], name: str, where: str) -> str:
-    """An id as the file writes it: `"0"`, `"false"`, `"7.0"`. Empty for a missing one, such as pandas' NaN."""
+    """An id as written in the file: `"0"`, `"false"`, `"7.0"`. Empty if absent, e.g. pandas' NaN."""
     value = record.get(name)
     if value is None or value != value:
         return ""
@@ -128,7 +128,7 @@ def _conversation(value: object, where: str) -> tuple[Message, ...]:
 
 
 def shape(value: object) -> str:
-    """Type and length of a value, without its text."""
+    """A value's type and length, without its content."""
     if value is None:
         return "missing"
     size = f" of length {len(value)}" if hasattr(value, "__len__") else ""

@@ -1,1 +1,1 @@
-"""What serves every other package, with the standard library alone. Refuses to know anything of the packages above."""
+"""Utilities for every other package. Standard library only; must not depend on the packages above."""

@@ -1,4 +1,4 @@
-"""The command lines of the package's tools, which `commands.toml` holds: a parser, a command's work, and its end."""
+"""The command lines of the package's tools, defined in `commands.toml`: parsing, running, and exit codes."""
 
 import argparse
 import json
@@ -7,24 +7,24 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_FAILED
 
-_KINDS: dict[str, Callable[[str], object]] = {"int": int, "float": float, "path": Path}
+_KINDS: dict[str, type] = {"int": int, "float": float, "path": Path}
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Raises `ConfigError` for wrong arguments. `argparse` would print its usage and exit."""
+    """Raises `ConfigError` for invalid arguments, where `argparse` would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"the arguments do not work: {message}. Correct them; `--help` lists all.")
+        raise ConfigError(f"invalid arguments: {message}. Correct them; `--help` lists all.")
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of `salesrl COMMAND`. One that takes the settings of a recipe too is a `ToolParser`."""
-    table: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
+    """The parser of `salesrl COMMAND`; a `ToolParser` if the command also accepts a recipe's settings."""
+    table = tomllib.loads(Path(__file__).with_name("commands.toml").read_text("utf-8"))[command]
     texts = {"prog": table.get("prog", f"salesrl {command}"), "description": table["description"]}
     if "usage" in table:
         parser: argparse.ArgumentParser = ToolParser(usage=f"%(prog)s {table['usage']}", allow_abbrev=False, **texts)
@@ -38,7 +38,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 
 def given(argv: Sequence[str], name: str) -> str | None:
-    """What a command line gives for a setting: `""` for its name alone, `None` for nothing."""
+    """A setting's value on the command line; `""` for a flag without a value, `None` if absent."""
     words = ToolParser(add_help=False, allow_abbrev=False)
     words.add_argument(f"--{name}", nargs="?", const="")
     value: str | None = getattr(words.parse_known_args(argv)[0], name)
@@ -51,19 +51,19 @@ def exit_code(
     work: Callable[[argparse.Namespace], int | None],
     *failures: type[Exception],
 ) -> int:
-    """Do a command's work with its arguments: `ended`, where an `OSError` is a failure too."""
+    """Run a command with its parsed arguments, like `ended`, which also treats `OSError` as a failure."""
     args = parser_of(command).parse_args(argv)
     return ended(argv or (), lambda: work(args), OSError, *failures)
 
 
-Work = int | None | Callable[[], int | None]
+Work: TypeAlias = Callable[[], "int | Work | None"]
 
 
-def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Exception]) -> int:
-    """Do a command's work, and return its exit code. What it returns may be further work, after all checks.
+def ended(argv: Sequence[str], work: Work, *failures: type[Exception]) -> int:
+    """Run a command and return its exit code. After its checks, `work` may return a function with the remaining work.
 
-    An error of this package or one of the `failures` is one message: on stderr, or as a JSON object on stdout with
-    `--json`. Its exit code is `EXIT_BAD_INPUT`, in further work `EXIT_FAILED`.
+    Errors of this package and `failures` are reported as one message, on stderr or, with `--json`, as a JSON object on
+    stdout. The exit code is then `EXIT_BAD_INPUT`, or `EXIT_FAILED` for the remaining work.
     """
     told: tuple[type[Exception], ...] = (SalesRLError, *failures)
     failing_as = EXIT_BAD_INPUT
@@ -83,12 +83,12 @@ def ended(argv: Sequence[str], work: Callable[[], Work], *failures: type[Excepti
 
 
 def strict_json(value: object) -> str:
-    """JSON that every reader accepts: numbers that are NaN or infinite are null."""
+    """JSON that every parser accepts, with null for NaN and infinite numbers."""
     return json.dumps(finite(value))
 
 
 def finite(value: object) -> object:
-    """The same value, with `None` in place of numbers that are NaN or infinite."""
+    """The same value, with `None` instead of NaN and infinite numbers."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

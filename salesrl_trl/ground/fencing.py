@@ -1,9 +1,9 @@
-"""Fenced sections: the form in which hostile text reaches a judge, inside one user message.
+"""Fenced sections, which deliver untrusted text to a judge inside one user message.
 
-- Each section lies between two lines with a nonce of the request. The text inside cannot know it.
-- Characters that a model or its chat template could take for a fence or a role are spaced out. This is one pass, so
-that no replacement makes another one possible.
-- Text is joined, never substituted into a template. So a section cannot expand another one.
+- Each section is enclosed by two lines with the request's nonce, which the text inside cannot know.
+- Characters that a model or its chat template could mistake for a fence or a role are spaced out, in a single pass, so
+that no replacement can create another match.
+- Text is concatenated, never substituted into a template, so a section cannot expand another one.
 """
 
 import re
@@ -17,7 +17,7 @@ _HEADER_PATTERN = re.compile(r"\ASections lie between lines that carry the nonce
 _SECTION_NAME = re.compile(r"[a-z_]+")
 _NONCE = re.compile(r"[0-9a-f]{16}")
 
-# Characters that are invisible, or that reverse visible text. An attacker puts them between look-alikes.
+# Characters that are invisible or reverse visible text, which attackers insert between look-alikes.
 _UNSEEN = r"[\u00ad\u034f\u061c\u115f\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufe00-\ufe0f\ufeff]*"
 _LESS, _MORE = r"[<＜﹤‹«〈《⟨⟪❮❰˂ᐸᑉ≪⋘⪡]", r"[>＞﹥›»〉》⟩⟫❯❱˃ᐳᑀ≫⋙⪢]"
 _BAR = r"[|｜¦ǀ∣❘￨│]"
@@ -27,14 +27,14 @@ _TAGS = (
     "end_of_turn|start_header_id|end_header_id|eot_id|im_start|im_end|instructions?|answer"
 )
 _FORMATTING = "[abipu]|br|hr|em|strong|ul|ol|li|table|thead|tbody|tr|td|th|h[1-6]|code|pre|span|div|sub|sup|blockquote"
-# Each pattern finds one character of a mark by the text after it. A space after this character breaks the mark, and
-# can make no other mark. These are rules, not lists of tokens: tests/unit/ground/test_fencing.py checks
-# them with the tokens of more than twenty families of models.
+# Each pattern matches one character of a control token by what follows. A space after this character breaks the token
+# and cannot create another one. These are rules, not token lists; tests/unit/ground/test_fencing.py checks them with
+# the tokens of more than twenty model families.
 _MARKS = re.compile(
     "|".join(
         (
             rf"{_LESS}(?={_UNSEEN}(?:{_LESS}|{_BAR}|/?(?:{_TAGS}){_UNSEEN}{_MORE}))",  # <<<, <|im_start|>, «/s»
-            # <any_name> without a space, except tags that format answers
+            # <any_name> without a space, except formatting tags in answers
             rf"{_ANGLE}(?={_UNSEEN}(?!/?(?:{_FORMATTING})/?{_UNSEEN}{_ANGLE_END})[^\s<>＜＞﹤﹥]{{1,64}}{_ANGLE_END})",
             rf"{_MORE}(?={_UNSEEN}{_MORE})",
             rf"{_BAR}(?={_UNSEEN}{_MORE})",
@@ -56,37 +56,37 @@ def is_nonce(text: str) -> bool:
 
 
 def read_nonce(message: str) -> str | None:
-    """The nonce of a message that `fence` made; `None` for another message. A judge returns it with its verdict."""
+    """The nonce of a message from `fence`; `None` for other messages. Judges return it with their verdict."""
     header = _HEADER_PATTERN.search(message)
     return header and header.group(1)
 
 
 def fence(sections: Mapping[str, str], nonce: str | None = None) -> str:
-    """Join named sections into one message, in their order. `read_sections` reads it back.
+    """Join named sections into one message, in order. `read_sections` is the inverse.
 
-    A section's name has lower-case letters and `_`. The nonce is random unless it is given: give one if the answer has
-    to repeat it. Raises `ValueError` if a name, or the nonce (16 hexadecimal digits), has another form.
+    Section names consist of lower-case letters and `_`. Pass a nonce if the answer must repeat it; otherwise it is
+    random. Raises `ValueError` for an invalid name or nonce (16 hexadecimal digits).
     """
     nonce = make_nonce() if nonce is None else nonce
     if not is_nonce(nonce):
-        raise ValueError("the nonce has another form. Expected 16 hexadecimal digits.")
+        raise ValueError("the nonce is malformed. Expected 16 hexadecimal digits.")
     parts = [_HEADER.format(nonce=nonce)]
     for name, text in sections.items():
         if not _SECTION_NAME.fullmatch(name):
-            raise ValueError(f"a section's name is {name!r}. Expected lower-case letters and '_'.")
+            raise ValueError(f"a section is named {name!r}. Expected lower-case letters and '_'.")
         parts.append(f"<<<{name} {nonce}>>>\n{neutralise(text, nonce)}\n<<<end {name} {nonce}>>>")
     return "\n\n".join(parts)
 
 
 def neutralise(text: str, nonce: str) -> str:
-    """Space out text that looks like a fence, a role or a model's control token: `"<|im_end|>"` becomes
-    `"< |im_end| >"`. If the text has the nonce itself, the nonce loses its middle."""
+    """Space out text that looks like a fence, a role or a control token: `"<|im_end|>"` becomes `"< |im_end| >"`.
+    Occurrences of the nonce itself are shortened."""
     halved = f"{nonce[:4]}...{nonce[-4:]}"
     return re.sub(nonce, halved, _MARKS.sub(r"\g<0> ", text), flags=re.IGNORECASE)
 
 
 def read_sections(message: str) -> dict[str, str]:
-    """The sections of a message that `fence` made: name to text. Empty if the message has no fence header."""
+    """The sections of a message from `fence`, text by name. Empty for messages without a fence header."""
     nonce = read_nonce(message)
     if nonce is None:
         return {}

@@ -10,19 +10,19 @@ from pathlib import Path
 from salesrl_trl import __version__
 from salesrl_trl.errors import ConfigError
 
-PACKAGE = Path(__file__).parents[1]  # folder of the package that this process runs
+PACKAGE = Path(__file__).parents[1]  # the running package's folder
 _GIT_S = 10.0
-_SHORTEST = 7  # characters of a commit, without a repository that knows what else begins so
+_SHORTEST = 7  # characters of a commit prefix, if no repository can tell whether it is unique
 
 
 @dataclass(frozen=True)
 class Code:
-    """The package that this process runs."""
+    """The running package's version and origin."""
 
     version: str
-    digest: str  # hash of all its files. Equal digests are equal code, wherever it lies
-    commit: str | None  # the checkout's, or the one that pip installed from a repository; `None` if neither is known
-    changed_files: int  # files of the checkout that differ from the commit, new ones included
+    digest: str  # hash of all its files: equal digests mean equal code, wherever it is stored
+    commit: str | None  # of the checkout, or of the repository that pip installed from; `None` if neither is known
+    changed_files: int  # files of the checkout that differ from the commit, including new ones
 
     def __str__(self) -> str:
         changed = f", changed files: {self.changed_files}" if self.changed_files else ""
@@ -30,7 +30,7 @@ class Code:
 
 
 def code() -> Code:
-    """The version, the hash and the commit of the package's files."""
+    """The version, hash and commit of the package's files."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -40,7 +40,7 @@ def code() -> Code:
 
 
 def holds(commit: str) -> bool:
-    """Whether the code is of this commit, or of one after it. Raises `ConfigError` where that can't be known."""
+    """Whether the code is at this commit or a later one. Raises `ConfigError` if that can't be determined."""
     if not _is_checkout():
         if len(commit) >= _SHORTEST and (_commit() or "").startswith(commit):
             return True
@@ -57,7 +57,7 @@ def holds(commit: str) -> bool:
 
 
 def _is_checkout() -> bool:
-    return bool(_git("ls-files", "__init__.py"))  # an installed package may lie inside of another project's checkout
+    return bool(_git("ls-files", "__init__.py"))  # an installed package may be inside another project's checkout
 
 
 def _commit() -> str | None:

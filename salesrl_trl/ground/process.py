@@ -1,4 +1,4 @@
-"""Settings of one process, its threads, and the files that it writes. Standard library only."""
+"""Process-level utilities: environment, memory, threads' devices, and safe file writes. Standard library only."""
 
 import atexit
 import contextlib
@@ -24,22 +24,22 @@ from salesrl_trl.errors import ConfigError
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # NVIDIA, AMD
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
-"""Environment variables for a process without accelerators. The value is -1, because AMD's runtime reads an empty
-string as all GPUs. bm25s imports JAX if it is installed, and JAX takes 75 % of every GPU that it sees."""
+"""Environment variables that hide all accelerators from a process. The value is -1 because AMD's runtime reads an
+empty string as all GPUs. bm25s imports JAX if installed, which reserves 75 % of every visible GPU."""
 
 patched = mock.patch.object
-"""`with patched(owner, "name", value)`: while active, another library's object has this value under that name."""
-MOST_BYTES = 4096  # longest file of a key. Tokens with claims in them have a thousand characters.
+"""`with patched(owner, "name", value)`: temporarily replaces an attribute of another object."""
+MOST_BYTES = 4096  # maximum size of a key file. Tokens with embedded claims have about a thousand characters.
 
-_GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between two collections of each generation
+_GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between collections of each generation
 _GC_USUAL = gc.get_threshold()
 _imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
 logger = logging.getLogger(__name__)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks instead of returning each large one to the kernel, which maps and clears every page
-    anew: on a CPU half of the time of a step. In exchange, the process keeps its peak memory."""
+    """Make glibc reuse large freed blocks instead of returning them to the kernel, which would map and clear every
+    page again: half of a step's time on a CPU. In exchange, the process keeps its peak memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -47,9 +47,9 @@ def keep_freed_memory() -> None:
 
 
 def collect_seldom() -> None:
-    """Exclude all present objects from garbage collection, and collect the others seldom, until the process ends.
-    Walks over a run's objects took a third of the CPU time of a reward batch with a thousand calls in flight. At the
-    end all are collected: Triton would print a page about those that are left."""
+    """Exclude all existing objects from garbage collection, and collect others rarely, until the process exits.
+    Otherwise collections used a third of the CPU time of a reward batch with a thousand calls in flight. Everything is
+    collected at exit, as Triton would print a page about leftovers."""
     atexit.unregister(collect_as_usual)
     atexit.register(collect_as_usual)
     gc.collect()
@@ -63,12 +63,12 @@ def collect_as_usual() -> None:
 
 
 def remember_packages() -> None:
-    """Make the map from modules to packages once. transformers and TRL ask for it often, at 0.3 to 0.7 s a time."""
+    """Cache the mapping of modules to packages, which transformers and TRL request often, at 0.3 to 0.7 s each."""
     importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def allow_files(count: int) -> None:
-    """Allow this process that many open files and connections, up to the machine's limit."""
+    """Raise this process's limit of open files and connections to `count`, or to the machine's limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -76,7 +76,7 @@ def allow_files(count: int) -> None:
 
 
 def installed(package: str) -> str | None:
-    """A package's version, or `None`. vLLM's build for a CPU has another name."""
+    """A package's version, or `None`. Also recognises vLLM's CPU build, which has a different name."""
     for name in (package, f"{package}-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -84,15 +84,15 @@ def installed(package: str) -> str | None:
 
 
 def cache_dir() -> Path:
-    """The folder of files that runs share: `$SALESRL_CACHE_DIR`, or `salesrl_trl` in the user's cache folder."""
+    """The folder shared by runs: `$SALESRL_CACHE_DIR`, or `salesrl_trl` in the user's cache folder."""
     if "SALESRL_CACHE_DIR" in os.environ:
         return Path(os.environ["SALESRL_CACHE_DIR"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "salesrl_trl"
 
 
 def stat_of(pid: int) -> tuple[str, int, str] | None:
-    """State, parent and time of start of a process, as the kernel has them; `None` if there is none, or no Linux. The
-    state is Z if it has ended and its parent has not asked why. The time, in ticks, tells apart those of one id."""
+    """A process's state, parent and start time from the kernel; `None` if it does not exist, or outside Linux. State Z
+    is a process not yet reaped by its parent. The start time, in ticks, distinguishes processes that reuse an id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
     except OSError:
@@ -101,7 +101,7 @@ def stat_of(pid: int) -> tuple[str, int, str] | None:
 
 
 def child_environment() -> dict[str, str]:
-    """A copy of the environment without accelerators, for a child that can import the package, also from source."""
+    """The environment for a child process: without accelerators, and able to import the package, even from source."""
     environment = dict(os.environ)
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):
@@ -111,7 +111,7 @@ def child_environment() -> dict[str, str]:
 
 
 def put_aside(*paths: Path) -> tuple[Path, ...]:
-    """Rename files of an earlier start by a number, the same for all. Some may be absent. Returns the paths."""
+    """Rename files of an earlier start, which may be absent, with a common number. Returns the new paths."""
 
     def numbered(number: int) -> tuple[Path, ...]:
         return tuple(path.with_stem(f"{path.stem}-{number}") for path in paths)
@@ -124,18 +124,18 @@ def put_aside(*paths: Path) -> tuple[Path, ...]:
 
 
 def make_private(path: Path) -> None:
-    """Make a file that its owner alone can read, unless it is there. SQLite's files beside it get the same rights."""
+    """Create a file that only its owner can read, unless it exists. SQLite's side files inherit the permissions."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
 
 
 def is_locked(error: Exception) -> bool:
-    """Whether an error of SQLite says that another process locks the file for the moment."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the lowest byte says what, the others why
+    """Whether an SQLite error means that another process currently locks the file."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; higher bytes hold details
     return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, and its folder if need be. If the process is cut off, the old or the new one is there, whole."""
+    """Write a file, and create its folder if necessary. A crash leaves either the old or the new version intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
@@ -145,8 +145,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def put_in_place(fresh: Path, folder: Path) -> None:
-    """Let a folder take the place of another one on its disk, or of none. If the process is cut off, one of them is
-    there, whole; after a power cut too, as all files of `fresh` are written to the disk first."""
+    """Move `fresh` to `folder` on the same disk, replacing it if it exists. A crash, or a power failure, leaves one of
+    them intact, because all files of `fresh` are synced to disk first."""
     for path in (*fresh.rglob("*"), fresh):
         sync(path)
     if not folder.exists():
@@ -162,7 +162,7 @@ def put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Some network disks can't do this for folders."""
+    """Sync a file, or a folder's entries, to disk. Some network disks don't support this for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -174,17 +174,17 @@ def sync(path: Path) -> None:
 
 
 def _exchanged(folder: Path, other: Path) -> bool:
-    """Exchange two folders in one step, as Linux can on most disks. False if it can't here."""
+    """Swap two folders atomically, which Linux supports on most disks. Returns False if unsupported."""
     rename, at, exchange = getattr(ctypes.CDLL(None), "renameat2", None), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = (os.fsencode(folder), os.fsencode(other))
     return rename is not None and rename(at, names[0], at, names[1], exchange) == 0
 
 
 def find_key(variable: str) -> str | None:
-    """The key in the environment variable, or in the file that `<variable>_FILE` names; `None` if neither is set.
+    """The key from the environment variable, or from the file named by `<variable>_FILE`; `None` if neither is set.
 
-    Raises `ConfigError` if both are set, or the file can't be read, can be read by others, is empty or too large. The
-    message shows neither key nor path: whoever mistakes one variable for the other has the key there.
+    Raises `ConfigError` if both are set, or if the file is unreadable, readable by others, empty or too large. The
+    message shows neither key nor path, as users who confuse the variables put the key into the path.
     """
     key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
     if not path:
@@ -193,19 +193,19 @@ def find_key(variable: str) -> str | None:
         raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
     where = f"the file that the environment variable {variable}_FILE names"
     try:
-        # Without waiting for the writer of a named pipe.
+        # non-blocking: don't wait for the writer of a named pipe
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
-        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with the key alone.") from None
+        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with only the key.") from None
     fault = None
     if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
-        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can get at the key"
+        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can read the key"
     elif not content.strip() or len(content) > MOST_BYTES:
-        fault = "holds no key" if len(content) <= MOST_BYTES else f"holds more than {MOST_BYTES} bytes"
+        fault = "is empty" if len(content) <= MOST_BYTES else f"exceeds {MOST_BYTES} bytes"
     if fault is not None:
-        more = f'Expected the key alone, in a file of its owner alone: chmod 600 "${variable}_FILE"'
+        more = f'Expected only the key, in a file readable only by its owner: chmod 600 "${variable}_FILE"'
         raise ConfigError(f"{where} {fault}. {more}")
     return content.decode("utf-8", errors="replace").strip()
 
@@ -214,8 +214,8 @@ _TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextV
 
 
 def here() -> contextvars.Context:
-    """This thread's context variables and torch's devices, for another thread that calls a user's code: a new one
-    begins with GPU 0 and the CPU."""
+    """This thread's context variables and torch devices, for threads that call custom code: new threads default to GPU
+    0 and the CPU."""
     context = contextvars.copy_context()
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -225,7 +225,7 @@ def here() -> contextvars.Context:
 
 
 def enter() -> None:
-    """Give this thread the devices that its context holds."""
+    """Apply the context's torch devices to this thread."""
     index, default = _TORCH.get((None, None))
     torch = sys.modules.get("torch")
     if torch is None:
@@ -237,8 +237,8 @@ def enter() -> None:
 
 
 def warn_of_changes() -> None:
-    """Log, once, the files whose content is not what this process imported. Modules that were imported since the last
-    call are noted as they are now."""
+    """Log, once, files that have changed since this process imported them. Registers modules imported since the last
+    call."""
     changed = list[str]()
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] == "salesrl_trl" and (file := getattr(module, "__file__", None)):
@@ -250,6 +250,6 @@ def warn_of_changes() -> None:
             _imported[name] = module.__spec__, now
     if changed:
         logger.warning(
-            f"{', '.join(changed)}: the file has changed since this process imported it, and the run uses the older "
+            f"{', '.join(changed)}: the file has changed since this process imported it, but the run uses the old "
             "code. Restart the kernel, or the process, to use the new code"
         )

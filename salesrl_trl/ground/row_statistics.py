@@ -1,7 +1,7 @@
-"""The mean of some rows with its interval, the difference of two policies on the same rows, and the Pareto front.
+"""Means over rows with confidence intervals, the difference of two policies on the same rows, and the Pareto front.
 
-A row is one observation. One without a value is left out and counted, never taken for a number. Intervals are those of
-Student's t over rows: a bootstrap of so few rows would be too narrow (docs/how-to/evaluate.md compares the two).
+A row is one observation. Rows without a value are excluded and counted, never imputed. Intervals use Student's t over
+rows, because a bootstrap of so few rows would be too narrow (docs/how-to/evaluate.md compares both).
 """
 
 import functools
@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass
 
 CONFIDENCE = 0.95
 FEW_ROWS = 10
-"""An interval of fewer rows is marked: it rests on the assumption that their values are normally distributed."""
-SAME = 1e-9  # rewards that differ by less are equal
+"""Intervals over fewer rows are marked, as they assume normally distributed values."""
+SAME = 1e-9  # smaller differences between rewards count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mean:
-    """The mean of the rows that have a value."""
+    """The mean over rows with a value."""
 
     total: int
     rows: int  # rows with a value
-    value: float | None  # their mean; `None` without such rows
+    value: float | None  # `None` without such rows
     interval: tuple[float, float] | None
-    """Its 95 % interval; `None` for fewer than two rows, and for rows that are all equal."""
+    """The 95 % confidence interval; `None` for fewer than two rows, or if all values are equal."""
 
     @property
     def is_few(self) -> bool:
@@ -33,11 +33,11 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference(Mean):
-    """The mean of the second policy's value less the first one's, over rows that both have a value for."""
+    """The mean of the second policy's values minus the first's, over rows with a value for both."""
 
     p: float | None
-    """Probability of a mean at least as far from 0 if there were no difference; `None` without an interval."""
-    better: int  # rows in which the second policy has the higher value
+    """The two-sided p-value; `None` without an interval."""
+    better: int  # rows with a higher value for the second policy
     worse: int
 
     @property
@@ -56,13 +56,13 @@ def mean(values: Collection[float]) -> float | None:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of the rows. A row without a value is NaN."""
+    """The mean over rows; rows without a value are NaN."""
     known = [value for value in values if not math.isnan(value)]
     return Mean(total=len(values), rows=len(known), value=mean(known), interval=_interval(known))
 
 
 def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The difference of two policies, by their values on the same rows; a row without a value is NaN."""
+    """Compare two policies by their values on the same rows; rows without a value are NaN."""
     changes = [after - before for before, after in zip(first, second, strict=True)]
     mean = mean_of(changes)
     known = [0.0 if abs(change) < SAME else change for change in changes if not math.isnan(change)]
@@ -74,9 +74,8 @@ def difference_of(first: Sequence[float], second: Sequence[float]) -> Difference
 
 
 def share_within(t: float, freedom: int) -> float:
-    """The probability that a value of Student's t distribution lies between -t and t, for a `t` of 0 or more. The
-    finite series for whole degrees of freedom, 1 or more: Abramowitz and Stegun, Handbook of Mathematical Functions,
-    26.7.3 and 26.7.4."""
+    """The probability that a Student's t variable lies between -t and t, for `t` >= 0. Uses the finite series for
+    integer degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(freedom))
     is_odd, square = freedom % 2, math.cos(angle) ** 2
     term, total = (math.cos(angle) if is_odd else 1.0), 0.0
@@ -89,8 +88,8 @@ def share_within(t: float, freedom: int) -> float:
 
 @functools.cache
 def critical(freedom: int) -> float:
-    """The t for which 95 % of Student's distribution lie between -t and t, by bisection."""
-    low, high = 0.0, 13.0  # with one degree of freedom it is 12.7
+    """The two-sided 95 % critical value of Student's t distribution, by bisection."""
+    low, high = 0.0, 13.0  # 12.7 for one degree of freedom
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if share_within(middle, freedom) < CONFIDENCE else (low, middle)
@@ -98,7 +97,7 @@ def critical(freedom: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of two values or more."""
+    """The standard error of the mean of at least two values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -110,9 +109,9 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def pareto_front(points: Sequence[Mapping[str, float | None]]) -> tuple[int, ...]:
-    """Indices of the points that no other point dominates, in the order of the points. A point has scores by branch,
-    higher is better. It dominates another if it is at least as high in every branch and higher in one. A point that
-    lacks a branch which another point names, or has `None` or NaN for it, can't be compared and is left out."""
+    """Indices of the non-dominated points, in order. A point maps branches to scores; higher is better. It dominates
+    another if it is at least as high in every branch and higher in one. Points without a score for a branch that
+    another point has, or with `None` or NaN, can't be compared and are excluded."""
     branches = sorted({branch for point in points for branch in point})
     whole: dict[int, tuple[float, ...]] = {}
     for index, point in enumerate(points):

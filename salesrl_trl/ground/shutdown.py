@@ -1,4 +1,4 @@
-"""Exit codes, and the end of a command that Ctrl-C or an output without room cuts off: one line, no traceback.
+"""Exit codes, and a one-line message instead of a traceback for commands ended by Ctrl-C or an unwritable output.
 Standard library only."""
 
 import atexit
@@ -13,32 +13,28 @@ from types import TracebackType
 from salesrl_trl.errors import StopRequested
 
 EXIT_BAD_INPUT = 2  # the checks before a run refused its settings, data, addresses or model
-EXIT_FAILED = 3  # a run started and ended with an error for good, for example because it diverged
+EXIT_FAILED = 3  # a run started and failed permanently, e.g. because it diverged
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
-EXIT_UNREAD = 128 + signal.SIGPIPE  # the reader of the output has ended, as with `| head`
+EXIT_UNREAD = 128 + signal.SIGPIPE  # the reader of the output has exited, as with `| head`
 EXIT_UNWRITTEN = 2
-EXIT_RESUMABLE = 75  # the run was stopped, or had to stop, and the same command goes on. `EX_TEMPFAIL` of sysexits.h.
-_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # in writing the output
+EXIT_RESUMABLE = 75  # the run stopped early, and the same command resumes it. `EX_TEMPFAIL` of sysexits.h.
+_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # when writing the output
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-ReportLine = Callable[[str, int], object]  # gets a line, and the exit code that follows
+ReportLine = Callable[[str, int], object]  # receives a line and the exit code
 
 
 def print_line(text: str, code: int = 0) -> None:
-    """A `ReportLine` that prints on stderr. The code is not shown."""
-    sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the line before
+    """A `ReportLine` that prints to stderr and ignores the code."""
+    sys.stderr.write(f"\n{text}\n")  # the terminal shows ^C on the previous line
     sys.stderr.flush()
 
 
 def end_tidily(report: ReportLine = print_line) -> None:
-    """From now on, Ctrl-C and an output that can't be written end this process with a line, wherever they come."""
-    sys.excepthook = _hook(sys.excepthook, report)
-    atexit.register(_flush, report)
+    """From now on, Ctrl-C and an unwritable output end this process with a single line, wherever they occur."""
+    usual = sys.excepthook
 
-
-def _hook(usual: _Hook, report: ReportLine) -> _Hook:
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, StopRequested):  # of a run that imports its packages
+        if isinstance(error, StopRequested):  # while the run is importing packages
             report(f"stopped by {error} before the run began. The same command starts it again.", EXIT_RESUMABLE)
             raise SystemExit(EXIT_RESUMABLE)
         if is_interrupt(error):
@@ -48,11 +44,12 @@ def _hook(usual: _Hook, report: ReportLine) -> _Hook:
             raise SystemExit(_unwritten(error, report))
         usual(kind, error, trace)
 
-    return end
+    sys.excepthook = end
+    atexit.register(_flush, report)
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or what a library made of it in its import."""
+    """Whether it is Ctrl-C, or an `ImportError` that a library made of it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         if isinstance(error, ImportError) and "KeyboardInterrupt" in str(error):
             return True
@@ -61,17 +58,17 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def _unwritten(error: OSError, report: ReportLine) -> int:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush fails again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python's final flush fails again
     if error.errno == errno.EPIPE:
         return EXIT_UNREAD
-    line = f"the output can't be written ({error.strerror}). Expected a stdout with room. Send it elsewhere."
-    with contextlib.suppress(OSError):  # stderr goes to the same place
+    line = f"the output can't be written ({error.strerror}). Redirect stdout to a place with free space."
+    with contextlib.suppress(OSError):  # stderr may go to the same place
         report(line, EXIT_UNWRITTEN)
     return EXIT_UNWRITTEN
 
 
 def _flush(report: ReportLine) -> None:
-    """Flush stdout, as the last action of a process. Python would print an error of this as one that it ignores."""
+    """Flush stdout as the process's last action. Python itself would report an error here as ignored."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""Texts that can be encoded, without half a surrogate pair, which JSON and Python's strings may hold; and tables for a
-terminal. `encodable` is called where texts of others enter: from services, files, functions and tools."""
+"""Strings without lone surrogates, which JSON and Python strings may contain but UTF-8 can't encode; and terminal
+tables. `encodable` is called wherever external text enters: from services, files, functions and tools."""
 
 import logging
 from collections import Counter
@@ -10,12 +10,12 @@ from typing import TypeVar, cast
 NOT_KNOWN = "n/a"
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_replaced = Counter[str]()  # values of this process with half a pair, by source
+_replaced = Counter[str]()  # values with lone surrogates in this process, by source
 
 
 def is_unicode(value: object) -> bool:
-    """Whether all texts in a value can be encoded, those in mappings, lists and tuples too. Raises `RecursionError`
-    for a value that is nested too deep."""
+    """Whether all strings in a value can be encoded, including those in mappings, lists and tuples. Raises
+    `RecursionError` for values nested too deeply."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -27,22 +27,22 @@ def is_unicode(value: object) -> bool:
 
 
 def encodable(value: T, source: str) -> T:
-    """The value itself, or a copy in which U+FFFD stands for each half of a surrogate pair. The log counts the
-    values that had one by `source`, such as `"a reply of judge"`."""
+    """The value itself, or a copy with U+FFFD for each lone surrogate. Logs the number of such values by `source`,
+    e.g. `"a reply of judge"`."""
     if is_unicode(value):
         return value
     _replaced[source] += 1
     if (count := _replaced[source]) in (1, 10, 100, 1_000, 10_000, 100_000):
-        logger.warning(f"[Text] {source} contains half a surrogate pair, which U+FFFD replaces ({count} so far)")
-    return cast(T, _mended(value))
+        logger.warning(f"[Text] {source} contains a lone surrogate, replaced by U+FFFD ({count} so far)")
+    return cast(T, _repaired(value))
 
 
-def _mended(value: object) -> object:
-    if isinstance(value, str):  # two halves that stand together become one character
+def _repaired(value: object) -> object:
+    if isinstance(value, str):  # adjacent halves become one character
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
-        return {_mended(key): _mended(part) for key, part in value.items()}
-    parts = [_mended(part) for part in value] if isinstance(value, list | tuple) else value
+        return {_repaired(key): _repaired(part) for key, part in value.items()}
+    parts = [_repaired(part) for part in value] if isinstance(value, list | tuple) else value
     return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts
 
 
@@ -52,7 +52,7 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 
 def aligned(rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
-    """Lines with columns of equal width. The first `left` columns begin at the same place, the others end there."""
+    """Table lines with aligned columns: the first `left` ones left-aligned, the others right-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return [
@@ -65,14 +65,14 @@ def aligned(rows: Sequence[Sequence[object]], left: int = 1) -> list[str]:
 
 
 def filled(template: Path, **values: object) -> str:
-    """The text of a Jinja template. Its filter `aligned` makes a table of rows."""
-    import jinja2  # beyond the standard library, and for commands alone
+    """Render a Jinja template. The filter `aligned` turns rows into table lines."""
+    import jinja2  # not in the standard library; only commands need it
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["aligned"] = lambda rows, left=1: "\n".join(aligned(rows, left))
+    environment.filters["aligned"] = aligned
     return environment.from_string(template.read_text("utf-8")).render(values).rstrip("\n")
 
 
 def calls_and_usd(calls: float, usd: float) -> str:
-    """`1,234 calls, 0.42 USD`; `1,234 calls` where they cost nothing."""
+    """`1,234 calls, 0.42 USD`; `1,234 calls` if they are free."""
     return f"{calls:,.0f} calls" + (f", {usd:,.{2 if usd >= 0.1 else 4}f} USD" if usd else "")

@@ -92,7 +92,7 @@ class JudgeMeter(Part):
         asked = {number: at - first for number, at in plan.asked.items() if first <= at < first + size}
         if asked:
             calls = self._reward_loop.begin([{**rollout.rewards.rows[place], METER: True} for place in asked.values()])
-            self._reward_loop.start_all(calls, [rollout.completions[place] for place in asked.values()])
+            self._reward_loop.post(calls.start_all, [rollout.completions[place] for place in asked.values()])
             self._open.append((calls, [*asked]))
         # 4. Report alarms.
         self._report(plan)

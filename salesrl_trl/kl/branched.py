@@ -1,5 +1,5 @@
-"""The KL of all branches during training: windows over which it is measured, coefficients that a law moves at their
-ends, the penalty, and the saved state. The same measurements give the same decisions, on every rank and after a
+"""The KL of all branches during training: measurement windows, coefficients that a controller (`KLLaw`) adjusts at the
+end of each window, the penalty, and the saved state. Decisions are deterministic: equal on every rank and after a
 resume."""
 
 import json
@@ -17,24 +17,24 @@ from salesrl_trl.kl.law import NOTICE, KLLaw, KLTarget, State, Window, moved, na
 from salesrl_trl.kl.penalty import BranchPenalty, MicroBatch, PenaltySettings
 from salesrl_trl.names import KL_STATE_FILE
 
-logger = get_logger(__name__)  # its lines begin with the rank
+logger = get_logger(__name__)  # prefixes lines with the rank
 _PLAIN_LOGGER = logging.getLogger(__name__)
 
 READABLE = 0.4
-"""A window can be read if the standard error of its log KL is at most this share of the band's half-width, or of the
-distance from the band's centre where that is more."""
-MOST_WINDOWS = 6  # A window ends after so many times its steps, readable or not
-FEWEST_PAIRS = 4  # neighbouring steps from which on a branch's noise is known
-KNOWN_NOISE = 0.7  # share of the old value in a branch's noise, when a window has ended
+"""A window is conclusive if the standard error of its log KL is at most this share of the band's half-width, or of the
+distance from the band's centre if larger."""
+MOST_WINDOWS = 6  # a window ends after this multiple of its steps, conclusive or not
+FEWEST_PAIRS = 4  # pairs of neighbouring steps needed to estimate a branch's noise
+KNOWN_NOISE = 0.7  # weight of the old estimate when the noise is updated at the end of a window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """The optimizer steps of a window. Raises `ConfigError` for numbers that can't work."""
+    """The optimizer steps of a window. Raises `ConfigError` for invalid numbers."""
 
     update_steps: int = 5
-    """The least number. A window whose KL is too noisy to be read goes on, up to `MOST_WINDOWS` times as long."""
-    cooldown_steps: int = 0  # optimizer steps after a move that belong to no window, for a policy that reacts late
+    """The minimum length. If the KL estimate is too noisy, the window is extended, up to `MOST_WINDOWS` times."""
+    cooldown_steps: int = 0  # optimizer steps ignored after an adjustment, for policies that react slowly
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -45,46 +45,30 @@ class WindowSettings:
                 raise ConfigError(f"`{name}` is {value!r}. Expected a whole number of {least} or more.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    branch: str
-    kl: float  # of the window, in nats per token
-    target: KLTarget
-    before: float  # of the window, as asked for
-    after: float  # what the law asks for from the next step on
-
-    def __str__(self) -> str:
-        place = "in" if self.target.contains(self.kl) else "outside"
-        return (
-            f"{self.branch}: KL {self.kl:.4f} {place} [{self.target.low:g}, {self.target.high:g}], "
-            f"beta {self.before:.4g} -> {self.after:.4g}"
-        )
-
-
 @dataclass(kw_only=True, slots=True)
 class _WindowCounts:
     kl_sum: float = 0.0
     tokens: float = 0.0
     steps: int = 0
-    last: list[float] | None = None  # KL and tokens of the step before, in the same window
+    last: list[float] | None = None  # KL and tokens of the previous step in the same window
     squares: float = 0.0
     pairs: int = 0
-    """Of neighbouring steps of a window: squared differences of their KL, as those of two single tokens."""
+    """Pairs of neighbouring steps; `squares` sums their squared KL differences, normalised to single tokens."""
     noise: float | None = None
-    """Variance of a token's KL around the window's, divided by the square of that. `None` before it was seen."""
-    seen: int = 0  # pairs of the windows before
+    """Variance of a token's KL around the window's KL, divided by its square. `None` before the first estimate."""
+    seen: int = 0  # pairs in earlier windows
     cooldown: int = 0
     measured_steps: int = 0
     steps_in_band: int = 0
 
 
 class BranchController:
-    """The coefficient of one branch. Without a `law` it stays, and only the share of steps in the band is counted."""
+    """One branch's coefficient. Without a `law` it is fixed, and only the share of steps in the band is tracked."""
 
     def __init__(self, branch: str, target: KLTarget, law: KLLaw | None, windows: WindowSettings) -> None:
         self.branch = branch
         self.target = target
-        self.asked = target.beta  # coefficient that the law asks for, within the target's `reach`
+        self.asked = target.beta  # coefficient requested by the `law`, within the target's `reach`
         self._law = law if target.has_band else None
         self._law_state: State = {}
         self._windows = windows
@@ -96,47 +80,47 @@ class BranchController:
 
     @property
     def share(self) -> float:
-        """By how much the branch's rewards count: 1, or less if the law asks for more than the largest coefficient.
-        The quotient of coefficient and share is what the law asks for."""
+        """The weight of the branch's rewards: 1, or less if the requested coefficient exceeds the maximum. The
+        quotient of coefficient and share is the requested coefficient."""
         return self.beta / self.asked if self.asked > self.beta else 1.0
 
     @property
     def share_in_band(self) -> float:
-        """Share of the measured steps whose KL lay in the band. NaN without a band or a measurement."""
+        """The share of measured steps with a KL inside the band. NaN without a band or measurements."""
         if not self.target.has_band or not self._at.measured_steps:
             return math.nan
         return self._at.steps_in_band / self._at.measured_steps
 
     @property
     def notice(self) -> str:
-        """The law's sentence about the last window, for the log. Empty if there is none."""
+        """The controller's notice about the last window, for the log; may be empty."""
         return str(self._law_state.get(NOTICE, ""))
 
-    def observe(self, kl_sum: float, tokens: float) -> Decision | None:
-        """Take in one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
-        nats. Returns the move, which holds from the next step on; `None` if the coefficient stays. A step without
-        tokens, or with a sum that is not finite, is no measurement. A window without tokens moves nothing."""
+    def observe(self, kl_sum: float, tokens: float) -> str:
+        """Process one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
+        nats. Returns a log line about the adjustment, effective from the next step; empty if the coefficient stays.
+        Steps without tokens or with a non-finite sum are ignored; a window without tokens has no effect."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._at.measured_steps += 1
             self._at.steps_in_band += self.target.contains(kl_sum / tokens)
         if self._law is None:
-            return None
+            return ""
         if self._at.cooldown > 0:
             self._at.cooldown -= 1
-            return None
+            return ""
         if measured:
             self._add(kl_sum / tokens, tokens)
         self._at.steps += 1
         least = self._windows.update_steps
         if self._at.steps < least or (self._at.steps < least * MOST_WINDOWS and not self._is_readable):
-            return None
+            return ""
         return self._close_window(self._law)
 
     def _add(self, kl: float, tokens: float) -> None:
         self._at.kl_sum += kl * tokens
         self._at.tokens += tokens
-        if self._at.last is not None:  # neighbours: a KL that drifts is no noise
+        if self._at.last is not None:  # only neighbours, so that drift doesn't count as noise
             before, count = self._at.last
             self._at.squares += (kl - before) ** 2 / (1 / tokens + 1 / count)
             self._at.pairs += 1
@@ -144,7 +128,7 @@ class BranchController:
 
     @property
     def _is_readable(self) -> bool:
-        """Whether the window's KL is known well enough for its distance from the band's centre to mean something."""
+        """Whether the window's KL is precise enough for its distance from the band's centre to be meaningful."""
         noise = self._noise_seen()
         if not self._at.tokens or noise is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
             return True
@@ -159,30 +143,31 @@ class BranchController:
         now = self._at.squares / self._at.pairs / kl**2
         return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
 
-    def _close_window(self, law: KLLaw) -> Decision | None:
+    def _close_window(self, law: KLLaw) -> str:
         kl_sum, tokens, self._at.noise = self._at.kl_sum, self._at.tokens, self._noise_seen()
         self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
         self._at.seen += self._at.pairs
         self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None
         if not tokens:
-            return None
+            return ""
         kl, before = kl_sum / tokens, self.asked
         least, most = self.target.reach
         window = Window(target=self.target, beta=before, kl=kl, tokens=tokens)
         after, self._law_state = moved(law, window, self._law_state)
         self.asked = max(least, min(most, after))
         if self.asked == before:
-            return None
+            return ""
         self._at.cooldown = self._windows.cooldown_steps
-        return Decision(branch=self.branch, kl=kl, target=self.target, before=before, after=self.asked)
+        place = f"{'in' if self.target.contains(kl) else 'outside'} [{self.target.low:g}, {self.target.high:g}]"
+        return f"{self.branch}: KL {kl:.4f} {place}, beta {before:.4g} -> {self.asked:.4g}"
 
     def state_dict(self) -> State:
         law = None if self._law is None else name_of(self._law)
         return {"beta": self.asked, **asdict(self._at), "law": law, "law_state": self._law_state}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state_dict`. A coefficient outside today's reach is moved to the nearer end; without a law it
-        stays the configured one. A law of another class starts with an empty state."""
+        """Resume from `state_dict`. A coefficient outside the current reach is clipped; without a `law` the configured
+        one is kept. A `law` of a different class starts with an empty state."""
         self._at = _WindowCounts(**{name: state[name] for name in _WindowCounts.__slots__ if name in state})
         if self._law is not None:
             least, most = self.target.reach
@@ -191,7 +176,7 @@ class BranchController:
 
 
 class KLControl:
-    """The coefficients of all branches. `targets` are in the order of branch ids. Without a `law` they stay."""
+    """The coefficients of all branches, with `targets` in branch id order. Without a `law` they are fixed."""
 
     def __init__(self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings) -> None:
         self.branches = [BranchController(branch, target, law, windows) for branch, target in targets.items()]
@@ -204,10 +189,10 @@ class KLControl:
     def shares(self) -> list[float]:
         return [branch.share for branch in self.branches]
 
-    def observe(self, measured: Sequence[tuple[float, float]]) -> list[Decision]:
-        """Take in one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks."""
-        decisions = [branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)]
-        return [decision for decision in decisions if decision is not None]
+    def observe(self, measured: Sequence[tuple[float, float]]) -> list[str]:
+        """Process one optimizer step: by branch id, the sum of the KL in nats and the tokens, over all ranks. Returns
+        a log line per adjustment."""
+        return [*filter(None, (branch.observe(*sums) for branch, sums in zip(self.branches, measured, strict=True)))]
 
     def state_dict(self) -> dict[str, State]:
         return {branch.branch: branch.state_dict() for branch in self.branches}
@@ -219,28 +204,28 @@ class KLControl:
 
 
 class BranchedKL:
-    """The KL of all branches. `targets` are in the order of branch ids. Without a `law` the coefficients stay."""
+    """The KL of all branches, with `targets` in branch id order. Without a `law` the coefficients are fixed."""
 
     def __init__(
         self, targets: Mapping[str, KLTarget], law: KLLaw | None, windows: WindowSettings, settings: PenaltySettings
     ) -> None:
         self.control = KLControl(targets, law, windows)
         self.settings = settings
-        self._sums: torch.Tensor | None = None  # (branches, len(SUMS)) of this rank since the last optimizer step
+        self._sums: torch.Tensor | None = None  # (branches, len(SUMS)), this rank's since the last optimizer step
 
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
-        """The penalty of one of TRL's micro-batches, with the current coefficients times `scale`."""
+        """The penalty of one TRL micro-batch, using the current coefficients times `scale`."""
         return BranchPenalty(inputs, [scale * beta for beta in self.control.betas], self.settings, self.control.shares)
 
     def add(self, penalty: BranchPenalty) -> None:
-        """Add what the penalty measured of its micro-batch. Its loss must have been computed."""
+        """Add the penalty's measurements of its micro-batch, whose loss must have been computed."""
         sums = penalty.sums()
         self._sums = sums if self._sums is None else self._sums + sums
 
     def drain_sums(self) -> torch.Tensor:
         """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64."""
         if self._sums is None:
-            raise RuntimeError("the KL's sums were asked for before `add` was given a micro-batch")
+            raise RuntimeError("`drain_sums` was called before `add`")
         sums, self._sums = self._sums, None
         return sums
 
@@ -248,21 +233,21 @@ class BranchedKL:
         self._sums = None
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
-        """Move the coefficients by the measurement of one optimizer step. They hold from the next step on.
+        """Adjust the coefficients according to one optimizer step's measurement, effective from the next step.
         `totals`: sums over all ranks, by branch id, then by `penalty.SUMS`. `step` is for the log."""
         before = [branch.notice for branch in self.control.branches]
-        decisions = self.control.observe([(kl, weight) for kl, *_, weight in totals])
+        moves = self.control.observe([(kl, weight) for kl, *_, weight in totals])
         if not is_logged:
             return
-        for decision in decisions:
-            _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {decision}")
+        for move in moves:
+            _PLAIN_LOGGER.info(f"[BranchedKL@{step}] {move}")
         for branch, notice, (kl, penalty, *_) in zip(self.control.branches, before, totals, strict=True):
             if branch.notice and branch.notice != notice:
                 _PLAIN_LOGGER.warning(f"[BranchedKL@{step}] {branch.branch}: {branch.notice}")
             if not math.isfinite(kl + penalty):
                 _PLAIN_LOGGER.warning(
                     f"[BranchedKL@{step}] {branch.branch}: the KL is {kl}, its penalty {penalty}: log-probs of the "
-                    "policy or the reference are broken, or overflow without a clamp"
+                    "policy or the reference are invalid, or overflow without a clamp"
                 )
 
     def save(self, checkpoint: Path) -> None:
@@ -270,11 +255,11 @@ class BranchedKL:
         (checkpoint / KL_STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint. Without a state of the KL in it, start as configured, with a warning."""
+        """Resume from a checkpoint. If it lacks a KL state, start as configured, with a warning."""
         path = checkpoint / KL_STATE_FILE
         if not path.is_file():
-            logger.warning(f"{checkpoint} holds no {KL_STATE_FILE}: the KL coefficients start as configured")
+            logger.warning(f"{checkpoint} lacks {KL_STATE_FILE}: the KL coefficients start as configured")
             return
         self.control.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
         betas = ", ".join(f"{branch.branch} beta {branch.beta:.4g}" for branch in self.control.branches)
-        logger.info(f"[BranchedKL] going on with {betas}")
+        logger.info(f"[BranchedKL] resuming with {betas}")

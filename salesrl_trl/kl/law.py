@@ -1,5 +1,5 @@
-"""The target of a branch's KL (`KLTarget`), and the law that moves its coefficient (`KLLaw`, `AdaptiveLaw`). Pure, and
-without a state of its own: the same arguments give the same coefficient, on every rank and after a resume."""
+"""A branch's KL target (`KLTarget`), and the controller that adjusts its coefficient (`KLLaw`, `AdaptiveLaw`). Pure
+and stateless: equal arguments yield equal coefficients, on every rank and after a resume."""
 
 import contextlib
 import inspect
@@ -11,37 +11,36 @@ from typing import Any, Protocol
 from salesrl_trl.errors import ConfigError
 
 OPEN_BAND_WIDTH = 10.0
-"""A band from 0 has no lower edge. Its centre is computed as if its lower edge were `high` / 10."""
+"""A band from 0 lacks a lower edge. Its centre is computed as if its lower edge were `high` / 10."""
 FAR = 20.0
-"""Largest distance from a band's centre, in half-widths. It stands for the logarithm of a KL of 0, which has none."""
-EXTREME = 100.0  # A KL further than this factor from its band reaches the law as one at this factor
+"""Maximum distance from a band's centre, in half-widths. Also stands for a KL of 0, whose logarithm is undefined."""
+EXTREME = 100.0  # a KL beyond this factor from its band is clipped to it
 PROPORTIONAL, INTEGRAL = 1.5, 0.3
-"""Parts of the packaged law's step. Their quotient, 5 windows, is near the time that a KL takes to answer."""
-SMOOTHING = 0.4  # share of the old value in a smoothed log KL, if the window has the usual tokens
-USUAL = 0.1  # share of a window's tokens in the usual number of tokens
+"""Gains of the built-in controller. Their quotient, 5 windows, is close to the response time of a KL."""
+SMOOTHING = 0.4  # weight of the old value in the smoothed log KL, for a window with the usual tokens
+USUAL = 0.1  # weight of a window in the running average of tokens
 ANSWER = 0.6
-"""By how much the logarithm of a KL falls when that of its coefficient rises by 1; for the first move. Measured: 0.4
-to 0.9."""
-FALLS = 2  # the first rise of a KL has ended when so many windows in a row lie below its highest value
+"""Decrease of the log KL per unit increase of the log coefficient, for the first adjustment. Measured: 0.4 to 0.9."""
+FALLS = 2  # windows in a row below the maximum that end the KL's initial rise
 FIRST_STEP = 10.0
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
-"""A KL stalls if it came no nearer to its band by the logarithm `NEARER` in `STALL_WINDOWS`, while its coefficient
-moved by the logarithm `STALL_STEP`."""
-NOTICE = "notice"  # key in a law's state of a text for the log: one sentence without the branch, or nothing
+"""A KL stalls if its log distance to the band shrank by less than `NEARER` in `STALL_WINDOWS`, although the log
+coefficient moved by `STALL_STEP`."""
+NOTICE = "notice"  # key in a controller's state for a log message: one sentence without the branch, or empty
 OUT_OF_REACH = (
-    "the KL came no nearer to [{low:g}, {high:g}] in {windows} windows, while the coefficient went from {then:.3g} "
-    "to {now:.3g}. What is left comes from the optimizer's noise, or from other branches with the same weights. {do}"
+    "the KL got no closer to [{low:g}, {high:g}] in {windows} windows, while the coefficient went from {then:.3g} "
+    "to {now:.3g}. The rest is due to the optimizer's noise, or to other branches that share the weights. {do}"
 )
 TOO_HIGH = "Lower `learning_rate`, raise `high`, or give the branch a `least_share`"
 TOO_LOW = "Lower `low`, or the coefficients of the other branches"
 DEFAULT_RANGE = 100.0
-"""Without bounds of its own, a coefficient stays within a hundredth and a hundred times its first value."""
+"""By default, a coefficient stays between a hundredth and a hundred times its initial value."""
 LEAST_BETA = 1e-9
-"""A `beta_min` of 0 means this: no factor can raise 0, and beside advantages of about 1 a lower one is below float32's
-rounding."""
+"""Replaces a `beta_min` of 0, because no factor can raise 0. Next to advantages of about 1, smaller coefficients
+vanish in float32 rounding."""
 
 State = dict[str, Any]
-"""JSON values by name, as a checkpoint holds them. Each branch has one: `{}` before the first window."""
+"""JSON values by name, as stored in checkpoints. Each branch has one; `{}` before the first window."""
 
 
 def is_number(value: object) -> bool:
@@ -50,18 +49,18 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLTarget:
-    """The target of a branch's KL: `KLTarget(beta=0.1, low=0.02, high=0.06)`. `ConfigError` if it can't work."""
+    """A branch's KL target: `KLTarget(beta=0.1, low=0.02, high=0.06)`. Raises `ConfigError` if it is invalid."""
 
     beta: float  # coefficient of the first step
     low: float | None = None
-    """Lower edge of the band, in nats per token. Without a band the coefficient stays unchanged."""
+    """Lower edge of the band, in nats per token. Without a band the coefficient is fixed."""
     high: float | None = None  # upper edge of the band, in nats per token
-    beta_min: float | None = None  # least coefficient; a hundredth of `beta` when not given. 0 is `LEAST_BETA`.
-    beta_max: float | None = None  # largest coefficient; a hundred times `beta` when not given
+    beta_min: float | None = None  # minimum coefficient; by default a hundredth of `beta`. 0 means `LEAST_BETA`.
+    beta_max: float | None = None  # maximum coefficient; by default a hundred times `beta`
     least_share: float = 1.0
-    """The last resort, in (0, 1]. If a law asks for more than `beta_max`, the coefficient is `beta_max`, and the
-    branch's rewards count less in the update: by `beta_max` divided by what the law asks for, but never by less than
-    this share. 1 switches it off."""
+    """The last resort, in (0, 1]. If the controller requests more than `beta_max`, the coefficient is `beta_max`, and
+    the branch's rewards are scaled down by `beta_max` divided by the requested coefficient, but at most to this share.
+    1 disables it."""
 
     def __post_init__(self) -> None:
         for name in ("beta", "low", "high", "beta_min", "beta_max"):
@@ -69,7 +68,7 @@ class KLTarget:
             if value is None and name != "beta":
                 continue
             if not is_number(value) or value < 0:
-                text = " YAML reads 1e-3 as a text: write 1.0e-3." if isinstance(value, str) else ""
+                text = " YAML parses 1e-3 as a string: write 1.0e-3." if isinstance(value, str) else ""
                 raise ConfigError(f"a KL target's `{name}` is {value!r}. Expected a number of 0 or more.{text}")
         if (self.low is None) != (self.high is None):
             raise ConfigError(f"a KL band is {self.low} to {self.high}. Expected both `low` and `high`, or neither.")
@@ -89,12 +88,10 @@ class KLTarget:
         if not self.has_band and (self.beta_min, self.beta_max, self.least_share) != (None, None, 1.0):
             raise ConfigError(
                 "`beta_min`, `beta_max` or `least_share` is given without `low` and `high`. A coefficient without "
-                "a band never moves. Add the band, or leave out the bounds."
+                "a band never changes. Add the band, or remove the bounds."
             )
         if self.has_band and self.beta == 0:
-            raise ConfigError(
-                "a KL band is given with a `beta` of 0, which no factor can raise. Expected a `beta` of more than 0."
-            )
+            raise ConfigError("a KL band requires a `beta` above 0, because no factor can raise a coefficient of 0.")
 
     @property
     def has_band(self) -> bool:
@@ -102,7 +99,7 @@ class KLTarget:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """Least and largest coefficient that a law can ask for: `bounds`, the upper one divided by `least_share`."""
+        """Minimum and maximum coefficient that can be requested: `bounds`, the upper one divided by `least_share`."""
         least, most = self.bounds
         return least, most / self.least_share
 
@@ -118,7 +115,7 @@ class KLTarget:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """The edges of the band, both above 0: `OPEN_BAND_WIDTH` stands for a band from 0."""
+        """The edges of the band, both above 0; `OPEN_BAND_WIDTH` defines the lower one of a band from 0."""
         assert self.low is not None and self.high is not None
         return self.low or self.high / OPEN_BAND_WIDTH, self.high
 
@@ -133,63 +130,63 @@ class KLTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What a law gets of a branch's window: a measurement that is always finite, of at least one token."""
+    """A branch's window as passed to the controller: a finite measurement over at least one token."""
 
-    target: KLTarget  # the branch's target. It has a band.
-    beta: float  # coefficient of the window, as the law asked for it, within the target's `reach`
+    target: KLTarget  # the branch's target, which has a band
+    beta: float  # the window's coefficient as requested, within the target's `reach`
     kl: float
-    """KL in nats per token: k1, the mean over the window's tokens on all ranks. Its noise can make it negative."""
-    tokens: float  # number of those tokens, more than 0
+    """KL in nats per token: k1, the mean over the window's tokens on all ranks. Noise can make it negative."""
+    tokens: float  # number of those tokens, above 0
 
 
 class KLLaw(Protocol):
-    """Moves the coefficient of a branch once per window.
+    """A KL controller, which adjusts each branch's coefficient once per window.
 
-    One object serves all branches. It keeps nothing of a branch itself: checkpoints hold only what `move` returns.
+    One object serves all branches. It must not store per-branch state: checkpoints hold only what `move` returns.
     """
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
-        """Compute the next coefficient, after the window that ended. `state`: what the branch's last call returned.
-        Checkpoints hold it.
+        """Compute the next coefficient after a window has ended. `state` is the one returned by the branch's previous
+        call; checkpoints store it.
 
         Returns:
-            The coefficient from the next step on, and the state for the next call. The controller keeps the
-            coefficient within the target's `reach`. A text under `NOTICE` in the state is logged once as a warning.
+            The coefficient from the next step on, and the state for the next call. The coefficient is then clipped to
+            the target's `reach`. A message under `NOTICE` in the state is logged once as a warning.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveLaw:
-    """The packaged law: PI control of log KL by log beta, in velocity form, after a first move that is computed.
+    """The built-in controller: PI control of log KL through log beta, in velocity form, after a computed first step.
 
-    Here e is the logarithm of KL / centre of the band, smoothed, and e' that of the window before:
+    With e the smoothed logarithm of KL / centre of the band, and e' that of the previous window:
 
         log beta += PROPORTIONAL * (e - e') + INTEGRAL * e
 
-    The adaptive controller of Ziegler et al. (2019), which TRL's PPO had, is its integral part with a clip. The
-    proportional part of Stooke et al. (2020) brakes a KL that is on its way back.
+    The adaptive controller of Ziegler et al. (2019), formerly used by TRL's PPO, is its integral term with a clip. The
+    proportional term of Stooke et al. (2020) damps a KL that is returning to the band.
 
-    - A step is at most a factor of `max_step`. Velocity form has no sum that could wind up at a bound.
-    - A window counts by its tokens beside the usual number of tokens. One with few tokens moves little.
-    - In the first window the coefficient stays.
-    - As long as a fresh policy's KL rises, the coefficient stays; `FALLS` windows in a row below its highest end the
-      rise. From the third window on, if one more window of this growth would lift the KL above the band, the first
-      move is made: the factor that brings it to the centre if the KL answers by `ANSWER`.
-    - `NOTICE` says when the coefficient does not act: the KL came no nearer to its band for `STALL_WINDOWS`, while the
-      coefficient moved threefold or reached its bound. The law goes on all the same.
+    - A window changes the coefficient by at most a factor of `max_step`. The velocity form prevents integral windup.
+    - A window is weighted by its tokens relative to the usual number of tokens.
+    - The coefficient is unchanged after the first window.
+    - While a fresh policy's KL rises, the coefficient is unchanged; `FALLS` windows in a row below the maximum end the
+      rise. From the third window on, if another window of this growth would lift the KL above the band, the first step
+      is made: the factor that brings the KL to the centre, assuming a response of `ANSWER`.
+    - `NOTICE` reports an ineffective coefficient: the KL got no closer to its band for `STALL_WINDOWS`, although the
+      coefficient changed threefold or reached its bound. Control continues.
 
-    Raises `ConfigError` for a law that can't work.
+    Raises `ConfigError` for invalid settings.
     """
 
     max_step: float = 2.0
-    """Largest factor of a coefficient in one window, more than 1. The first move may have `FIRST_STEP`."""
+    """Maximum factor of a coefficient per window, above 1. The first step may reach `FIRST_STEP`."""
 
     def __post_init__(self) -> None:
         if not is_number(self.max_step) or self.max_step <= 1:
             raise ConfigError(f"`max_step` of `law_settings` is {self.max_step!r}. Expected a number above 1.")
 
     def move(self, window: Window, state: State) -> tuple[float, State]:
-        """The next coefficient, and the state: smoothed log KL, usual tokens, the first rise, and the stall."""
+        """The next coefficient, and the state: smoothed log KL, usual tokens, initial rise, and stall."""
         target, (low, high) = window.target, window.target.edges
         centre = math.log(low * high) / 2
         usual = state.get("tokens", window.tokens)
@@ -215,8 +212,8 @@ class AdaptiveLaw:
 
 
 def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
-    """The state of a stall: for how many windows the KL came no nearer to its band, since which coefficient, and a
-    notice if that is long."""
+    """The stall state: the number of windows in which the KL got no closer to its band, the coefficient at their
+    start, and a notice if there are many."""
     target, least, most = window.target, *window.target.reach
     assert target.low is not None and target.high is not None
     above, low = smooth - math.log(target.high), math.log(target.low) if target.low else -math.inf
@@ -230,7 +227,7 @@ def _stall(window: Window, smooth: float, fresh: bool, state: State) -> State:
     stall = {**stall, "windows": stall["windows"] + 1}
     at_bound = window.beta >= most if side > 0 else window.beta <= least
     acted = side * math.log(window.beta / stall["beta"]) >= STALL_STEP or at_bound
-    notice = state[NOTICE]  # one text for the whole stall, so that it is logged once
+    notice = state[NOTICE]  # the same text during the whole stall, so that it is logged once
     if not notice and acted and stall["windows"] >= STALL_WINDOWS:
         notice = OUT_OF_REACH.format(
             low=target.low, high=target.high, windows=stall["windows"], then=stall["beta"], now=window.beta,
@@ -244,8 +241,8 @@ def name_of(law: object) -> str:
 
 
 def check_law(law: KLLaw) -> None:
-    """Refuse an object that is no law, before a model is loaded for it. Calls `move` once, which changes nothing.
-    Raises `ConfigError` if `move` is missing, or takes or returns something else."""
+    """Reject an invalid controller before a model is loaded. Calls `move` once, without side effects. Raises
+    `ConfigError` if `move` does not exist, or its signature or result is wrong."""
     arguments = (Window(target=KLTarget(beta=0.1, low=0.02, high=0.06), beta=0.1, kl=0.1, tokens=1.0), State())
     try:
         inspect.signature(law.move).bind(*arguments)
@@ -258,11 +255,11 @@ def check_law(law: KLLaw) -> None:
 
 
 def moved(law: KLLaw, window: Window, state: State) -> tuple[float, State]:
-    """`law.move`, with a checked result. The state is returned as a checkpoint would give it back. Raises
+    """Call `law.move` and validate its result. The state is returned as if restored from a checkpoint. Raises
     `ConfigError` unless the result is a finite number and a mapping of JSON values."""
     result: object = law.move(window, dict(state))
     if isinstance(result, tuple) and len(result) == 2 and is_number(result[0]) and isinstance(result[1], dict):
-        with contextlib.suppress(TypeError, ValueError):  # not JSON: refused below
+        with contextlib.suppress(TypeError, ValueError):  # not JSON: rejected below
             return float(result[0]), json.loads(json.dumps(result[1]))
     raise ConfigError(
         f"the KL law {name_of(law)} returned {result!r} at a KL of {window.kl:g} and a coefficient of "

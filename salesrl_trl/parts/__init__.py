@@ -1,1 +1,1 @@
-"""The parts of a trainer that belong to the core. `wiring.part` says what a part is, and what turns each on."""
+"""The core parts of a trainer. `wiring.part` defines what a part is and when each one is enabled."""

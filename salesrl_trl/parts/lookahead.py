@@ -1,6 +1,6 @@
-"""A lookahead that follows what rewards and steps take: the least number with which training hardly waits.
+"""Automatic lookahead: the smallest one with which training barely waits, adapted to reward and step times.
 
-It is chosen from seconds that the instruments measured over all ranks, so that all ranks choose the same.
+Chosen from timings over all ranks, so that all ranks choose the same.
 """
 
 import logging
@@ -15,25 +15,25 @@ from salesrl_trl.wiring.part import Part, PartContext
 logger = logging.getLogger(__name__)
 
 WAITS = 0.05
-"""Share of a step's other time that it may wait for rewards."""
+"""Acceptable reward wait, as a share of the step's other time."""
 FEWEST, MOST = 3, 16
-"""Measured steps before the number rises, and before it falls."""
+"""Measured steps before the lookahead increases, and before it decreases."""
 LOWER = 0.7
-"""A number that was too small is tried again when rewards take less than this share of their time then."""
+"""A lookahead that was too small is retried once rewards need less than this share of their time back then."""
 _NOT_OF_A_STEP = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.LOGGING)
 
 
 class _Measured(NamedTuple):
-    compute: float  # seconds of a step without waiting
+    compute: float  # a step's seconds without waiting
     waited: float
     rewards: float  # seconds from a batch's first call to its last answer
 
 
 class LookaheadPart(Part):
-    """Chooses a number, up to `max_rollout_lookahead`.
+    """Chooses the lookahead, up to `max_rollout_lookahead`.
 
-    Rewards of R seconds are taken to wait `R - (N + 1) * compute` with a lookahead of N. A number with which more was
-    waited than that is too small, and is remembered with its R.
+    With a lookahead of N, rewards of R seconds are expected to cause a wait of `R - (N + 1) * compute`. A lookahead
+    that waits longer is too small, and is remembered with its R.
     """
 
     def connect(self, run: PartContext) -> None:
@@ -41,15 +41,15 @@ class LookaheadPart(Part):
         self._fewest, self._most = run.least_lookahead, run.args.most_lookahead
         self.number = max(run.args.rollout_lookahead, self._fewest)
         self._measured: deque[_Measured] = deque(maxlen=MOST)
-        self._unsettled = self.number + 1  # steps that still show the number before
+        self._unsettled = self.number + 1  # steps that still reflect the previous lookahead
         self._too_small: dict[int, float] = {}
 
     def on_log(self, _: object, __: object, ___: object, logs: Mapping[str, float], **____: object) -> None:
-        """Moves the number by the figures of a step's line. It is the same on all ranks, as these figures are."""
+        """Adapts the lookahead to a step's metrics, which are identical on all ranks."""
         self._pipeline.move_lookahead(self.next(logs))
 
     def next(self, figures: Mapping[str, float]) -> int:
-        """The number for the steps to come, after a step with these figures. Says when it changes."""
+        """The lookahead for upcoming steps, after a step with these metrics. Logs changes."""
         rewards, waited = figures.get(REWARD_SECONDS), figures.get(REWARD_EXPOSED)
         if rewards is None or waited is None or not rewards >= 0 or not waited >= 0:  # no batch was scored, or NaN
             return self.number
@@ -81,7 +81,7 @@ class LookaheadPart(Part):
         return min(self.number, max([self._fewest, self._least(compute), *(number + 1 for number in tried)]))
 
     def _least(self, compute: float) -> int:
-        """The least number with which hardly anything is expected to be waited for."""
+        """The smallest lookahead with a negligible expected wait."""
         for number in range(self._most):
             waits = [max(each.rewards - (number + 1) * compute, 0.0) for each in self._measured]
             if statistics.mean(waits) <= WAITS * compute:

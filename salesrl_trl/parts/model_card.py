@@ -1,6 +1,6 @@
-"""The model card of a run, in place of TRL's: what was trained, by which rewards, and what came of it.
+"""A run's model card, which replaces TRL's: the model, its training, its rewards and the results.
 
-Owns its contents: no text of a row, no address, no key and no path. `model_card.jinja` has the words.
+Ensures that it contains no row's text, address, key or path. `model_card.jinja` is the template.
 """
 
 import platform
@@ -29,7 +29,7 @@ _PLACE = re.compile("url|host|address|server|path|dir|file|folder|id|name|datase
 
 
 class ModelCard(Part):
-    """Writes the card beside each policy that is saved."""
+    """Writes the model card next to each saved policy."""
 
     def connect(self, run: PartContext) -> None:
         self._run = run
@@ -46,12 +46,12 @@ class ModelCard(Part):
         dataset: str | None = None,
         tags: Sequence[str] | None = None,
     ) -> str:
-        """The card. `name`, `dataset` and `tags` are of the user's choice."""
+        """The model card. `name`, `dataset` and `tags` are optional user input."""
         run, args, model = self._run, self._run.args, self._model
         is_adapter = any(isinstance(module, BaseTunerLayer) for module in model.modules())
         place, names = model.name_or_path, run.reward_loop.reward.names
         base = hub_name(place)
-        if name in (None, SAVING_FOLDER):  # the latter is TRL's, of a checkpoint that is being written
+        if name in (None, SAVING_FOLDER):  # TRL passes the latter for a checkpoint being written
             name = (args.hub_model_id or str(Path(args.output_dir).resolve())).rpartition("/")[2]
         metadata = ModelCardData(
             base_model=base if base == place else None,
@@ -63,7 +63,7 @@ class ModelCard(Part):
         )
         models = {service: re.fullmatch(r"model (.+) at \S+", where) for service, where in names.places.items()}
         spending = run.run_control.spending
-        values: dict[str, Any] = {"ends": ()}  # of evaluations, which a run may do without
+        values: dict[str, object] = {"ends": ()}  # of evaluations, which are optional
         for part in run.parts:
             values |= part.card_values()
         return filled(
@@ -81,14 +81,14 @@ class ModelCard(Part):
 
 
 def hub_name(name: str) -> str:
-    """A model's name: that of the hub, or the last part of a path."""
+    """A model's name: its hub id, or the last component of its path."""
     is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not Path(name).exists()
     return name if is_id else Path(name).name or NOT_KNOWN
 
 
 def public_command(argv: Sequence[str]) -> str:
-    """The command without what may be private: values that are neither numbers nor words, and those of settings whose
-    name speaks of a key or a place."""
+    """The command without potentially private values: those that are neither numbers nor words, and those of settings
+    whose name suggests a key or a location."""
     shown, name = [Path(argv[0]).name], ""
     for argument in argv[1:]:
         name, is_joined, value = argument.partition("=") if argument.startswith("--") else (name, "", argument)

@@ -1,4 +1,4 @@
-"""The banner of a script, and lines at the start of a run about its training, which `launch.banner` has too."""
+"""The start-up banner for scripts, and its lines about training, which `launch.banner` shares."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from salesrl_trl.wiring.part import Part, PartContext
 logger = logging.getLogger(__name__)
 
 TOGETHER = "the completions of a prompt are scored in one call"
-Line = tuple[str, str]  # a part of the run, and what there is to say of it
+Line = tuple[str, str]  # an aspect of the run, and its description
 
 
 def shown(lines: Sequence[Line]) -> list[str]:
@@ -25,13 +25,13 @@ def shown(lines: Sequence[Line]) -> list[str]:
 
 
 class Banner(Part):
-    """Logs what a run consists of, unless a recipe has."""
+    """Logs a summary of the run, unless a recipe already has."""
 
     def connect(self, run: PartContext) -> None:
         self._run = run
 
     def begin(self, resumed: str | None, run_id: str) -> None:
-        agreed(self._log)  # an account of the spending may be damaged
+        agreed(self._log)  # may fail, as reading a damaged spending account raises
 
     def _log(self) -> None:
         run, args = self._run, self._run.args
@@ -42,7 +42,7 @@ class Banner(Part):
         staleness, refill = policy.max_age, policy.refill_limit
         report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
         if "tensorboard" not in args.report_to:
-            report = 'off: it is made of TensorBoard\'s files (report_to="tensorboard" writes them)'
+            report = 'off: it requires TensorBoard\'s files (report_to="tensorboard" writes them)'
         lines = shown(
             [
                 *(("reward", f"{name}: {place}") for name, place in reward.names.places.items()),
@@ -63,13 +63,13 @@ class Banner(Part):
 
 def budget_text(budget: SharedBudget | None) -> str:
     if budget is None:
-        return "off: no request is counted (a quota of a `Budget` for a function's `Transport` counts its calls)"
+        return "off: requests are not counted (to count a function's calls, give its `Transport` a `Budget` quota)"
     return budget.in_words()
 
 
 def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: float) -> list[Line]:
-    """Its steps, rollouts and branches. `staleness`, `refill`, `partial`: `max_staleness`, `refill_groups` and
-    `partial_rollouts`, 0 where they have no effect."""
+    """The steps, rollouts and branches. `staleness`, `refill`, `partial`: `max_staleness`, `refill_groups` and
+    `partial_rollouts`, 0 if they don't apply."""
     targets = args.kl_targets()
     return [
         ("step", _step(args)),
@@ -80,7 +80,7 @@ def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: 
 
 def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
     if not args.record:
-        return "record", "off: no completion is kept (record: true keeps them, with customers' texts)"
+        return "record", "off: completions are not kept (record: true keeps them, with customers' texts)"
     gib, clean = args.parsed_record()
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
     folder = Path(args.output_dir) / RECORD_FOLDER
@@ -88,8 +88,8 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
 
 
 def hub_lines(args: SalesGRPOConfig) -> list[Line]:
-    """What goes to the hub, and to which repository."""
-    kind = f"({'private' if args.hub_private_repo else 'public'}, if it is new)"
+    """What is pushed to the hub, and to which repository."""
+    kind = f"({'private' if args.hub_private_repo else 'public'}, if new)"
     what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
     place = args.hub_model_id or Path(args.output_dir).resolve().name
     pushed = f"{place} {kind} gets {what} ({args.hub_strategy.value})"
@@ -120,8 +120,8 @@ def _rollouts(training: SalesGRPOConfig, staleness: int, refill: int, partial: f
         f"{engine}, up to {training.max_completion_length} new tokens{room}",
         f"temperature {training.temperature:g}",
         f"generated up to {ahead} steps ahead" if ahead else "on-policy (rollout_lookahead 0)",
-        f"the first groups that are scored first, up to {staleness} steps old" if staleness > ahead > 0 else "",
-        "groups of equal rewards replaced by others" if refill else "",
+        f"groups in the order in which they are scored, up to {staleness} steps old" if staleness > ahead > 0 else "",
+        "zero-variance groups replaced" if refill else "",
         f"up to {partial:.0%} of a batch unfinished" if partial else "",
     )
     return ", ".join(filter(None, parts))
@@ -134,4 +134,4 @@ def _branch(name: str, target: KLTarget | None, training: SalesGRPOConfig) -> st
         return f"{name}: coefficient {target.beta:g}, fixed"
     path = training.kl_settings.law
     law = ", coefficient fixed" if path == FIXED else f", moved by {path}" if path else ""
-    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats a token{law}"
+    return f"{name}: coefficient {target.beta:g}, KL band {target.low:g} to {target.high:g} nats per token{law}"

@@ -1,4 +1,4 @@
-"""The lines on the console, two per step, and the totals of an epoch, from the trainer's log."""
+"""Console lines, two per step, and epoch totals, from the trainer's log."""
 
 import logging
 import time
@@ -15,12 +15,12 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
-Logs = Mapping[str, float | None]  # figures of a step, as the trainer logs them. A branch without a row has `None`.
-SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are not shown
+Logs = Mapping[str, float | None]  # a step's metrics as logged by the trainer; `None` for a branch without rows
+SHOWN_SHARE = 0.01  # phases with a smaller share of the step's time are omitted
 
 
 class StepLine(Part):
-    """Logs two lines per step: `step_line` with the run's progress, and, where a judge scores, `judge_line`."""
+    """Logs two lines per step: `step_line` with the run's progress, and `judge_line` if a judge scores."""
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._names, self._ledger = run.args.branches, run.reward_loop.reward.names, run.ledger
@@ -36,8 +36,8 @@ class StepLine(Part):
         now = time.perf_counter()
         step, elapsed = state.global_step, now - self._started
         seconds = (now - self._last) / max(step - self._last_step, 1)
-        # The steps of the first line also evaluate, compile and open connections, so later steps will be quicker. They
-        # are left out of the average as soon as there are others.
+        # The first line's steps also evaluate, compile and open connections, so later ones are faster. The average
+        # excludes them as soon as there are others.
         if self._after_first is None:
             average = seconds - (logs.get(names.time_of(Phase.EVALUATION)) or 0.0)
             self._after_first = (now, step)
@@ -67,7 +67,7 @@ def step_line(
     ended_well = "n/a" if not shares_of_bad else ">99%" if 0.99 < well < 1 else f"{well:.0%}"  # 100 % is all
     if invalid and not are_actions:
         ended_well += f", {invalid:.1%} of all as invalid"
-    alike = ["the rewards of each group are equal: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
+    alike = ["every group has equal rewards: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
     shown = []
@@ -87,8 +87,8 @@ def step_line(
 
 
 def shares(logs: Logs) -> str:
-    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, the largest first. Empty if the
-    time was not measured."""
+    """`reward_wait 78%, generation 14%, backward 5%`: shares of the step's wall time, largest first. Empty if not
+    measured."""
     wall = logs.get(names.STEP_SECONDS)
     if not wall:
         return ""
@@ -97,34 +97,33 @@ def shares(logs: Logs) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`1:31` minutes and seconds, `2:01:31` with hours."""
+    """Minutes and seconds as `1:31`, or with hours as `2:01:31`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1) -> str:
-    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first request for a verdict to the last
-    verdict, and the verdicts of each provider since the last line. `logs` has means over so many `batches`. Where
-    groups are judged together, a verdict is one call's."""
+    """`[Judge@step5] time=3.2s providers={'openai': 8}`: seconds from the first verdict request to the last verdict,
+    and each provider's verdicts since the last line. `logs` holds means over `batches`. If groups are judged jointly,
+    each call counts as one verdict."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}"
 
 
 def figure(value: object) -> str:
-    """A figure with two decimal places, or `n/a`."""
+    """A value with two decimal places, or `n/a`."""
     return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
 
 
-TOKENS = "num_tokens"  # TRL's tag: tokens of all prompts and completions so far
+TOKENS = "num_tokens"  # TRL's tag: prompt and completion tokens so far
 RATIOS = (names.DATA_LOADING_RATIO, names.COMPUTE_RATIO, names.MFU_STEP)  # shares of a step's wall time
 
 
 class EpochTotals(Part):
-    """Logs the totals of an epoch for trackers: steps, the means of figures that the console shows, tokens, seconds by
-    phase, shares of the wall time, the most memory, failures by reason. Steps after an epoch's last log line count in
-    the next one. Every rank logs the same names at each epoch; failures by reason have an entry of their own, because
-    new reasons may come."""
+    """Logs epoch totals for trackers: steps, means of the console's metrics, tokens, seconds by phase, shares of wall
+    time, peak memory, and failures by reason. Steps after an epoch's last log line count towards the next one. Every
+    rank logs the same names each epoch; failures by reason are a separate entry, because new reasons may appear."""
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._ledger, self._log = run.args.branches, run.ledger, run.trl.log
@@ -137,7 +136,7 @@ class EpochTotals(Part):
         self._first_step, self._first_tokens = self._last_step, self._tokens
         self._seconds = dict.fromkeys((*map(names.time_of, Phase), names.STEP_SECONDS), 0.0)
         self._most = dict[str, float | None].fromkeys(names.MEMORY)
-        self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; of a ratio over their seconds
+        self._sums = dict.fromkeys(RATIOS, (0.0, 0.0))  # sum over steps, and steps; ratios are weighted by seconds
         for tag in (listed.tag for listed in names.FIGURES if listed.console):
             tags = names.of_branches(tag, self._branches).values() if names.BRANCH in tag else [tag]
             self._sums |= dict.fromkeys(tags, (0.0, 0.0))

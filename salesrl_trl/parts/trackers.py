@@ -1,12 +1,12 @@
-"""What trackers get beside the figures, which transformers hands to them: TensorBoard's groups under "Custom Scalars".
+"""Additions to the metrics that transformers sends to trackers: TensorBoard's groups under "Custom Scalars".
 
-Owns that no tracker ends a training. A tracker that `report_to` does not name is not imported.
+Ensures that trackers never end a training. Imports only trackers named in `report_to`.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
@@ -18,64 +18,59 @@ from transformers.integrations.integration_utils import (
 )
 from trl.extras.profiling import ProfilingContext
 
+from salesrl_trl import names
 from salesrl_trl.ground.process import patched
-from salesrl_trl.names import (
-    BRANCH,
-    CATEGORIES,
-    FIGURES,
-    TRAIN,
-    kl_of,
-    meanings,
-    pattern_of,
-)
+from salesrl_trl.names import BRANCH, FIGURES
 from salesrl_trl.telemetry.logs import spared, warn_once
 from salesrl_trl.wiring.part import Part, PartContext
 
-Chart = list[str | list[str]]  # kind of a chart, `"Multiline"` or `"Margin"`, and its tags
-EDGES = (kl_of(BRANCH, "_low"), kl_of(BRANCH, "_high"))  # of a chart with margins, behind its line
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Chart = list[str | list[str]]  # the chart's kind, `"Multiline"` or `"Margin"`, and its tags
+EDGES = (names.kl_of(BRANCH, "_low"), names.kl_of(BRANCH, "_high"))  # the margins of a chart, after its line
 
 
 def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) -> dict[str, dict[str, Chart]]:
-    """The layout for `SummaryWriter.add_custom_scalars`: category, then title, then chart. `words` says what the words
-    in braces of `FIGURES` stand for. `banded`: the branches whose KL has a band."""
-    layout: dict[str, dict[str, Chart]] = {category: {} for category in CATEGORIES}
+    """The layout for `SummaryWriter.add_custom_scalars`: category, title, chart. `words` holds the values for the
+    placeholders in `FIGURES`. `banded`: the branches with a KL band."""
+    layout: dict[str, dict[str, Chart]] = {category: {} for category in names.CATEGORIES}
     for figure in FIGURES:
-        for choice in meanings(figure.tag, words) if figure.chart is not None else ():
+        for choice in names.meanings(figure.tag, words) if figure.chart is not None else ():
             is_edge = figure.tag in EDGES
             if is_edge and choice["branch"] not in banded:
                 continue
             category, title = (name.format(**choice) for name in figure.chart or ())
             chart = layout[category].setdefault(title, ["Multiline", []])
             chart[0] = "Margin" if is_edge else chart[0]
-            start = "" if BRANCH in figure.tag and len(words["branch"]) > 1 else TRAIN
+            start = "" if BRANCH in figure.tag and len(words["branch"]) > 1 else names.TRAIN
             chart[1] = [*chart[1], start + figure.tag.format(**choice)]
     for charts in layout.values():
         for chart in charts.values():
-            if chart[0] == "Multiline":  # whose tags TensorBoard reads as regular expressions
-                chart[1] = [f"^{pattern_of(tag).pattern}$" for tag in chart[1]]
+            if chart[0] == "Multiline":  # TensorBoard treats its tags as regular expressions
+                chart[1] = [f"^{names.pattern_of(tag).pattern}$" for tag in chart[1]]
     return layout
 
 
 class TrackersPart(Part):
-    """Writes the layout of `custom_scalars`, if the run reports to TensorBoard. TensorBoard has a colour for each run.
-    So the figures of a branch are also in a run of its own.
+    """Writes the layout from `custom_scalars` if the run reports to TensorBoard. TensorBoard assigns a colour per run,
+    so each branch's metrics are also written to a separate run.
 
-    The runs of trackers stay open until `close`: the last figures, those of the held-out rows, come after training. At
-    its end transformers closes the run of MLflow, and these figures would begin another run. Without a run of trackio
-    TRL fails."""
+    Tracker runs stay open until `close`, because the held-out metrics are logged after training. transformers closes
+    the MLflow run when training ends, so these metrics would start another run. TRL fails without a trackio run."""
 
     def connect(self, run: PartContext) -> None:
         self._callbacks: Sequence[TrainerCallback] = run.trl.callbacks.callbacks
-        self._ends: dict[TrainerCallback, Callable[[], None]] = {}
+        self._ends = contextlib.ExitStack()  # closes trackers' runs
         self._replaced = contextlib.ExitStack()
-        self._runs = dict[str, Any]()  # TensorBoard's writers of branches
+        self._runs = dict[str, "SummaryWriter"]()  # TensorBoard writers by branch
         words = run.figures.words
         banded = [branch for branch, target in run.args.kl_targets().items() if target.has_band]
         self._layout = custom_scalars(words, banded)
         self._branches = {
             figure.tag.format(**choice): choice["branch"]
             for figure in FIGURES if figure.chart and BRANCH in figure.tag and len(words["branch"]) > 1
-            for choice in meanings(figure.tag, words)
+            for choice in names.meanings(figure.tag, words)
         }  # fmt: skip
         warn_once.cache_clear()
         if {"wandb", "mlflow", "trackio"}.intersection(run.args.report_to):
@@ -85,13 +80,10 @@ class TrackersPart(Part):
             if isinstance(callback, (*INTEGRATION_TO_CALLBACK.values(),)):
                 _spare(callback)
             if isinstance(callback, MLflowCallback | TrackioCallback):
-                callback.on_train_end = functools.partial(self._end_later, callback, callback.on_train_end)
+                callback.on_train_end = functools.partial(self._ends.callback, callback.on_train_end)
             elif isinstance(callback, SwanLabCallback):
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
-
-    def _end_later(self, owner: TrainerCallback, end: Callable[..., None], *args: object, **named: object) -> None:
-        self._ends[owner] = functools.partial(end, *args, **named)
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         for callback in self._callbacks:
@@ -113,21 +105,20 @@ class TrackersPart(Part):
                 self._runs.popitem()[1].close()
 
     def end_run(self) -> None:
-        """Let TensorBoard begin another file, in which the next run's figures go."""
+        """Make TensorBoard start another file for the next run's metrics."""
         for callback in self._callbacks:
             if isinstance(callback, TensorBoardCallback):
                 callback.on_train_end(None, None, None)
 
     def close(self) -> None:
-        """End the runs whose training has ended."""
-        while self._ends:
-            self._ends.popitem()[1]()
+        """End the tracker runs whose training has ended."""
+        self._ends.close()
         self._replaced.close()
 
 
 def _spare(callback: TrainerCallback) -> None:
-    """Let no event of a tracker's callback end the run. At its beginning the disk and the network alone are spared: a
-    wrong setting or key then costs no step."""
+    """Keep a tracker's callback from ending the run. At the start, only disk and network errors are tolerated, so that
+    a wrong setting or key fails before the first step."""
     what = type(callback).__name__.removesuffix("Callback")
     callback.on_train_begin = spared(what, OSError)(callback.on_train_begin)
     callback.on_log = spared(what)(callback.on_log)
@@ -137,12 +128,16 @@ def _spare(callback: TrainerCallback) -> None:
 
 
 def _set_up_swanlab(swanlab: object, set_up: Callable[..., None], *args: object, **named: object) -> None:
-    """transformers asks whether there is a run by `get_run() is None`, where SwanLab 0.10 raises an error."""
+    """transformers checks for a run with `get_run() is None`, but SwanLab 0.10 raises an error instead."""
     get_run, has_run = swanlab.get_run, swanlab.has_run  # type: ignore[attr-defined]
-    with patched(swanlab, "get_run", lambda: get_run() if has_run() else None):
+
+    def run_or_none() -> object:
+        return get_run() if has_run() else None
+
+    with patched(swanlab, "get_run", run_or_none):
         set_up(*args, **named)
 
 
 def _log_values(on_log: Callable[..., None], *args: object, logs: Mapping[str, object], **named: object) -> None:
-    """SwanLab prints an error for each figure without a value, at each step."""
+    """Drop metrics without a value, for each of which SwanLab would print an error at every step."""
     on_log(*args, logs={name: value for name, value in logs.items() if value is not None}, **named)

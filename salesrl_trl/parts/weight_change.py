@@ -1,4 +1,4 @@
-"""Whether the first steps of a run move the weights. `launch.preflight.memory` chooses their number format."""
+"""Checks that a run's first steps change the weights. `launch.preflight.memory` chooses their number format."""
 
 import logging
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from salesrl_trl.update.weights import SIXTEEN_BITS, log_on_main
 from salesrl_trl.wiring.part import Part, PartContext
 
 SAMPLED = 2**12
-"""Weights of each tensor that are compared."""
+"""Number of weights compared per tensor."""
 LEAST_GRADIENT = 1e-8
-"""A gradient is rounding noise below it, for example of a KL of 0. AdamW's `eps`: less moves no weight by its rate."""
+"""Smaller gradients are rounding noise, e.g. of a KL of 0. Equals AdamW's `eps`, below which updates shrink."""
 REMEDY = (
-    "Updates are lost to the weights' number format, or are far too small. Train float32 weights (`bf16: true` "
-    "computes in bf16 all the same), LoRA, or with an optimizer that rounds stochastically, or raise the rate."
+    "The weights' number format loses the updates, or they are far too small. Train float32 weights (`bf16: true` "
+    "still computes in bf16), LoRA, or use an optimizer with stochastic rounding, or raise the learning rate."
 )
 
 
 class WeightChange(Part):
-    """Raises `ConfigError` where a run can change no weight, or its first step has changed none.
+    """Raises `ConfigError` if a run can't change any weight, or its first step has not.
 
-    Compares tensors of the innermost optimizer, which are the parameters or DeepSpeed's float32 copies, around the
-    first step with a gradient and at least half of the learning rate. All ranks decide together."""
+    Compares tensors of the innermost optimizer, which are the parameters or DeepSpeed's float32 copies, before and
+    after the first step with a gradient and at least half of the learning rate. All ranks decide jointly."""
 
     def connect(self, run: PartContext) -> None:
         self._accelerator = run.trl.accelerator
@@ -37,12 +37,12 @@ class WeightChange(Part):
     def on_train_begin(
         self, args: TrainingArguments, *_: object, model: torch.nn.Module, optimizer: object = None, **__: object
     ) -> None:
-        self.on_train_end()  # a run before may have ended by an error
+        self.on_train_end()  # an earlier run may have failed
         while hasattr(optimizer, "optimizer"):  # the wrappers of accelerate and DeepSpeed
             optimizer = optimizer.optimizer
         innermost = cast(torch.optim.Optimizer, optimizer)
         self._check_trainable(model, innermost)
-        if getattr(innermost, "bf16_stochastic_round", False):  # of torchao: weights move by the right mean
+        if getattr(innermost, "bf16_stochastic_round", False):  # of torchao: updates are right on average
             return
         low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low:
@@ -56,9 +56,9 @@ class WeightChange(Part):
         self._hook = innermost.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """DeepSpeed steps on one group of parameters after another, several times in a step."""
+        """DeepSpeed calls this once per parameter group, several times in a step."""
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        if self._rate == 0.0 or 2 * self._rate < self._full_rate:  # a warm-up, or the end of a run that goes on
+        if self._rate == 0.0 or 2 * self._rate < self._full_rate:  # a warm-up, or the end of a resumed run
             return
         for weight in _parameters(optimizer):
             if weight.grad is not None and id(weight) not in self._samples:
@@ -74,12 +74,12 @@ class WeightChange(Part):
             total += torch.stack((changed.sum(), had_gradient.sum())).to(total)
         self._samples = {}
         moved, counted = self._accelerator.reduce(total, reduction="sum").tolist()
-        if counted:  # else the learning rate is low, or the batch was skipped
+        if counted:  # otherwise the learning rate is low, or the batch was skipped
             self.on_train_end()
             if not moved:
                 raise ConfigError(
-                    f"no trainable weight that had a gradient changed in step {state.global_step}, at a learning rate "
-                    f"of {self._rate:.3g}. Expected that they move. {REMEDY}"
+                    f"no trainable weight with a gradient changed in step {state.global_step}, at a learning rate of "
+                    f"{self._rate:.3g}. {REMEDY}"
                 )
 
     def on_train_end(self, *_: object, **__: object) -> None:
@@ -91,17 +91,17 @@ class WeightChange(Part):
         trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
         if not trainable:
             raise ConfigError(
-                "no weight of the policy is trainable (`requires_grad`): training would change nothing. Expected "
-                "some. Load an adapter by `PeftModel.from_pretrained(..., is_trainable=True)`, or unfreeze weights."
+                "no weight of the policy is trainable (`requires_grad`), so training would change nothing. Load an "
+                "adapter with `PeftModel.from_pretrained(..., is_trainable=True)`, or unfreeze weights."
             )
         is_whole = self._accelerator.distributed_type not in (DistributedType.DEEPSPEED, DistributedType.FSDP)
         if is_whole and trainable.isdisjoint(map(id, _parameters(optimizer))):  # others have copies, or shards
             raise ConfigError(
-                f"the optimizer ({type(optimizer).__name__}) has none of the policy's trainable weights: training "
-                "would change nothing. Expected them. Build it from the model that the trainer gets."
+                f"the optimizer ({type(optimizer).__name__}) holds none of the policy's trainable weights: training "
+                "would change nothing. Build it from the model passed to the trainer."
             )
         if not max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0):
-            log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run changes no weight")
+            log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run doesn't change any weight")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -109,5 +109,5 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _picked(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP keeps a shard of each
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
     return local.detach().flatten()[:: max(1, local.numel() // SAMPLED)]

@@ -1,5 +1,5 @@
-"""The rewards of a batch while they come in: started one by one, awaited together or group by group. Methods are
-called on the event loop's thread, unless they say otherwise."""
+"""The rewards of a batch as they arrive: started one by one, awaited together or group by group. Call methods on the
+event loop's thread unless their docstring states otherwise."""
 
 import asyncio
 import json
@@ -7,14 +7,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 from salesrl_trl.ground.process import here
 from salesrl_trl.names import Stage
 from salesrl_trl.reward.stage_times import FaultLog, StageTimes
-from salesrl_trl.service.event_loop import cancel, deadline
+from salesrl_trl.service.event_loop import WatchedLoop, cancel, deadline, retrieve
 from salesrl_trl.telemetry.completion_record import Call
 from salesrl_trl.timing import Span
 from salesrl_trl.types import Answer, Example, JudgeRecord, Outcome, ProviderUsage, Reward, missing
@@ -22,28 +22,30 @@ from salesrl_trl.types import Answer, Example, JudgeRecord, Outcome, ProviderUsa
 logger = logging.getLogger(__name__)
 
 Completion: TypeAlias = str | Sequence[Mapping[str, object]]
-"""As TRL has it: a text, or in the conversational form a list of messages."""
+"""As in TRL: a string, or a list of messages in the conversational format."""
+LogExtra: TypeAlias = Callable[[str, list[object]], None]
+LogMetric: TypeAlias = Callable[[str, float], None]
 LINE_KINDS = ("completions", "rag", "scoring")  # the first two quote customers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReport:
-    """Times, traffic and verdicts of a batch, beside its rewards."""
+    """Timings, traffic and verdicts of a batch, alongside its rewards."""
 
-    seconds: float = 0.0  # seconds from the first call to the last answer
-    judge_seconds: float = 0.0  # seconds from the first request for a verdict to the last verdict
+    seconds: float = 0.0  # from the first call to the last answer
+    judge_seconds: float = 0.0  # from the first verdict request to the last verdict
     usage: Mapping[str, ProviderUsage] = field(default_factory=dict)
-    judged_singly: int = 0  # completions that were judged one by one because the call for their group failed
+    judged_singly: int = 0  # completions judged one by one because the call for their group failed
     traffic: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Counts by service, then by the names of `transport.TRAFFIC` and `"slots"`."""
+    """Counts by service, then by the names in `transport.TRAFFIC` and `"slots"`."""
     records: Sequence[JudgeRecord] = ()
-    cache_hits: Mapping[str, int] = field(default_factory=lambda: {"answers": 0, "references": 0})
-    started: float = 0.0  # when the batch began, on `time.perf_counter`'s scale
+    cache_hits: Mapping[str, int] = field(default_factory=dict)  # by `names.CACHES`
+    started: float = 0.0  # when the batch began, on the `time.perf_counter` clock
     spans: Sequence[Span] = ()
-    """Every stage of every completion, on a track of its place in the batch; references on one beside it."""
-    waits: Sequence[tuple[float, float]] = ()  # when the trainer waited for this batch, on the same scale
+    """Every stage of every completion, on one trace track per position; references get a track of their own."""
+    waits: Sequence[tuple[float, float]] = ()  # when the trainer waited for this batch, on the same clock
     calls: Sequence[Call] = ()
-    """Where calls are recorded: those that no completion waited for, such as references ahead."""
+    """With recording: calls that no completion waited for, such as prefetched references."""
 
 
 NOTHING_SCORED = BatchReport()
@@ -51,33 +53,30 @@ NOTHING_SCORED = BatchReport()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchResult:
-    """The rewards of a batch, and what happened beside them."""
+    """The rewards of a batch and its report."""
 
     rewards: tuple[Reward, ...]
     report: BatchReport
 
     @property
     def values(self) -> list[float | None]:
-        """A number for each completion, or `None` where it could not be scored: TRL's form."""
+        """A number per completion, or `None` if it could not be scored, as TRL expects."""
         return [reward.value for reward in self.rewards]
 
     def column(self, function: str) -> list[float | None]:
-        """The numbers of one of several reward functions, or those of the only one. `None` for a completion of which
-        any number is missing: else the others would stand for all of them."""
+        """The numbers of one reward function. `None` for a completion that any function failed to score; otherwise the
+        remaining functions would count as its whole reward."""
         scored = [(reward.value, reward.by_function) for reward in self.rewards]
         return [None if value is None else numbers.get(function, value) for value, numbers in scored]
 
     def table(self, functions: Iterable[str]) -> list[list[float]]:
-        """The numbers of these functions, NaN for a missing one: a row for each completion."""
+        """The numbers of these functions, one row per completion, NaN where unscored."""
         columns = [self.column(function) for function in functions]
         return [[math.nan if number is None else number for number in row] for row in zip(*columns, strict=True)]
 
-    def log(
-        self, log_extra: Callable[[str, list[object]], None], log_metric: Callable[[str, float], None],
-        components: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
-        """Hand TRL what functions logged for these completions. Its table of completions shows these `components`, and
-        with them outcome and reason."""
+    def log(self, log_extra: LogExtra, log_metric: LogMetric, components: Sequence[str] | None = None) -> None:
+        """Pass what functions logged for these completions on to TRL. With `components`, TRL's completions table also
+        shows these, the outcome and the reason."""
         logged = dict.fromkeys(name for reward in self.rewards for name in reward.columns)
         columns: dict[str, list[object]] = {name: [each.columns.get(name) for each in self.rewards] for name in logged}
         if components is not None:
@@ -94,28 +93,28 @@ class BatchResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where the completions of a batch come from, for a reward that looks them up in a record."""
+    """The origin of a batch's completions, for rewards that look them up in a recording."""
 
-    rows: Sequence[Example]  # as the dataset has them, without what an environment or the sampler adds
-    mode: str  # TRL's name of the batch's purpose: `"train"` or `"eval"`
-    step: int  # optimizer steps that the weights had taken which sampled the batch
+    rows: Sequence[Example]  # as in the dataset, without columns that an environment or the sampler adds
+    mode: str  # TRL's mode of the batch: `"train"` or `"eval"`
+    step: int  # optimizer steps behind the weights that sampled the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A completion to score, and its place among the others."""
+    """A completion to score, and its position in the batch."""
 
-    row: Example  # the row of the dataset, perhaps with what an environment or the sampler adds
+    row: Example  # the dataset row, including columns that an environment or the sampler added
     completion: Completion
-    token_ids: Sequence[int] = ()  # its tokens. Empty where nobody gave them.
-    batch: int = 0  # number of its batch. No two batches of a process have the same.
+    token_ids: Sequence[int] = ()  # empty if unknown
+    batch: int = 0  # number of its batch, unique within the process
     place: int = 0
     size: int = 1
-    group: int = 1  # completions of a prompt. They are neighbours.
-    round: int = 0  # how often those that are scored together with it have begun
-    by_second: bool = False  # whether the second judge of `judge_meter` gives the reward
-    failed: str | None = None  # why it gets no number, whatever its score
-    origin: Origin | None = None  # where the batch comes from. Not sent to a process of the reward's own.
+    group: int = 1  # completions per prompt; a prompt's completions are neighbours
+    round: int = 0  # how often scoring of its unit has (re)started
+    by_second: bool = False  # whether the second judge of `judge_meter` scores it
+    failed: str | None = None  # reason to leave it unscored, whatever its reward
+    origin: Origin | None = None  # not sent to a separate reward process
 
     @property
     def text(self) -> str:
@@ -123,7 +122,7 @@ class Sample:
 
 
 class SampleLines:
-    """Logs lines of these `LINE_KINDS`. Without `scoring`, completions without a number are logged at level DEBUG."""
+    """Logs lines of the selected `LINE_KINDS`. Without `scoring`, unscored completions are logged at level DEBUG."""
 
     def __init__(self, kinds: Collection[str] = ()) -> None:
         self._kinds = frozenset(kinds)
@@ -142,7 +141,7 @@ class SampleLines:
         )
 
     def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
-        """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, and before it the completion."""
+        """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, preceded by the completion."""
         row_id = row_id_of(row) or "a row"
         if "completions" in self._kinds:
             logger.info(f"[Completion] {row_id}: {json.dumps(completion, ensure_ascii=False)}")
@@ -157,49 +156,57 @@ class SampleLines:
 
 
 def row_id_of(row: Example) -> str | None:
-    """The id of a row, which `launch.data.sources` gives to rows without one. `None` for rows of a stream."""
+    """The row's id; `launch.data.sources` assigns one where the dataset lacks it. `None` for streamed rows."""
     return None if row.get("id") is None else str(row["id"])
 
 
+class Scores(Protocol):
+    """What a batch requires of a `Scorer`, which is described there."""
+
+    deadline_s: float
+    lines: SampleLines
+    faults: FaultLog
+
+    def unit(self, group: int, size: int) -> int: ...
+
+    async def score(self, sample: Sample, stages: StageTimes) -> Reward: ...
+
+
 class RewardBatch:
-    """The rewards of one batch while they come in. A completion is settled once it has its reward, or is missing.
+    """The rewards of one batch as they arrive. A completion is settled once it is scored or counts as unscored.
 
-    Each has `deadline_s` from the moment at which all that are scored together with it are there. One that is not
-    scored by then is cancelled, and missing. `held_by` says which code does not give the loop of rewards back.
+    A unit is the set of neighbouring completions scored in one call. Each completion has `deadline_s` from when its
+    whole unit has arrived. Scoring beyond that is cancelled, and the completion stays unscored.
 
-    `group` and `unit` are numbers of neighbours: completions of a prompt, and those that are scored together. `lane`
-    is the batch's number among those in flight; each lane has tracks of its own in the trace.
+    `group` is the number of completions per prompt. `lane` is the batch's index among those in flight; each lane has
+    its own tracks in the trace. `calls` is the event loop that runs the reward, instead of the current one.
     """
 
     def __init__(
-        self, rows: Sequence[Example], score: Callable[[Sample, StageTimes], Awaitable[Reward]], *, deadline_s: float,
-        faults: FaultLog, lines: SampleLines, number: int = 0, lane: int = 0, group: int = 1, unit: int = 1,
-        origin: Origin | None = None, held_by: Callable[[], str] = str,
+        self, reward: Scores, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0,
+        origin: Origin | None = None, calls: WatchedLoop | None = None,
     ) -> None:  # fmt: skip
         self.rows = list(rows)
         self.number = number
         self.lane = lane
         self.rewards: list[Reward | None] = [None] * len(self.rows)
-        """The rewards so far, by place. May be read from any thread."""
+        """The rewards so far, by position. Readable from any thread."""
         self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
-        self.began: float | None = None  # when the first was started, on `time.perf_counter`'s scale. From any thread.
-        self.ended = [0.0] * len(self.rows)  # when each was settled, on the same scale
+        self.began: float | None = None  # when the first started, on the `time.perf_counter` clock
+        self.ended = [0.0] * len(self.rows)  # when each was settled, on the same clock
         self.waits: list[tuple[float, float]] = []
-        self.by_second = False  # as in `Sample`, of those that are not started yet
-        self._context = here()  # of the thread that begins the batch: the main one
-        self._score = score
-        self._deadline_s = deadline_s
-        self._faults = faults
-        self._lines = lines
+        self.by_second = False  # as in `Sample`, for completions not started yet
+        self._context = here()  # of the thread that creates the batch: the main one
+        self._reward = reward
+        self._calls = calls
         self._group = group
-        self._unit = unit
+        self._unit = reward.unit(group, len(self.rows))
         self._origin = origin
-        self._held_by = held_by
         self._samples: list[Sample | None] = [None] * len(self.rows)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by place
-        self._whole: dict[int, asyncio.Future[None]] = {}  # by first place of a unit: done once all of it is there
-        self._rounds: Counter[int] = Counter()  # by first place of a unit: how often it has begun
+        self._whole: dict[int, asyncio.Future[None]] = {}  # by a unit's first place: done once the unit has arrived
+        self._rounds: Counter[int] = Counter()  # by a unit's first place: how often it has started
         self._changed: asyncio.Future[None] | None = None
         self._cut_off: str | None = None
 
@@ -207,10 +214,10 @@ class RewardBatch:
         self, place: int, completion: Completion, token_ids: Sequence[int] = (), row: Example | None = None,
         failed: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to score the completion at `place`, unless this very one is under way or scored. Where it takes the
-        place of another one, those that are scored together with it begin again. `row` takes the place of the one with
-        which the batch began. One that `failed` before is missing for this reason, whatever its score."""
-        # 1. Keep it with all that its reward may ask for.
+        """Start scoring the completion at `place`, unless this same completion is in progress or scored. If it
+        replaces another one, its whole unit restarts. `row` replaces the row with which the batch was created. A
+        completion that `failed` earlier stays unscored for that reason, whatever its reward."""
+        # 1. Store everything its reward may ask for.
         before = self._samples[place]
         if before is not None and _same(before.completion, completion):
             return
@@ -226,64 +233,66 @@ class RewardBatch:
         if before is not None or first not in self._whole:
             self._whole[first] = asyncio.get_running_loop().create_future()
             self._rounds[first] += 1
-        # 2. Begin to score it, or all of its unit anew. A cut off batch scores no more.
+        # 2. Start it, or restart its unit. A batch that was cut off starts nothing.
         for other in [place] if before is None else unit:
             if (sample := self._samples[other]) is None:
                 continue
-            if self._drop(other) or self.rewards[other] is not None:  # of another text, or beside one
+            if self._drop(other) or self.rewards[other] is not None:  # for another text, or alongside one
                 self.rewards[other] = None
                 self.stages[other] = StageTimes(self._tracks[other])
             why = self._cut_off or (sample.failed if self._unit == 1 else None)
-            if why is not None:  # others of its unit may want to see it
+            if why is not None:  # within a larger unit, the others may still compare themselves with it
                 self._settle(other, missing(Outcome.INFRA, why))
                 continue
             if self.began is None:
                 self.began = time.perf_counter()
             scoring = self._scored(replace(sample, round=self._rounds[first]), self._whole[first])
             self._tasks[other] = self._context.run(asyncio.ensure_future, scoring)
-        # 3. The time of the unit runs once all of it is there. The last ones are usually the last to come.
+        # 3. Start the unit's deadline once it is complete. The last positions usually arrive last.
         if all(self._samples[other] is not None for other in reversed(unit)) and not self._whole[first].done():
             self._whole[first].set_result(None)
 
     async def _scored(self, sample: Sample, whole: "asyncio.Future[None]") -> None:
         stages = self.stages[sample.place]
-        # 1. Score it at once, while others are still generated.
-        with deadline(self._deadline_s):
-            scoring = asyncio.ensure_future(self._score(sample, stages))
-        scoring.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one that is late
+        # 1. Score it right away, while others are still being generated.
+        with deadline(self._reward.deadline_s):
+            score = self._reward.score
+            asked = score(sample, stages) if self._calls is None else self._calls.call(score, sample, stages)
+            scoring = asyncio.ensure_future(asked)
+        scoring.add_done_callback(retrieve)  # if it finishes late
         try:
-            # 2. Its time runs from the moment at which all that are scored together are there.
-            either: list[asyncio.Future[Any]] = [scoring, whole]
+            # 2. Its deadline starts when its whole unit has arrived.
+            either: set[asyncio.Future[Reward] | asyncio.Future[None]] = {scoring, whole}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait([scoring], timeout=self._deadline_s)
+            await asyncio.wait([scoring], timeout=self._reward.deadline_s)
             if scoring.done():
-                # 3. It was scored, or its code raised an error: then it is missing, and the place is logged once.
-                reward = self._faults.conclude(scoring)
+                # 3. It was scored, or its code raised: then it stays unscored, and the location is logged once.
+                reward = self._reward.faults.conclude(scoring)
             else:
-                # 4. It is late. What does not end when it is cancelled is left behind.
+                # 4. It is late. Code that ignores the cancellation is abandoned.
                 await cancel([scoring])
-                if held_by := "" if scoring.done() else self._held_by():
-                    self._faults.log_once(held_by)
+                if held_by := "" if scoring.done() or self._calls is None else self._calls.held_by():
+                    self._reward.faults.log_once(held_by)
                 reward = missing(Outcome.INFRA, "blocked" if held_by else "deadline")
         finally:
-            scoring.cancel()  # another text took its place, or nobody wants it any more
+            scoring.cancel()  # its text was replaced, or its batch was given up
         if sample.failed is not None:
             reward = missing(Outcome.INFRA, sample.failed)
-        # 5. It has its reward. Whoever waits for its group looks again.
+        # 5. Settle it, which wakes whoever waits for its group.
         self._settle(sample.place, reward)
 
     def start_all(
         self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Example] = ()
     ) -> None:
-        """Begin to score all completions that are not scored yet: one for each place. `rows` take the place of those
-        with which the batch began, where none is started yet."""
+        """Start scoring every completion not scored yet, one per place. `rows` replace those with which the batch was
+        created, provided nothing has started yet."""
         self.rows = list(rows) or self.rows
         for place, completion in zip(range(len(self)), completions, strict=True):
             self.start(place, completion, token_ids[place] if token_ids else ())
 
     def take(self, parts: Sequence[tuple["RewardBatch", range]], waits: Sequence[tuple[float, float]]) -> None:
-        """Hold these settled completions, which leave other batches with their stages, and were waited for together:
-        `waits`. From any thread. The time is the longest that one of them took, or that they waited."""
+        """Adopt these settled completions, with their stages, from other batches. The trainer waited for them jointly:
+        `waits`. From any thread. The batch's duration is that of its slowest completion, or the wait if longer."""
         held = [(batch, place) for batch, places in parts for place in places]
         self.rewards = [batch.rewards[place] for batch, place in held]
         self.stages = [batch.stages[place] for batch, place in held]
@@ -295,25 +304,25 @@ class RewardBatch:
         self.began, self.ended = min(last - longest, waits[0][0]), [last] * len(self)
 
     def has_settled(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether all places of one of the groups are settled, or there is none. From any thread."""
+        """Whether at least one group is fully settled, or the list is empty. From any thread."""
         return not groups or any(map(self.is_settled, groups))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def is_settled(self, places: Sequence[int] | None = None) -> bool:
-        """Whether the rewards at `places`, or all, are in. From any thread."""
+        """Whether the rewards at `places`, by default all, have arrived. From any thread."""
         places = range(len(self)) if places is None else places
-        return all(self.rewards[place] is not None for place in reversed(places))  # from the last to come
+        return all(self.rewards[place] is not None for place in reversed(places))  # the last usually arrive last
 
     def is_equal(self, places: Sequence[int]) -> bool:
-        """Whether the rewards at `places` are in, and are the same number. From any thread."""
+        """Whether the rewards at `places` have arrived and are all the same number. From any thread."""
         rewards = [self.rewards[place] for place in places]
         numbers = {None if reward is None else reward.value for reward in rewards}
         return len(numbers) == 1 and None not in numbers
 
     def cut_off(self, reason: str) -> None:
-        """Score no more: completions that are not settled, and all later ones, are missing with this reason."""
+        """Stop scoring: completions not settled yet, and all later ones, stay unscored with this reason."""
         self._cut_off = reason
         for place, reward in enumerate(self.rewards):
             if reward is None:
@@ -321,7 +330,7 @@ class RewardBatch:
                 self._settle(place, missing(Outcome.INFRA, reason))
 
     def cancel(self) -> None:
-        """Cancel what is under way, and the call that waits for it. No reward is set."""
+        """Cancel scoring in progress and the call that waits for it. Sets no reward."""
         for place in list(self._tasks):
             self._drop(place)
             self._samples[place] = None
@@ -330,9 +339,9 @@ class RewardBatch:
             self._changed.cancel()
 
     def result(self, drained: BatchReport = NOTHING_SCORED) -> BatchResult:
-        """The rewards of a batch that is settled, its times, and what services did (`Scorer.drain`)."""
+        """The rewards of a settled batch, its timings, and the services' activity (`Scorer.drain`)."""
         spans = [span for stages in self.stages for span in stages.spans]
-        judged: dict[int, list[Span]] = {}  # by batch: those that are taken over began in others
+        judged: dict[int, list[Span]] = {}  # by batch: adopted completions started in others
         for sample, stages in zip(self._samples, self.stages, strict=True):
             judgings = [span for span in stages.spans if span.name == Stage.JUDGE]
             judged.setdefault(self.number if sample is None else sample.batch, []).extend(judgings)
@@ -351,10 +360,10 @@ class RewardBatch:
         self._tasks.pop(place, None)
         self.ended[place] = time.perf_counter()
         self.rewards[place] = reward = replace(reward, seconds=self.stages[place].seconds)
-        if self.began is None:  # it was cut off before anything began
+        if self.began is None:  # the batch was cut off before anything started
             self.began = self.ended[place]
         sample = self._samples[place]
-        self._lines.scored(self.rows[place], None if sample is None else sample.text, reward)
+        self._reward.lines.scored(self.rows[place], None if sample is None else sample.text, reward)
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -364,8 +373,8 @@ class RewardBatch:
 
 
 async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
-    """Wait until `is_enough`: it is asked again when a reward of these batches is in. One waiter at a time. A waiter
-    that is cancelled cancels the batches."""
+    """Wait until `is_enough()`, which is checked again whenever a reward of these batches arrives. Supports one waiter
+    at a time. Cancelling the waiter cancels the batches."""
     began = time.perf_counter()
     try:
         while not is_enough():
@@ -384,16 +393,16 @@ async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], objec
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion: of its last message, if it is a list of messages."""
+    """The text of a completion; of its last message, if it is a list of messages."""
     return completion if isinstance(completion, str) else str(completion[-1].get("content", "") if completion else "")
 
 
 def conversation_of(completion: Completion) -> Sequence[Mapping[str, object]] | None:
-    """The messages of a completion with more than one."""
+    """The messages of a completion with several."""
     return None if isinstance(completion, str) or len(completion) < 2 else completion
 
 
 def _same(known: Completion, other: Completion) -> bool:
-    """Whether two completions are the same. A text is the same as a single message of it."""
+    """Whether two completions are equal. A string equals a single message with that text."""
     is_text = conversation_of(known) is None and conversation_of(other) is None
     return known == other or (is_text and completion_text(known) == completion_text(other))

@@ -1,5 +1,5 @@
-"""The figures of rewards: from each rank's completions to the sums of a log line, and the tables in which they travel
-between ranks."""
+"""Reward metrics: from each rank's completions to the sums behind a log line, and the tables exchanged between
+ranks."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward, missing
 
 VALUE = names.reward_of(BRANCH)
 REFERENCE_REWARD = "reference_reward"
-"""Column of the reward of the reference's answer, for the hybrid baseline. No figure."""
-BRANCH_ID = "branch_id"  # column of the index into the branches' names
+"""Column with the reward of the reference answer, for the hybrid baseline. Not logged as a metric."""
+BRANCH_ID = "branch_id"  # column with the index into the branch names
 
 
 def values_of(reward: Reward, components: Sequence[str] = ()) -> dict[str, float | None]:
-    """By tag, the value of each figure for one completion. The figure is the mean over the completions for which the
-    value is not `None`: of each branch, if its tag has `{branch}`."""
+    """Each metric's value for one completion, by tag. The metric is the mean over completions whose value is not
+    `None`, per branch if the tag contains `{branch}`."""
     part, is_ok = reward.components.get, reward.outcome is Outcome.OK
     return {
         VALUE: reward.value,
@@ -35,17 +35,17 @@ def values_of(reward: Reward, components: Sequence[str] = ()) -> dict[str, float
 
 
 FIRST, SECOND = "shown first", "shown second"
-"""Scores of candidates that stood so. No figures: `names.POSITION_GAP` is the difference of their means."""
+"""Scores of candidates shown in that position. Not logged; `names.POSITION_GAP` is the difference of their means."""
 
 
 def position_sums(records: Sequence[JudgeRecord]) -> list[float]:
-    """Number and sum of the scores of candidates that stood first, then of those that stood second."""
+    """Count and sum of the scores of candidates shown first, then of those shown second."""
     by_place = [[each.score for each in records if each.candidate_first is is_first] for is_first in (True, False)]
     return [figure for scores in by_place for figure in (len(scores), sum(scores))]
 
 
 class RewardFigures:
-    """The figures of one reward, the same on every rank. `of_reward` are its names."""
+    """The metrics of one reward, identical on every rank. `of_reward` holds its names."""
 
     def __init__(self, branches: Sequence[str], of_reward: RewardNames | None = None) -> None:
         reward = of_reward or RewardNames()
@@ -69,9 +69,9 @@ class RewardFigures:
             "provider": reward.providers,
             "service": reward.services,
             "count": (*TRAFFIC, "slots", names.OVERLOAD_SHARE),
-            "figure": (),  # of quick evaluations, where there are some
+            "figure": (),  # filled by quick evaluations
         }
-        """What the words in braces of `names.FIGURES` stand for."""
+        """Values for the placeholders in the tags of `names.FIGURES`."""
         of_the_chain = (
             names.REFERENCE_MISSING, names.RIGHT_DOCUMENT, names.POSITION_GAP,
             names.JUDGE_SECONDS, *names.of_branches(names.reference_of(BRANCH), branches).values(),
@@ -81,16 +81,16 @@ class RewardFigures:
         self.not_logged = frozenset(of_the_chain if reward.functions and not reward.components else ())
 
     def names(self, further: Sequence[str] = ()) -> tuple[str, ...]:
-        """Every tag of the ledger's line, but for the KL and the judge's gap. `further`: parts of it."""
+        """Every tag on the ledger's line except the KL and the position gap. `further`: more parts of the line."""
         present = (part for part, is_there in self._parts.items() if is_there)
         return names.line_names({"rewards", *further, *present}, self.words)
 
     def column(self, table: torch.Tensor, name: str) -> torch.Tensor:
-        """A column of a table of `encode`, shape (N,)."""
+        """A column of a table from `encode`, shape (N,)."""
         return table[:, self._columns[name]]
 
     def encode(self, rewards: Sequence[Reward], branch_ids: Sequence[int]) -> torch.Tensor:
-        """The values of completions as a table, to be gathered: shape (B, columns), float64, NaN for a missing one."""
+        """The completions' values as a table to gather: shape (B, columns), float64, NaN where absent."""
         rows = []
         for reward, branch_id in zip(rewards, branch_ids, strict=True):
             values = values_of(reward, self._components).values()
@@ -100,7 +100,7 @@ class RewardFigures:
         return torch.tensor(rows, dtype=torch.float64).reshape(-1, len(self._columns))
 
     def add_rewards(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
-        """Add a table of `encode`, gathered from all ranks: shape (N, columns)."""
+        """Add a table from `encode`, gathered from all ranks: shape (N, columns)."""
         branch_ids = self.column(table, BRANCH_ID)
         for tag in self._over_completions:
             values = self.column(table, tag)
@@ -111,19 +111,19 @@ class RewardFigures:
                 tags = {name: is_known & (branch_ids == branch_id) for branch_id, name in by_branch}
             for name, counts in tags.items():
                 aggregates.add(name, values[counts].sum().item(), counts.sum().item())
-        for stage in self._stages:  # percentiles of its seconds, over completions
+        for stage in self._stages:  # percentiles of its duration over completions
             times = self.column(table, stage)
             measured = times[~times.isnan()].tolist()
             for name, share in names.STAGE_SHARES.items():
                 aggregates.add(names.stage_of(stage, name), percentile(measured, share), int(bool(measured)))
 
     def encode_report(self, report: BatchReport) -> torch.Tensor:
-        """A batch's report as a table, to be gathered: shape (1, 6 + counts), float64."""
+        """A batch's report as a table to gather: shape (1, 6 + counts), float64."""
         used = ((name, kind, getattr(usage, kind)) for name, usage in report.usage.items() for kind in names.USAGE)
         counts = {
             **{names.usage_of(name, kind): number for name, kind, number in used},
             **{names.traffic_of(name, kind): kinds[kind] for name, kinds in report.traffic.items() for kind in kinds},
-            **{names.saved_by(cache): report.cache_hits[cache] for cache in names.CACHES},
+            **{names.saved_by(cache): report.cache_hits.get(cache, 0) for cache in names.CACHES},
             names.JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]
@@ -131,7 +131,7 @@ class RewardFigures:
         return torch.tensor([row], dtype=torch.float64)
 
     def add_report(self, aggregates: StepAggregates, table: torch.Tensor) -> None:
-        """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of all else."""
+        """Add gathered reports, shape (world size, columns): the slowest rank's seconds, and sums of the rest."""
         seconds, positions, counts = torch.split(table, [2, 4, len(self._counts)], dim=1)
         slowest = seconds.max(dim=0).values.tolist()
         for name, value in zip((names.REWARD_SECONDS, names.JUDGE_SECONDS), slowest, strict=True):

@@ -1,6 +1,7 @@
-"""Reward functions of a user's own: how they are called, and the meaning of everything that they return or raise."""
+"""Custom reward functions: how they are called, and what their return values and exceptions mean."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
@@ -11,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 from salesrl_trl.errors import ConfigError, FunctionError, ServiceError
 from salesrl_trl.ground.texts import encodable
@@ -29,28 +30,28 @@ from salesrl_trl.types import LARGEST_REWARD, NOT_APPLICABLE, RESERVED_REASONS, 
 
 Function = Callable[..., object]
 
-MOST_CALLS = 1024  # calls in flight of a function without a transport of its own
+MOST_CALLS = 1024  # concurrent calls of a function without its own transport
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
-BREACHES = ("signature", "no_list", "wrong_length", "no_number")  # of a function that is wrong whatever it scores
+BREACHES = ("signature", "no_list", "wrong_length", "no_number")  # bugs that affect every completion
 _ARGUMENTS = re.compile(r"missing \d+ required|unexpected keyword|positional(-only)? arguments?|multiple values for")
-"""In a `TypeError` about the arguments of a call."""
+"""Matches a `TypeError` about a call's arguments."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class RewardFunction(Scorer):
-    """A function of a user's own as a reward.
+    """A custom function as a reward.
 
     Args:
         function (`Callable`):
-            Sync or async. Gets those of its arguments that it names, or all if it takes `**kwargs`: the table in
-            docs/how-to/own-rewards.md, beside TRL's `trainer_state`, `log_extra` and `log_metric`.
+            Sync or async. Receives the arguments it names, or all of them if it accepts `**kwargs`: see the table in
+            docs/how-to/own-rewards.md, plus TRL's `trainer_state`, `log_extra` and `log_metric`.
         per (`Per`):
-            What it scores at once.
+            What one call scores.
         deadline_s (`float`, *optional*, defaults to `300.0`):
-            Seconds that a completion may take, retries included.
+            Seconds allowed per completion, including retries.
         transport (`Transport`, *optional*):
-            Makes the calls, with its own limits, attempts and hedges; with a `quota` against a budget. When not given:
-            each call once, and again only after `ServiceOverloaded`.
+            Makes the calls with its own limits, retries and hedges, and counts them against a budget if it has a
+            `quota`. By default each call is made once, and retried only after `ServiceOverloaded`.
     """
 
     def __init__(
@@ -84,18 +85,18 @@ class RewardFunction(Scorer):
             max_attempts=1, hedge_fraction=0.0, breaker=Breaker(failures_to_open=math.inf),  # each call is made
         )  # fmt: skip
         self.budget = self._transport.budget
-        self._transport.notes = transport is not None  # else the function is all that there is to note
-        self.code = self._transport.service  # name in figures and reason codes
+        self._transport.notes = transport is not None  # otherwise the function's own result is all there is to record
+        self.code = self._transport.service  # name in metrics and reason codes
         self._at_once = AT_ONCE if transport is None else transport.max_concurrency
         self._together: Together[Sample, Reward] = Together(per, self._rewards)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A decorated function is found by its name, as functions are."""
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        """Pickle a decorated function by name, as functions are."""
         name = getattr(self, "__qualname__", "")
         if getattr(sys.modules.get(self.__module__), name, None) is not self:
             return super().__reduce_ex__(protocol)
         if self.__module__ == "__main__":
-            raise pickle.PicklingError(f"{name} is defined in the program that was started")
+            raise pickle.PicklingError(f"{name} is defined in the main program")
         return name
 
     @property
@@ -140,27 +141,31 @@ class RewardFunction(Scorer):
             return [self._failed(error)] * len(samples)
 
     def _failed(self, error: ServiceError) -> Reward:
-        """No number, because of this error. What the function itself raised is logged once."""
+        """An unscored reward because of this error. Errors raised by the function itself are logged once."""
         if isinstance(error, FunctionError) and error.worth_retrying and error.__cause__ is not None:  # it raised
             self.faults.log(f"the reward function {self.__name__}", error.__cause__)
-        code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # it has failed
-        words = str(error) if isinstance(error, FunctionError) else code  # others' words may quote a customer
+        code = f"{self.code}_missing" if error.code == NOT_APPLICABLE else error.code  # this is a failure
+        words = str(error) if isinstance(error, FunctionError) else code  # other messages may quote a customer
         return self._unscored(code, words)
 
     async def _called(self, samples: Sequence[Sample]) -> list[Reward]:
-        """Call the function once. Raises `ServiceError` where it raised, or returned what is no reward."""
-        # 1. Call it with what it names.
+        """Call the function once. Raises `ServiceError` if it raises or returns something other than rewards."""
+        # 1. Call it with the arguments it names.
         columns: dict[str, list[object]] = {}
         metrics: list[tuple[str, float]] = []
-        arguments = self._arguments(samples) | {
-            "log_extra": lambda column, values: columns.setdefault(column, []).extend(values),
-            "log_metric": lambda name, value: metrics.append((name, float(value))),
-        }
+
+        def log_extra(column: str, values: Iterable[object]) -> None:
+            columns.setdefault(column, []).extend(values)
+
+        def log_metric(name: str, value: float) -> None:
+            metrics.append((name, float(value)))
+
+        arguments = self._arguments(samples) | {"log_extra": log_extra, "log_metric": log_metric}
         named = {name: value for name, value in arguments.items() if self._takes_all or name in self._named}
         if lacking := sorted(self._needed - named.keys()):
-            raise self._refused("signature", f"nothing, as nothing gives it {', '.join(lacking)}")
+            raise self._refused("signature", f"nothing, because no column provides {', '.join(lacking)}")
         returned = await self._returned(named, len(samples))
-        # 2. Read what it returned, one reward for each completion.
+        # 2. Convert its result into one reward per completion.
         returned = [returned] if self._per is Per.COMPLETION else self._listed(returned, len(samples))
         rewards = [self._reward(value) for value in returned]
         # 3. Add what it logged.
@@ -177,27 +182,27 @@ class RewardFunction(Scorer):
         return rewards
 
     async def _returned(self, arguments: Mapping[str, object], count: int = 1) -> object:
-        """What the function returns. It may write into its arguments, which are copies. Of whatever it raises, a
-        `ServiceError`."""
-        arguments = _copied(arguments)
+        """The function's result. It may modify its arguments, which are copies. Raises `ServiceError` for whatever it
+        raises."""
+        arguments = {name: _copied(value) for name, value in arguments.items()}
         try:
             if self._is_async:
                 returned = self._function(**arguments)
             else:
                 returned = await asyncio.wrap_future(THREADS.submit(_listing, self._function, arguments, count))
-            return await returned if inspect.isawaitable(returned) else returned  # of a plain one around an async one
+            return await returned if inspect.isawaitable(returned) else returned  # a sync wrapper of an async function
         except ServiceError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # of a user's code: any
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # from custom code
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the call is given up; else something inside it was cancelled
+                raise  # this call was cancelled; otherwise something inside it was
             if (failure := service_error_of(self.code, error)) is not None:
                 raise failure from error
             raised = type(error).__name__
             text, code = f"{self.__name__} raised {raised} at {place_of(error)}", f"{self.code}_raised_{raised}"
             if isinstance(error, TypeError) and _ARGUMENTS.search(str(error)):
-                text, code = f"{text}, where arguments do not fit.", f"{self.code}_signature"
+                text, code = f"{text}, where the arguments do not match.", f"{self.code}_signature"
             failed = FunctionError(text, code)
             failed.worth_retrying = True
             raise failed from error
@@ -219,9 +224,9 @@ class RewardFunction(Scorer):
             values |= {"completions": texts, "completion_ids": ids}
         return values | {name: first[name] for name in TRL_ARGUMENTS if name in first}
 
-    def _listed(self, returned: Any, count: int) -> list[Any]:
-        is_list = isinstance(returned, Sized) and isinstance(returned, Iterable)
-        if not is_list or isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0:
+    def _listed(self, returned: object, count: int) -> list[object]:
+        is_other = isinstance(returned, str | bytes | Mapping) or getattr(returned, "ndim", 1) == 0
+        if is_other or not isinstance(returned, Sized) or not isinstance(returned, Iterable):
             raise self._refused("no_list", f"a {type(returned).__name__} for {count} completions. Expected a list")
         if len(returned) != count:
             raise self._refused("wrong_length", f"{len(returned)} rewards for {count} completions. Expected one each")
@@ -235,7 +240,7 @@ class RewardFunction(Scorer):
             given: Reward = replace(value, **encodable(texts, f"what the reward function {self.__name__} returned"))
             is_code = given.reason not in RESERVED_REASONS and _CODE.fullmatch(given.reason)
             if given.value is None and not is_code:
-                return replace(given, reason=f"{self.code}_missing")  # a text may quote a customer
+                return replace(given, reason=f"{self.code}_missing")  # free text may quote a customer
             parts = {f"{self.__name__}/{name}": part for name, part in given.components.items() if part is not None}
             reason = {f"{self.__name__}/reason": given.reason} if given.reason else {}
             metrics = tuple((f"rewards/{name}", part) for name, part in parts.items())
@@ -254,19 +259,19 @@ class RewardFunction(Scorer):
         return self._unscored(refused.code, str(refused))
 
     def _unscored(self, code: str, words: str) -> Reward:
-        """No number, for a reason: its code for figures, its words for the record and TRL's table."""
+        """An unscored reward: `code` for metrics, `words` for the recording and TRL's table."""
         breach = words if code.removeprefix(f"{self.code}_") in BREACHES else ""
         return replace(missing(Outcome.INFRA, code), columns={f"{self.__name__}/reason": words}, breach=breach)
 
     def _refused(self, code: str, what: str) -> FunctionError:
-        self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions are missing")
+        self.faults.log_once(f"the reward function {self.__name__} returned {what}; such completions stay unscored")
         return FunctionError(f"{self.__name__} ({self._place}) returned {what}.", f"{self.code}_{code}")
 
 
 VERLS = {"data_source", "solution_str", "ground_truth", "extra_info"}
-VERLS_OWN = {"solution_str", "ground_truth"}  # among these, the arguments by which such a function is known
+VERLS_OWN = {"solution_str", "ground_truth"}  # the arguments that identify such a function
 VERLS_ROW = {"completion": True, "reward_model": True, "data_source": False, "extra_info": False}
-"""What is read of a completion and its row for them, and whether it has to be there."""
+"""The inputs from which these arguments are built, and whether each is required."""
 
 
 def _call_verls(
@@ -274,37 +279,36 @@ def _call_verls(
     data_source: str = "", extra_info: Mapping[str, object] | None = None, **further: object,
 ) -> object:  # fmt: skip
     """Call a function of verl's signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, with
-    what it `asked` for of these, and further arguments as any function."""
+    those it `asked` for, plus further arguments as for any function."""
     given: dict[str, object] = {"data_source": data_source, "solution_str": completion_text(completion)}
     given |= {"ground_truth": reward_model["ground_truth"], "extra_info": dict(extra_info or {})}
     return function(**{name: given[name] for name in asked}, **further)
 
 
-def _number(value: Any) -> float | None:
-    try:
-        return None if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):  # also of a tensor of several numbers
-        return None
+def _number(value: object) -> float | None:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # e.g. a tensor with several numbers
+        return float(value) if isinstance(value, SupportsFloat | SupportsIndex) else None
+    return None
 
 
 def _listing(function: Function, arguments: Mapping[str, object], count: int) -> object:
-    """What a function returns; a generator's code runs here, in the function's thread, for `count` rewards and one."""
+    """The function's result. A generator is consumed here, on the function's thread, up to `count` + 1 rewards."""
     returned = function(**arguments)
     return list(itertools.islice(returned, count + 1)) if isinstance(returned, Iterator) else returned
 
 
-def _copied(value: Any) -> Any:
-    """A copy down to texts, numbers, and objects such as pictures, which are the same ones."""
+def _copied(value: object) -> object:
+    """A deep copy of containers and arrays. Strings, numbers and objects such as images are shared."""
     if isinstance(value, Mapping):
         return {name: _copied(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         parts = [_copied(part) for part in value]
         return parts if isinstance(value, list) else tuple(parts)
-    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # numpy's and torch's can be written into
+    return copy.deepcopy(value) if hasattr(value, "__array__") else value  # arrays are mutable
 
 
 def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
-    """Note what the function `name` said of a completion, and what it logged. Parts are in the reward."""
+    """Record the result of the function `name` for a completion and what it logged. Parts are in the reward."""
     if reward is None:  # cancelled
         record.verdicts[name] = Judged(reason="was given up before it answered")
         return
@@ -317,7 +321,7 @@ def _note(name: str, reward: Reward | None, record: CompletionRecord) -> None:
 
 
 def reward_of(function: object) -> Scorer:
-    """The reward of a function, or a reward as it is. Raises `ConfigError` for anything else."""
+    """Wrap a function as a reward; a reward is returned unchanged. Raises `ConfigError` for anything else."""
     if isinstance(function, Scorer):
         return function
     if not callable(function):
@@ -330,41 +334,43 @@ def reward_of(function: object) -> Scorer:
 def per_completion(
     function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
 ) -> Any:
-    """Makes a reward function of a function that scores one completion, from the moment it is finished. It takes
-    `prompt`, `completion` and columns of the dataset by name, and returns a number, `None` or a `Reward`. Options:
-    `deadline_s` and `transport` of `RewardFunction`."""
+    """Decorate a function that scores one completion as soon as it is generated. The function accepts `prompt`,
+    `completion` and dataset columns by name, and returns a number, `None` or a `Reward`. Options: `deadline_s` and
+    `transport` of `RewardFunction`."""
     return _decorated(function, Per.COMPLETION, deadline_s, transport)
 
 
 def per_group(
     function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
 ) -> Any:
-    """Makes a reward function of a function that scores the completions of a prompt, as soon as all are finished. It
-    takes `prompt`, `completions` and columns of the dataset by name, and returns a list, with a number, `None` or a
-    `Reward` for each completion. Options as of `per_completion`."""
+    """Decorate a function that scores all completions of a prompt as soon as the last one is generated. The function
+    accepts `prompt`, `completions` and dataset columns by name, and returns a list with a number, `None` or a `Reward`
+    per completion. Options as for `per_completion`."""
     return _decorated(function, Per.GROUP, deadline_s, transport)
 
 
 def per_batch(
     function: Function | None = None, /, *, deadline_s: float = DEADLINE_S, transport: Transport | None = None
 ) -> Any:
-    """Decorator for a TRL-style function, which takes `prompts`, `completions` and columns as lists. Needed only for
-    options, which are those of `per_completion`."""
+    """Decorate a TRL-style function, which accepts `prompts`, `completions` and columns as lists. Only needed to set
+    options, the same as for `per_completion`."""
     return _decorated(function, Per.BATCH, deadline_s, transport)
 
 
 def _decorated(function: Function | None, per: Per, deadline_s: float, transport: Transport | None) -> object:
-    make = functools.partial(RewardFunction, per=per, deadline_s=deadline_s, transport=transport)
-    return make if function is None else make(function)
+    def decorate(function: Function) -> RewardFunction:
+        return RewardFunction(function, per, deadline_s=deadline_s, transport=transport)
+
+    return decorate if function is None else decorate(function)
 
 
 def soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> RewardFunction:
-    """A reward function of a completion's length, which DAPO adds to the task's reward.
+    """The soft overlong penalty that DAPO adds to the task reward.
 
-    It is 0 up to `max_completion_len - soft_punish_cache` tokens, and falls from there to -1 at `max_completion_len`
-    (https://huggingface.co/papers/2503.14476, equation 13). verl's `penalty_factor` is its entry of `reward_weights`.
+    It is 0 up to `max_completion_len - soft_punish_cache` tokens and decreases linearly to -1 at `max_completion_len`
+    (https://huggingface.co/papers/2503.14476, equation 13). Set verl's `penalty_factor` via `reward_weights`.
     """
-    from trl.rewards import get_soft_overlong_punishment  # trl takes seconds, which not every reader has
+    from trl.rewards import get_soft_overlong_punishment  # importing trl is slow
 
     if not 0 < soft_punish_cache <= max_completion_len:
         raise ConfigError(f"`soft_punish_cache` is {soft_punish_cache}. Expected 1 to {max_completion_len} tokens.")

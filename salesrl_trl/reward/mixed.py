@@ -1,6 +1,5 @@
-"""Several reward functions as one reward: the sum of each one's number times its weight. One that returns `None` does
-not apply, and is left out, as in TRL. One that fails leaves the completion without a number: TRL's sum would count
-0."""
+"""Several reward functions as one reward: their weighted sum. As in TRL, a function that returns `None` does not apply
+and is skipped. If a function fails, the completion stays unscored, whereas TRL's sum would count 0."""
 
 import asyncio
 from collections import Counter
@@ -18,16 +17,16 @@ Apart: TypeAlias = Callable[[Scorer], Scorer]  # `remote.RemoteReward`
 
 
 class MixedReward(Scorer):
-    """Several rewards as one, with a weight of each. None at all makes 0 for every completion.
+    """Combines several weighted rewards. Without any rewards, every completion scores 0.
 
-    `are_all`: there are no others, such as reward models and environments' rewards, which TRL runs. Beside others a
-    completion to which none of these applies still has a number.
+    `are_all`: whether TRL runs no further ones, such as reward models or environment rewards. If it does, a completion
+    to which none of these rewards applies still counts as scored.
     """
 
     def __init__(self, rewards: Sequence[Scorer], weights: Sequence[float], are_all: bool = True) -> None:
         super().__init__(max((reward.deadline_s for reward in rewards), default=DEADLINE_S))
         self._rewards = tuple(rewards)
-        if budgets := [reward.budget for reward in rewards if reward.budget is not None]:  # of one account
+        if budgets := [reward.budget for reward in rewards if reward.budget is not None]:  # they share one account
             self.budget = budgets[0].joined(budgets)
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
@@ -43,13 +42,13 @@ class MixedReward(Scorer):
         await asyncio.gather(*(reward.prepare(rows) for reward in self._rewards))
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        if METER in sample.row:  # nothing but the judge
+        if METER in sample.row:  # for the drift monitor: the judge alone
             return await next(one for one in self._rewards if one.names.meter is not None).score(sample, stages)
         scoring = [asyncio.ensure_future(reward.score(sample, stages)) for reward in self._rewards]
         try:
             rewards = await asyncio.gather(*scoring)
         finally:
-            for task in scoring:  # after an error of one of them
+            for task in scoring:  # if one of them raised
                 task.cancel()
         return self._together(dict(zip(self._names.functions, rewards, strict=True)))
 
@@ -84,7 +83,7 @@ class MixedReward(Scorer):
     async def drain(self) -> BatchReport:
         reports = [await reward.drain() for reward in self._rewards]
         traffic: dict[str, Counter[str]] = {}
-        hits: Counter[str] = Counter(BatchReport().cache_hits)
+        hits = Counter[str]()
         for report in reports:
             hits.update(report.cache_hits)
             for service, counts in report.traffic.items():
@@ -105,15 +104,15 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
     functions: dict[str, str] = {}
     for names in every:
         if len(names.functions) != 1:
-            raise ConfigError("a reward of several functions is given beside others. Expected the functions.")
+            raise ConfigError("a combined reward can't be mixed with others. Pass its functions individually instead.")
         [logged_as] = names.functions.values()
         numbered = chain([logged_as], (f"{logged_as}_{number}" for number in count(2)))
         functions[next(name for name in numbered if name not in functions)] = logged_as
-    judged = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # names of verdicts
+    judged = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # verdict names
     taken = Counter(name for names, own in zip(every, judged, strict=True) for name in {*names.components, *own})
     if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
         raise ConfigError(
-            f"several rewards have the name {', '.join(twice)}. Expected one packaged judge, other names."
+            f"several rewards are named {', '.join(twice)}. Use at most one built-in judge, and unique names."
         )
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")
@@ -132,12 +131,12 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
 def combined(
     rewards: Sequence[Scorer], weights: Sequence[float], apart: Apart | None, *, are_all: bool = True
 ) -> Scorer:
-    """One reward of several, or the only one; by `apart` in a process of its own, if none of them is."""
+    """Combine several rewards; a single one is kept. `apart` moves it to its own process, unless part of it is."""
     if any(reward.is_played for reward in rewards) and (len(rewards) > 1 or not are_all or apart is not None):
         raise ConfigError(
-            "a function with `@per_episode` is given beside other rewards, or with `reward_process`. Expected it "
-            "alone, with `reward_process: false`: it plays the whole episode in the trainer's process, and what it "
-            "returns is the reward. Call the other functions inside it."
+            "a function with `@per_episode` can't be combined with other rewards or with `reward_process`. Use it "
+            "alone, with `reward_process: false`: it plays the whole episode in the trainer's process and returns the "
+            "reward. Call the other functions inside it."
         )
     reward = rewards[0] if len(rewards) == 1 and are_all else MixedReward(rewards, weights, are_all)
     return reward if apart is None or any(part.is_apart for part in rewards) else apart(reward)

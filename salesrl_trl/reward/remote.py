@@ -1,5 +1,5 @@
-"""A reward in a process of its own, because its code and vLLM's engine would wait for each other in one. The trainer's
-process keeps the batch, its deadlines and its report. A child that says nothing for `SILENT_PINGS` is ended."""
+"""Runs a reward in a separate process, because its code and vLLM's engine would block each other in one. The trainer
+process keeps the batch, its deadlines and its report. A child that misses `SILENT_PINGS` pings is killed."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -24,26 +23,27 @@ from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
 from salesrl_trl.reward.scorer import TRL_ARGUMENTS, Per, RewardNames, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
-from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s
+from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s, retrieve
 from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.types import Example, Outcome, Reward, missing
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "Its own messages stand above; `reward_process: false` keeps the chain in the trainer's process."
-LAST_WORD_S = 0.5  # longest wait for the spans of a call that was cancelled, and for the stack of a child
-ANSWER_S = 5.0  # longest wait for the child's counts, and for its end
-PING_S = 1.0  # time between two looks at whether the child is alive, and at what it scores
-SILENT_PINGS = 120  # looks in a row without an answer, after which it is ended: it may import, or load a model
-PING = -1  # number of a question without a waiter
+_REMEDY = "See its own messages above; `reward_process: false` runs rewards in the trainer's process."
+LAST_WORD_S = 0.5  # longest wait for a cancelled call's spans, and for a child's stack trace
+ANSWER_S = 5.0  # longest wait for the child's counters, and for its exit
+PING_S = 1.0  # interval between pings, which check that the child is alive and which stages it runs
+SILENT_PINGS = 120  # unanswered pings in a row before the child is killed: it may be importing or loading a model
+PING = -1  # request number of a ping, for which nobody waits
+Message = tuple[Any, ...]  # a request's kind, number and arguments, or a response with its number
 
 
 class _ChildEnded(ServiceUnavailable, code="reward_process_ended"):
-    """The child ended before its answer, or did not start."""
+    """The child exited before answering, or failed to start."""
 
 
 class Channel:
-    """This side's end of the socket: pickled messages."""
+    """One end of the socket, which exchanges pickled messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -53,8 +53,8 @@ class Channel:
         content = pickle.dumps(message)
         self._writer.write(len(content).to_bytes(8, "big") + content)
 
-    async def messages(self) -> AsyncIterator[Any]:
-        """The other side's messages, as they were sent, until it is gone."""
+    async def messages(self) -> AsyncIterator[Message]:
+        """The other side's messages in order, until it disconnects."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 size = int.from_bytes(await self._reader.readexactly(8), "big")
@@ -65,21 +65,21 @@ class Channel:
 
 
 class _Child:
-    """One process, and the questions that wait for its answers."""
+    """One process and its pending requests."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
         self.process, self.channel = process, channel
-        self.scored: dict[int, StageTimes] = {}  # the stages of the completions that it scores, by question
+        self.scored: dict[int, StageTimes] = {}  # stages of the completions it is scoring, by request
         self.has_ended = False
         self._is_closing = False
-        self._pings = 0  # in a row without an answer
+        self._pings = 0  # unanswered in a row
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._living = asyncio.ensure_future(self._live())
 
     @classmethod
     async def start(cls, reward: bytes) -> "_Child":
-        """A new process for a pickled `Scorer`."""
+        """Start a process for a pickled `Scorer`."""
         level = logging.getLogger("salesrl_trl").getEffectiveLevel()
         ours, theirs = socket.socketpair()
         try:
@@ -97,11 +97,12 @@ class _Child:
         return cls(process, channel)
 
     def ask(self, kind: str, *what: object) -> tuple[int, "asyncio.Future[Any]"]:
-        """The number of a question, and its answer to come: `_ChildEnded` where the child ends before."""
+        """Send a request. Returns its number and a future of the response, which fails with `_ChildEnded` if the child
+        exits first."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # perhaps nobody waits
+        answer.add_done_callback(retrieve)  # possibly nobody awaits it
         if self.has_ended:
-            answer.set_exception(_ChildEnded(f"the reward process has ended. {_REMEDY}"))
+            answer.set_exception(_ChildEnded(f"the reward process has exited. {_REMEDY}"))
         else:
             self._waiting[number] = answer
             self.channel.send(kind, number, *what)
@@ -124,10 +125,10 @@ class _Child:
                     for scored, under_way in answer:
                         if scored in self.scored:
                             self.scored[scored].elsewhere = under_way
-                elif not (waiting := self._waiting.pop(number)).done():  # else nobody waits for it any more
+                elif not (waiting := self._waiting.pop(number)).done():  # otherwise the caller has gone
                     (waiting.set_exception if isinstance(answer, ServiceError) else waiting.set_result)(answer)
-        except Exception as error:  # without this child there would be no answer ever
-            logger.error(f"the reward process sent what can't be read ({type(error).__name__})")
+        except Exception as error:  # otherwise its callers would wait forever
+            logger.error(f"the reward process sent an unreadable message ({type(error).__name__})")
             self.process.kill()
         pinging.cancel()
         self.channel.close()
@@ -136,9 +137,9 @@ class _Child:
         lost = {number: waiting for number, waiting in self._waiting.items() if not waiting.done()}
         if code or (lost and not self._is_closing):
             in_hand = len(lost.keys() & self.scored.keys())
-            logger.error(f"the reward process ended with code {code}, and {in_hand} completions in its hands")
+            logger.error(f"the reward process exited with code {code} while scoring {in_hand} completions")
         for waiting in lost.values():
-            waiting.set_exception(_ChildEnded(f"the reward process ended with code {code}. {_REMEDY}"))
+            waiting.set_exception(_ChildEnded(f"the reward process exited with code {code}. {_REMEDY}"))
 
     async def _ping(self) -> None:
         while self._pings < SILENT_PINGS:
@@ -148,26 +149,26 @@ class _Child:
         await self._end(f"has not answered for {self._pings * PING_S:g} s")
 
     async def _end(self, why: str) -> None:
-        logger.error(f"the reward process {why}, and is ended; it shows where it is")
+        logger.error(f"the reward process {why} and is being killed; its stack trace follows")
         self.process.send_signal(signal.SIGUSR1)
         await asyncio.sleep(LAST_WORD_S)
         self.process.kill()
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses classes and functions of the program that was started: a child does not find them."""
+    """Rejects classes and functions from the main program, which a child can't import."""
 
     def reducer_override(self, value: object) -> Any:
         if getattr(value, "__module__", None) == "__main__" and isinstance(value, type | FunctionType):
-            raise pickle.PicklingError(f"{value.__qualname__} is defined in the program that was started")
+            raise pickle.PicklingError(f"{value.__qualname__} is defined in the main program")
         return NotImplemented
 
 
 class RemoteReward(Scorer):
-    """`reward` in a process of its own. Raises `ConfigError` where it can't be sent.
+    """Runs `reward` in a separate process. Raises `ConfigError` if it can't be pickled.
 
-    A child that dies, or does not answer any more, is replaced. Completions that it was scoring one by one are asked
-    again of the next one, once, in the time that they have left. Those that are scored together are missing.
+    A child that crashes or hangs is replaced. Completions it was scoring individually are retried once in the next
+    child, within their remaining time. Completions scored jointly stay unscored.
     """
 
     is_apart = True
@@ -183,8 +184,8 @@ class RemoteReward(Scorer):
             _Pickler(buffer).dump(reward)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"this reward chain can't be sent to a process of its own ({type(error).__name__}: {error}). Expected "
-                "parts that can be pickled. Set `reward_process: false`."
+                f"this reward can't be sent to a separate process ({type(error).__name__}: {error}). Expected "
+                "picklable parts. Set `reward_process: false`."
             ) from None
         self._pickled = buffer.getvalue()
         self._starting: asyncio.Task[_Child] | None = None
@@ -195,14 +196,14 @@ class RemoteReward(Scorer):
 
     @property
     def child(self) -> _Child | None:
-        """The child, if one runs."""
+        """The running child, if any."""
         starting = self._starting
         if starting is None or not starting.done() or starting.cancelled() or starting.exception() is not None:
             return None
         return None if starting.result().has_ended else starting.result()
 
     async def _child(self) -> _Child:
-        """The child, which whoever comes first starts. Raises `_ChildEnded` where it does not start."""
+        """The child, started by the first caller. Raises `_ChildEnded` if it fails to start."""
         if self._starting is None or (self._starting.done() and self.child is None):
             self._starting = asyncio.ensure_future(_Child.start(self._pickled))
         return await asyncio.shield(self._starting)
@@ -212,7 +213,7 @@ class RemoteReward(Scorer):
         return answers
 
     async def prepare(self, rows: Iterable[Example]) -> None:
-        with contextlib.suppress(ServiceUnavailable):  # where no child starts, a completion says so
+        with contextlib.suppress(ServiceUnavailable):  # if no child starts, scoring reports it
             (await self._child()).ask("prepare", [self._sent(row) for row in rows])
 
     async def drain(self) -> BatchReport:
@@ -222,8 +223,8 @@ class RemoteReward(Scorer):
             if answer.done() and answer.exception() is None:
                 report: BatchReport = answer.result()
                 return report
-            logger.warning("the reward process does not answer what it has counted")
-        return await self._local.drain()  # nothing was asked yet, or the child is gone and its counts with it
+            logger.warning("the reward process does not respond to the request for its counters")
+        return await self._local.drain()  # nothing was requested yet, or the counters were lost with the child
 
     async def aclose(self) -> None:
         if self._starting is not None:
@@ -232,7 +233,7 @@ class RemoteReward(Scorer):
             self._starting = None
 
     def _sent(self, row: Example) -> Example:
-        """What the child needs of a row, without the trainer's state, which grows with every log line."""
+        """The columns that the child needs, without the trainer's state, which grows with every log line."""
         columns = row.keys() if self._names.columns is None else self._names.columns
         return {name: row[name] for name in columns if name in row and name not in TRL_ARGUMENTS}
 
@@ -242,14 +243,14 @@ class RemoteReward(Scorer):
             try:
                 return await self._asked(sample, stages)
             except _ChildEnded:
-                if self._names.together is not Per.COMPLETION:  # others of its group may have been scored
+                if self._names.together is not Per.COMPLETION:  # others of its group may be scored already
                     raise
                 return await self._asked(sample, stages)
-        except ServiceError as error:  # no child starts, or the next one has ended too
+        except ServiceError as error:  # no child starts, or the second one exited too
             return missing(Outcome.INFRA, error.code)
 
     async def _asked(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The child's reward. Raises `ServiceError` where there is no child, or it ends before."""
+        """The child's reward. Raises `ServiceError` if no child starts, or it exits first."""
         child = await self._child()
         number, answer = child.ask("score", sample, stages.track, remaining_s())
         child.scored[number] = stages
@@ -257,27 +258,27 @@ class RemoteReward(Scorer):
             await asyncio.wait([answer])
         except asyncio.CancelledError:
             child.channel.send("cancel", number)
-            await asyncio.wait([answer], timeout=LAST_WORD_S)  # for its spans
+            await asyncio.wait([answer], timeout=LAST_WORD_S)  # to collect its spans
             raise
         finally:
             del child.scored[number]
             stages.elsewhere = ()
             if answer.done() and answer.exception() is None:
                 stages.adopt(*answer.result()[1:])
-            answer.cancel()  # nobody waits for it any more
+            answer.cancel()  # if the caller has gone
         reward: Reward = answer.result()[0]
         return reward
 
 
 class Worker:
-    """The child's side: a reward, and the questions that it answers."""
+    """The child's side: answers requests with a reward."""
 
     def __init__(self, reward: Scorer, channel: Channel) -> None:
         self._reward, self._channel = reward, channel
         self._in_hand: dict[int, tuple[asyncio.Task[Reward], StageTimes]] = {}
 
-    async def run(self, messages: AsyncIterator[Any]) -> None:
-        """Answer until the parent is gone."""
+    async def run(self, messages: AsyncIterator[Message]) -> None:
+        """Answer until the parent disconnects."""
         others: set[asyncio.Task[None]] = set()
         async for kind, number, *what in messages:
             match kind:
@@ -302,11 +303,12 @@ class Worker:
         with deadline(min(self._reward.deadline_s, left_s)):
             task = asyncio.ensure_future(self._reward.score(sample, stages))
         self._in_hand[number] = (task, stages)
-        task.add_done_callback(partial(self._scored, number))
 
-    def _scored(self, number: int, task: asyncio.Task[Reward]) -> None:
-        _, stages = self._in_hand.pop(number)
-        self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+        def scored(task: asyncio.Task[Reward]) -> None:
+            del self._in_hand[number]
+            self._answer(number, (self._reward.faults.conclude(task), stages.spans, stages.completion_record))
+
+        task.add_done_callback(scored)
 
     async def _call(self, kind: str, number: int, what: Sequence[object]) -> None:
         try:
@@ -317,19 +319,19 @@ class Worker:
     def _answer(self, number: int, answer: object) -> None:
         try:
             self._channel.send(number, answer)
-        except Exception as error:  # of what can't be pickled
+        except Exception as error:  # an unpicklable answer
             self._channel.send(number, self._fault(error))
 
     @staticmethod
     def _fault(error: Exception) -> ServiceError:
-        """What is sent and logged of an error: its type. Its message may hold a customer's text."""
+        """Log and return an error by its type alone: its message may quote a customer."""
         text = f"the reward process raised {type(error).__name__}"
         logger.error(text)
         return ServiceError(text, error.code if isinstance(error, ServiceError) else f"raised_{type(error).__name__}")
 
 
 async def serve(descriptor: int) -> None:
-    """Take the parent's module path, where a user's own code may lie, then the reward, and answer for it."""
+    """Adopt the parent's module path, from which custom code may be imported, then receive and serve the reward."""
     asyncio.get_running_loop().set_default_executor(THREADS)  # for `asyncio.to_thread`
     channel = Channel(*await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor)))
     messages = channel.messages()
@@ -342,10 +344,10 @@ async def serve(descriptor: int) -> None:
 if __name__ == "__main__":
     for terminating in (signal.SIGINT, signal.SIGTERM):
         signal.signal(terminating, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # shows the stacks also where Python's lock is held
+    faulthandler.register(signal.SIGUSR1)  # prints stack traces even while the GIL is held
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("salesrl_trl").setLevel(int(sys.argv[2]))
     hide_lines()
     asyncio.run(serve(int(sys.argv[1])))
     sys.stdout.flush()
-    os._exit(0)  # no thread of a user's code holds it up
+    os._exit(0)  # custom code's threads must not delay the exit

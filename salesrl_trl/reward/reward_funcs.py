@@ -1,27 +1,27 @@
-"""From the `reward_funcs` of a trainer to one reward on its loop, and to the list that TRL gets."""
+"""Converts a trainer's `reward_funcs` into one reward on its event loop, and into the list for TRL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.reward.functions import reward_of
+from salesrl_trl.reward.functions import Function, reward_of
 from salesrl_trl.reward.mixed import Apart, combined
 from salesrl_trl.reward.reward_loop import RewardColumn, RewardLoop
 from salesrl_trl.reward.scorer import Scorer
 
-RewardFunc: TypeAlias = str | torch.nn.Module | Callable[..., object] | Scorer | RewardLoop
-"""As TRL has it: a function, a reward model, or its id; or a reward of this package."""
+RewardFunc: TypeAlias = str | torch.nn.Module | Function | Scorer | RewardLoop
+"""As in TRL, a function, a reward model or its id; or a reward from this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFuncs:
-    """The rewards of a trainer."""
+    """A trainer's rewards."""
 
     reward_loop: RewardLoop
-    functions: list[object]  # for TRL, in the order of `reward_funcs`: what the loop answers, and reward models
+    functions: list[object]  # for TRL, in the order of `reward_funcs`: the loop's columns, and reward models
     weights: list[float]
     has_models: bool
 
@@ -30,8 +30,8 @@ class RewardFuncs:
         cls, reward_funcs: RewardFunc | Sequence[RewardFunc] | None, weights: Sequence[float] | None,
         apart: Apart | None, *, has_more: bool = False, records: bool = False,
     ) -> "RewardFuncs":  # fmt: skip
-        """The rewards of a user's `reward_funcs` and `reward_weights`, which are checked. `apart`: with the
-        setting `reward_process`. With `has_more` an environment has a reward beside them. `records`: of `Scorer`."""
+        """Validate `reward_funcs` and `reward_weights` and build the rewards. `apart` moves them to a separate process
+        (`reward_process`). `has_more`: whether an environment adds a reward. `records`: as in `Scorer`."""
         given: list[object] = [] if reward_funcs is None else [reward_funcs]
         if isinstance(reward_funcs, list | tuple):
             given = [*reward_funcs]
@@ -42,7 +42,7 @@ class RewardFuncs:
             alone = RewardLoop(combined([alone], [1.0], apart))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(given)
         if weights is not None and len(weights) != count:
-            raise ConfigError(f"`reward_weights` has {len(weights)} numbers for {count} functions. Expected one each.")
+            raise ConfigError(f"`reward_weights` has {len(weights)} values for {count} functions. Expected one each.")
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
             return cls(alone, list(alone.functions), weights, has_models=False)
@@ -55,35 +55,35 @@ class RewardFuncs:
 
     @property
     def recorded_weights(self) -> dict[str, float]:
-        """The weight of each function that the package calls, by the name that it has in the record."""
+        """The weight of each function that this package calls, by its name in the recording."""
         weighed = zip(self.functions, self.weights, strict=True)
         return {function.name: weight for function, weight in weighed if isinstance(function, RewardColumn)}
 
     def check(self, columns: Sequence[str] | None, group: int, size: int) -> None:
-        """Raise `ConfigError` where a column is not there, if columns are known, or where completions that are scored
-        together lie on several processes. A process generates `size` at a time, `group` of each prompt."""
+        """Raise `ConfigError` if a required column is absent (unless columns are unknown), or if completions scored
+        jointly are split across processes. A process generates `size` at a time, `group` per prompt."""
         names = self.reward_loop.reward.names
         if columns is not None:
             for needs in names.needs:
                 needs.check(columns)
         if size % names.together.size(group, size):
             raise ConfigError(
-                f"a reward function scores the {group} completions of a prompt together, and a process generates "
-                f"{size} at a time, so that some prompts lie on two processes. Expected a multiple of {group}. Change "
+                f"a reward function scores the {group} completions of a prompt jointly, but a process generates "
+                f"{size} at a time, which splits prompts across processes. Expected a multiple of {group}. Change "
                 "`per_device_train_batch_size`, `gradient_accumulation_steps` or `steps_per_generation`."
             )
 
     def why_at_once(self, group: int, size: int, tools: str | None) -> str | None:
-        """The reason why the rewards of a batch come all at once, if they do. `tools`: as in `Hooks`."""
+        """The reason why a batch's rewards arrive all at once, if they do. `tools`: as in `Hooks`."""
         if tools is not None:
-            return f"TRL generates completions with {tools} anew when it goes over a batch again"
+            return f"TRL regenerates completions with {tools} when it iterates over a batch again"
         if self.has_models:
             return "a reward model scores a whole batch"
         if size > group and self.reward_loop.reward.names.together.size(group, size) == size:
-            return "a reward function scores a whole batch; `@per_completion` and `@per_group` need not wait for it"
+            return "a reward function scores a whole batch; `@per_completion` and `@per_group` would not wait for it"
         return None
 
 
 def needs_loop(function: object) -> bool:
-    """Whether TRL's own trainer can't call it."""
+    """Whether TRL's own `GRPOTrainer` can't call it."""
     return isinstance(function, RewardLoop) or (isinstance(function, Scorer) and function.is_played)

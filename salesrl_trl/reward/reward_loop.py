@@ -1,16 +1,14 @@
 """A reward and its event loops, callable from the trainer's thread.
 
-Owns the batches that have no result yet, the stop that holds for all of them, and what ranks conclude from a warm-up.
+Owns the open batches, stopping them all, and the warm-up verdict shared by all ranks.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeVar
 
 from accelerate import PartialState
@@ -29,59 +27,46 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 6.0  # longest wait for the figures of services
+DRAIN_S = 6.0  # longest wait for the services' counters
 
 
 class RewardLoop:
-    """Scores batches for a caller that is not on an event loop. TRL gets `functions` as its reward functions. All
-    methods may be called from any thread but the loop's own. `reward` is used there alone, but for its names."""
+    """Scores batches for synchronous callers. TRL receives `functions` as its reward functions. Call its methods from
+    any thread except the loop's own. Only the loop uses `reward`, except for its names."""
 
     def __init__(self, reward: Scorer) -> None:
         self.reward = reward
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
-        self.answer: BatchResult | None = None
-        self.stopped: str | None = None  # the reason code of what begins now: it is not scored. `None`: it is.
+        self.answer: BatchResult | None = None  # returned by calls of `functions`
+        self.stopped: str | None = None  # if set, new batches are not scored, for this reason code
         self.by_second: frozenset[str] = frozenset()
-        """The modes (`Origin`) in which the second judge of `judge_meter` scores batches that begin now."""
-        self._open: dict[int, RewardBatch] = {}  # by number, in the order in which they began
+        """The modes (see `Origin`) in which the second judge of `judge_meter` scores new batches."""
+        self._open: dict[int, RewardBatch] = {}  # by number, oldest first
         self._numbers = itertools.count()
         self._warming_up: Future[dict[str, float | ServiceError]] | None = None
-        self._batches = LoopThread("rewards")  # of batches and deadlines
+        self._batches = LoopThread("rewards")  # runs batches and deadlines
+        self.post = self._batches.post  # calls a batch's method, e.g. `start`, without waiting
         self._calls = WatchedLoop()
 
     def begin(self, rows: Sequence[Example], group: int = 1, origin: Origin | None = None) -> RewardBatch:
-        """A batch of completions to these rows. `group` neighbours are completions of a prompt."""
+        """Open a batch of completions for these rows, with `group` neighbouring completions per prompt."""
         taken = {batch.lane for batch in list(self._open.values())}
         lane = next(lane for lane in itertools.count() if lane not in taken)
         number = next(self._numbers)
-        batch = self.reward.batch(rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
+        batch = RewardBatch(self.reward, rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
         batch.by_second = origin is not None and origin.mode in self.by_second
-        self._open[number] = batch  # before looking, for the loop's thread may stop all at this moment
+        self._open[number] = batch  # before checking `stopped`, which the loop's thread may set concurrently
         if self.stopped is not None:
             batch.cut_off(self.stopped)
         return batch
 
-    def start(
-        self, batch: RewardBatch, place: int, completion: Completion, token_ids: Sequence[int] = (),
-        row: Example | None = None, failed: str | None = None,
-    ) -> None:  # fmt: skip
-        """`RewardBatch.start`. Does not wait."""
-        self._batches.post(batch.start, place, completion, token_ids, row, failed)
-
-    def start_all(
-        self, batch: RewardBatch, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
-        rows: Sequence[Example] = (),
-    ) -> None:  # fmt: skip
-        """`RewardBatch.start_all`. Does not wait."""
-        self._batches.post(batch.start_all, completions, token_ids, rows)
-
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
-        """Wait for rewards of these batches: `batch.wait_for`. An interrupted wait cancels them."""
-        self._batches.run(wait_for, batches, is_enough)
+        """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them."""
+        self._batches.run(wait_for(batches, is_enough))
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
-        """Wait for all rewards of a batch, and report on it. A completion whose text is another one than was started
-        is scored anew. An interrupted wait cancels the batch."""
+        """Wait for all rewards of a batch and its report. A completion whose text has changed since it was started is
+        rescored. Interrupting the wait cancels the batch."""
 
         async def scored() -> BatchResult:
             batch.start_all(completions)
@@ -91,18 +76,18 @@ class RewardLoop:
             self._open.pop(batch.number, None)
             if draining.done():
                 return batch.result(draining.result())
-            draining.cancel()  # the loop is held up: the next batch reports it
+            draining.cancel()  # the loop is blocked: the next batch will report the counters
             return batch.result()
 
-        return self._batches.run(scored)
+        return self._batches.run(scored())
 
     def prepare(self, rows: Sequence[Example]) -> None:
-        """Ask for what these rows need before their completions come. Does not wait, and raises nothing."""
+        """Prefetch what these rows need before their completions arrive. Does not wait, and raises nothing."""
         if self.stopped is None:
             self.call(self.reward.prepare, rows)
 
     def give_up(self, batches: Sequence[RewardBatch] | None = None) -> None:
-        """Cancel these open batches, or every one, and forget them."""
+        """Cancel and drop these open batches, or all of them."""
 
         def give_up(batch: RewardBatch) -> None:
             batch.cancel()
@@ -112,7 +97,8 @@ class RewardLoop:
             self._batches.post(give_up, batch)
 
     def cut_off(self, reason: str) -> None:
-        """Score no more: what has no reward is missing for this reason. Does not wait: signal handlers may call it."""
+        """Stop scoring: everything unsettled stays unscored for this reason. Does not wait, so signal handlers may
+        call it."""
 
         def cut_off() -> None:
             self.stopped = reason
@@ -122,20 +108,11 @@ class RewardLoop:
         self._batches.post(cut_off)
 
     def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
-        """Call a coroutine function where the reward's code runs. Does not wait."""
-        return self._batches.submit(self._calls.call, function, *arguments)
-
-    @contextlib.contextmanager
-    def answering(self, result: BatchResult) -> Iterator[None]:
-        """Calls of `functions` inside the block are answered with this result."""
-        self.answer = result
-        try:
-            yield
-        finally:
-            self.answer = None
+        """Call a coroutine function on the loop that runs the reward's code. Does not wait."""
+        return self._batches.submit(self._calls.call(function, *arguments))
 
     def status(self, generating: str = "") -> str:
-        """The oldest batch with a stage under way, in words for the console: its completions by stage. Without one
+        """Describe the oldest batch with a running stage for the console: completions by stage. Without one, returns
         `generating`, as in an evaluation."""
         for batch in list(self._open.values()):
             stages = Counter(stage for each in batch.stages for stage in each.under_way)
@@ -144,17 +121,21 @@ class RewardLoop:
         return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timeline: Spans) -> None:
-        """Ask every service once, and do not wait. `warm_up` has the answers."""
-        timed = TimingContext(StartUp.WARM_UP, timeline)
-        self._warming_up = self._batches.submit(timed(partial(self._calls.call, self.reward.warm_up)))
+        """Start calling every service once. Does not wait; `warm_up` returns the answers."""
+
+        async def timed() -> dict[str, float | ServiceError]:
+            with TimingContext(StartUp.WARM_UP, timeline):
+                return await self._calls.call(self.reward.warm_up)
+
+        self._warming_up = self._batches.submit(timed())
 
     def warm_up(self) -> dict[str, float | ServiceError]:
-        """As `Scorer.warm_up`, unless that has begun. Waits for it."""
+        """Wait for `Scorer.warm_up`, starting it if `begin_warm_up` has not."""
         begun, self._warming_up = self._warming_up, None
         return (begun or self.call(self.reward.warm_up)).result()
 
     def close(self) -> None:
-        """Cancel what is under way, close the reward's connections, and end the loop. Nothing can be scored after."""
+        """Cancel open batches, close the reward's connections and stop the loop. Nothing can be scored afterwards."""
 
         async def closed() -> None:
             await self._calls.aclose(self.reward.aclose)
@@ -162,43 +143,43 @@ class RewardLoop:
 
         if not self._batches.loop.is_closed():
             self.give_up()
-            self._batches.run(closed)
+            self._batches.run(closed())
             self._batches.close()
 
 
 class RewardColumn:
-    """The numbers of one reward function, for TRL, which names its metrics after `logged_as`. Answers inside
-    `RewardLoop.answering` alone."""
+    """One reward function's numbers for TRL, which names its metrics after `logged_as`. Callable only while the loop
+    holds an `answer`."""
 
     def __init__(self, reward_loop: RewardLoop, name: str, logged_as: str) -> None:
         self._reward_loop = reward_loop
         self.name = name
         self.__name__ = logged_as
 
-    def __call__(self, /, **_: object) -> list[float | None]:  # a column may have any name
-        assert self._reward_loop.answer is not None, "TRL asks inside `answering` alone"
+    def __call__(self, /, **_: object) -> list[float | None]:  # columns may have any name
+        assert self._reward_loop.answer is not None, "called without an `answer`"
         return self._reward_loop.answer.column(self.name)
 
 
-def warm_up(reward_loop: RewardLoop, report: Callable[[str], object] = logger.info) -> None:
-    """Ask every service once, and report how long it took; a collective.
+def warm_up(reward_loop: RewardLoop) -> None:
+    """Call every service once and log its response time; a collective.
 
-    Raises `ServiceUnavailable` if the 8B endpoint, or every judge, did not answer; on all ranks alike.
+    Raises `ServiceUnavailable` on all ranks if the 8B endpoint or every judge failed to answer on any rank.
     """
     answers: dict[str, float | ServiceError] = {}
     try:
         answers = reward_loop.warm_up()
         unusable = [str(error) for error in reward_loop.reward.names.unusable(answers)]
-    except ServiceError as error:  # of the reward process itself: the other ranks wait below
+    except ServiceError as error:  # the reward process itself failed; the other ranks wait below
         unusable = [str(error)]
     figures = [answer.code if isinstance(answer, ServiceError) else answer for answer in answers.values()]
     everywhere, failures = gather_object([figures]), gather_object(unusable)
     if PartialState().is_main_process and all(everywhere):
         for name, *results in zip(answers, *everywhere, strict=True):
             codes = sorted({result for result in results if isinstance(result, str)})
-            report(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
+            logger.info(f"[WarmUp] {name}: {', '.join(codes) if codes else f'{max(results):.2f} s'}")
     if failures:
         raise ServiceUnavailable(
-            f"the services did not pass their warm-up, so nothing could be scored: {failures[0]} Mend the service and "
-            "launch again (`warm_up_services: false` leaves the check out)."
+            f"the services failed their warm-up, so nothing could be scored: {failures[0]} Fix the service and launch "
+            "again (`warm_up_services: false` skips this check)."
         )

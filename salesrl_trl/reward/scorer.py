@@ -1,35 +1,32 @@
-"""The interface of every reward: `Scorer`. A user writes functions, stages or a judge, not this."""
+"""`Scorer`, the interface of every reward. Users write functions, stages or a judge instead."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any
 
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.reward import batch as batches
-from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, Origin, RewardBatch, Sample
+from salesrl_trl.reward.batch import BatchReport, BatchResult, Completion, LogExtra, LogMetric, RewardBatch, Sample
 from salesrl_trl.reward.stage_times import FaultLog, StageTimes
 from salesrl_trl.service.breaker import SharedBudget
-from salesrl_trl.service.event_loop import WatchedLoop
 from salesrl_trl.types import FORMAT, Example, Reward
 
-DEADLINE_S = 300.0  # seconds that a completion may take by default
-AT_ONCE = 128  # calls at once of a reward that states no limit: what computes shares the cores with generation
-TRL_ARGUMENTS = ("trainer_state",)  # what a reward function may ask for beside the columns of a row
-METER = "judge_meter"  # column of a row that is judged for the drift monitor alone
+DEADLINE_S = 300.0  # default seconds per completion
+AT_ONCE = 128  # concurrency of a reward without its own limit: local computation shares the cores with generation
+TRL_ARGUMENTS = ("trainer_state",)  # arguments of a reward function in addition to the columns of a row
+METER = "judge_meter"  # column that marks rows judged only for the drift monitor
 
 
 class Per(Enum):
-    """What a function scores at once."""
+    """What one call of a function scores."""
 
     COMPLETION = "completion"
     GROUP = "group"
     BATCH = "batch"
 
     def size(self, group: int, batch: int) -> int:
-        """Number of neighbours that are scored together."""
+        """Number of neighbouring completions scored in one call."""
         return max({Per.COMPLETION: 1, Per.GROUP: group, Per.BATCH: batch}[self], 1)
 
 
@@ -39,23 +36,23 @@ ARGUMENTS = {
     Per.GROUP: ("prompt", "completions", *_ALWAYS),
     Per.BATCH: ("prompts", "completions", *_ALWAYS),
 }
-"""What a function may take beside columns of the dataset."""
+"""Arguments a function may accept in addition to dataset columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a function can't be called without."""
+    """The columns that a function requires."""
 
     function: str
     per: Per
     columns: frozenset[str]  # of the dataset
 
     def check(self, columns: Sequence[str]) -> None:
-        """Raise `ConfigError` if a dataset of these columns lacks one."""
+        """Raise `ConfigError` if a dataset with these columns lacks one."""
         lacking = sorted(self.columns - {*columns})
         if lacking:
             raise ConfigError(
-                f"the reward function {self.function!r}, which scores a {self.per.value}, takes "
+                f"the reward function {self.function!r}, which scores a {self.per.value}, requires "
                 f"{', '.join(map(repr, lacking))}. Expected {', '.join(ARGUMENTS[self.per])}, or a column of the "
                 f"dataset: {', '.join(columns)}. Add the column, rename the argument, or give it a default."
             )
@@ -63,40 +60,40 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeterSettings:
-    """What a reward states of its judge's drift monitor."""
+    """The settings of a judge's drift monitor."""
 
-    share: float = 0.02  # most calls of the meter, for each completion
+    share: float = 0.02  # maximum calls of the monitor per completion
     on_alarm: str = "warn"
-    shows_text: bool = False  # whether lines may quote customers
+    shows_text: bool = False  # whether log lines may quote customers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardNames:
-    """What is known of a reward before its first use. It is the same in every process, and never changes."""
+    """Static properties of a reward: known before its first use and identical in every process."""
 
     functions: Mapping[str, str] = field(default_factory=dict)
-    """The numbers that TRL weighs and logs by themselves: a name of each, and the one that TRL logs it under."""
+    """The functions that TRL weights and logs individually: a unique name, and the one under which TRL logs it."""
     together: Per = Per.COMPLETION
-    columns: frozenset[str] | None = None  # the columns of a row that it reads; `None` for all
-    at_once: int = AT_ONCE  # calls that it is made for, at once
+    columns: frozenset[str] | None = None  # the columns that it reads; `None` for all
+    at_once: int = AT_ONCE  # its concurrency
     needs: tuple[Needs, ...] = ()
     providers: tuple[str, ...] = ()  # judge providers, in fallback order
     components: tuple[str, ...] = ()
-    stages: tuple[str, ...] = ()  # the user's stages, in their order
-    services: tuple[str, ...] = ()  # the services with traffic of their own
-    places: Mapping[str, str] = field(default_factory=dict)  # the address of each service, with its model
+    stages: tuple[str, ...] = ()  # custom stages, in order
+    services: tuple[str, ...] = ()  # services whose traffic is counted
+    places: Mapping[str, str] = field(default_factory=dict)  # each service's address, with its model
     required: tuple[tuple[str, ...], ...] = ()
-    """Services of which one of each tuple has to answer: without it nothing could be scored."""
-    judges_groups: bool = False  # whether a judge scores the completions of a prompt together
-    meter: MeterSettings | None = None  # of the meter over the judge, if there is one
+    """At least one service of each tuple must answer; otherwise nothing can be scored."""
+    judges_groups: bool = False  # whether a judge scores the completions of a prompt in one call
+    meter: MeterSettings | None = None  # of the judge's drift monitor, if enabled
 
     @property
     def has_actions(self) -> bool:
-        """Whether completions are actions that may be invalid: in the packaged chain."""
+        """Whether completions are actions, which may be invalid, as in the built-in reward pipeline."""
         return FORMAT in self.components
 
     def unusable(self, warm_up: Mapping[str, float | ServiceError]) -> list[ServiceError]:
-        """The errors of a `Scorer.warm_up` after which nothing could be scored."""
+        """The errors from `Scorer.warm_up` that make scoring impossible."""
         errors = {name: result for name, result in warm_up.items() if isinstance(result, ServiceError)}
         lost = (names for names in self.required if not {*names} & (warm_up.keys() - errors.keys()))
         return [errors[name] for names in lost for name in names if name in errors]
@@ -105,14 +102,14 @@ class RewardNames:
 class Scorer(ABC):
     """A reward: scores one completion at a time.
 
-    A subclass has to write `score`. The object is picklable before its first use, and then belongs to one event loop.
-    `deadline_s`: seconds a completion may take from its start. `budget` belongs to the reward's event loop, but for
-    its `path` and `limits`. `records`: whether calls and verdicts are kept; a trainer with `record` sets it.
+    Subclasses implement `score`. The object is picklable until its first use, and then belongs to one event loop.
+    `deadline_s`: seconds allowed per completion. `budget` belongs to the reward's event loop, except for its `path`
+    and `limits`. `records`: whether calls and verdicts are kept; a trainer with `record` sets it.
     """
 
-    is_replay = False  # whether a record answers, which knows rows by their ids
-    is_apart = False  # whether it runs in a process of its own
-    is_played = False  # whether its own episodes make the completions
+    is_replay = False  # whether a recording answers, which looks rows up by id
+    is_apart = False  # whether it runs in a separate process
+    is_played = False  # whether its own episodes produce the completions
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
@@ -123,73 +120,65 @@ class Scorer(ABC):
 
     @abstractmethod
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        """The reward of one completion, without a value where a service or the judge failed. `stages` times calls:
-        `await stages.timed(call, "judge")`."""
+        """Score one completion; unscored if a service or the judge fails. `stages` times calls: `await
+        stages.timed(call, "judge")`."""
 
     @property
     def names(self) -> RewardNames:
         return RewardNames(functions={self.own_name: self.own_name})
 
-    async def prepare(self, rows: Iterable[Example]) -> None:  # noqa: B027  for those that have something to prepare
-        """Ask for what does not depend on the policy, before these rows' completions come."""
+    def unit(self, group: int, size: int) -> int:
+        """Number of neighbouring completions scored in one call, of `group` per prompt and `size` per batch."""
+        return self.names.together.size(group, size)
+
+    async def prepare(self, rows: Iterable[Example]) -> None:  # noqa: B027  optional
+        """Prefetch whatever does not depend on the policy, before these rows' completions arrive."""
 
     async def warm_up(self) -> dict[str, float | ServiceError]:
-        """Ask every service once. Returns by service the seconds of its answer, or its error with the place."""
+        """Call every service once. Returns each service's response time in seconds, or its error with the address."""
         return {}
 
     def order_of(self, step: int) -> list[list[int]] | None:
-        """In a replay: in which order the parts of a step's batch were trained on. `None` where that is not known."""
+        """In a replay, the order in which parts of a step's batch were trained on; `None` if unknown."""
         return None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
-        """In a replay: how a call of a tool ended, its answer and its failure. `None` where the tool is to be called.
-        Raises `ServiceError` for a call that is not recorded."""
+        """In a replay, a tool call's recorded answer and failure; `None` if the tool should be called. Raises
+        `ServiceError` if the call was not recorded."""
         return None
 
     async def drain(self) -> BatchReport:
-        """Everything that services did since the last call. Without times."""
+        """The services' activity since the last call, without timings."""
         return batches.NOTHING_SCORED
 
     async def aclose(self) -> None:
-        """Close what belongs to the running event loop, and settle the account of its budget."""
+        """Release the running event loop's resources and settle its budget."""
         if self.budget is not None:
             self.budget.settle()
 
     @property
     def own_name(self) -> str:
-        """TRL names metrics after it."""
+        """The name after which TRL names metrics."""
         name: str = getattr(self, "__name__", type(self).__name__)
         return name
-
-    def batch(
-        self, rows: Sequence[Example], group: int = 1, *, number: int = 0, lane: int = 0, origin: Origin | None = None,
-        calls: WatchedLoop | None = None,
-    ) -> RewardBatch:  # fmt: skip
-        """A batch of completions to these rows, none of which is started yet. `calls`: the loop on which `score` runs,
-        in place of the running one."""
-        score, held_by = (self.score, str) if calls is None else (partial(calls.call, self.score), calls.held_by)
-        return RewardBatch(
-            rows, score, held_by=held_by, deadline_s=self.deadline_s, faults=self.faults, lines=self.lines,
-            number=number, lane=lane, group=group, origin=origin, unit=self.names.together.size(group, len(rows)),
-        )  # fmt: skip
 
     async def score_all(
         self, rows: Sequence[Example], completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (),
         group: int = 1,
     ) -> BatchResult:  # fmt: skip
-        """The rewards of completions to these rows, on the running event loop."""
-        batch = self.batch(rows, group)
+        """Score completions for these rows on the running event loop."""
+        batch = RewardBatch(self, rows, group)
         batch.start_all(completions, token_ids)
         await batches.wait_for([batch], batch.is_settled)
         return batch.result(await self.drain())
 
     async def __call__(
         self, /, *, prompts: Sequence[object], completions: Sequence[Completion],
-        completion_ids: Sequence[Sequence[int]] = (), **columns: Any,
+        completion_ids: Sequence[Sequence[int]] = (), log_extra: LogExtra | None = None,
+        log_metric: LogMetric | None = None, trainer_state: object = None, **columns: Sequence[object],
     ) -> list[float | None]:  # fmt: skip
-        """Score a batch, as TRL's own `GRPOTrainer` asks for it. Neighbours with equal prompts are a group."""
-        log_extra, log_metric = columns.pop("log_extra", None), columns.pop("log_metric", None)
-        of_trl = {name: columns.pop(name) for name in TRL_ARGUMENTS if name in columns}
+        """Score a batch as called by TRL's own `GRPOTrainer`. Neighbours with equal prompts form a group."""
+        of_trl = {} if trainer_state is None else {"trainer_state": trainer_state}
         rows = [
             {"prompt": prompt, **of_trl, **{name: values[place] for name, values in columns.items()}}
             for place, prompt in enumerate(prompts)

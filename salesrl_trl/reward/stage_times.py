@@ -1,4 +1,4 @@
-"""What is noted of single completions: times of stages, and errors in a reward's code."""
+"""Per-completion bookkeeping: stage timings, and errors in reward code."""
 
 import asyncio
 import logging
@@ -20,25 +20,25 @@ logger = logging.getLogger(__name__)
 
 
 class StageTimes:
-    """Times the stages of one completion. `track` is the line of the trace on which they are drawn."""
+    """Times the stages of one completion. `track` is its row in the trace."""
 
     def __init__(self, track: str) -> None:
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
         self.track = track
         self.completion_record: CompletionRecord | None = None
-        self.elsewhere: Sequence[str] = ()  # the stages under way in another process
+        self.elsewhere: Sequence[str] = ()  # stages running in another process
         self._open: list[str] = []
 
     @property
     def own_record(self) -> CompletionRecord:
-        """The record of the completion, which begins where it is first asked for."""
+        """The completion's record, created on first access."""
         self.completion_record = self.completion_record or CompletionRecord()
         return self.completion_record
 
     @property
     def under_way(self) -> list[str]:
-        """The stages under way. From any thread."""
+        """The running stages. From any thread."""
         return [*self._open, *self.elsewhere]
 
     async def timed(self, call: Awaitable[T], stage: str) -> T:
@@ -54,13 +54,13 @@ class StageTimes:
             self.record(stage, started, failed)
 
     def record(self, stage: str, started: float, failed: bool = False) -> None:
-        """A stage that began at `started` is over now."""
+        """Record a stage that began at `started` and ends now."""
         track = f"{self.track} reference" if stage == Stage.RAG_32B else self.track
         span = Span(name=stage, started=started, ended=time.perf_counter(), track=track, failed=failed)
         self.adopt([span])
 
     def adopt(self, spans: Sequence[Span], record: CompletionRecord | None = None) -> None:
-        """These stages are over, perhaps in another process, with its notes."""
+        """Add finished stages, possibly from another process, with its record."""
         if record is not None:
             self.own_record.add(record)
         self.spans.extend(spans)
@@ -68,7 +68,7 @@ class StageTimes:
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error was raised: `rewards.py:31`, with the whole path. The last in no library, if there is one."""
+    """Where an error was raised, as `/path/rewards.py:31`: the innermost frame outside libraries, if any."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     foreign = [place for place in places if not place[0].startswith(_LIBRARIES) and "-packages" not in place[0]]
     return "{}:{}".format(*(foreign or places)[-1]) if places else "an unknown place"
@@ -78,13 +78,13 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<fr
 
 
 class FaultLog:
-    """Logs each fault in code once, by its place and without its message, which may hold a customer's text."""
+    """Logs each error in reward code once, by location and without its message, which may quote a customer."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def conclude(self, scoring: "asyncio.Task[Reward]") -> Reward:
-        """The reward of a `score` that returned, raised or was cancelled."""
+        """The reward of a finished `score` task, whether it returned, raised or was cancelled."""
         if scoring.cancelled():
             return missing(Outcome.INFRA, "cancelled")
         error = scoring.exception()
@@ -95,7 +95,7 @@ class FaultLog:
 
     def log(self, what: str, error: BaseException) -> None:
         name, place = type(error).__name__, place_of(error)
-        self.log_once(f"{what} raised {name} at {place}; completions it happens to are missing")
+        self.log_once(f"{what} raised {name} at {place}; affected completions stay unscored")
 
     def log_once(self, line: str) -> None:
         if line not in self._logged:

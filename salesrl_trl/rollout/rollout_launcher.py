@@ -121,7 +121,7 @@ class Launcher:
             row = None if made is None else made[place]
             if columns is not None:
                 row = {**rollout.rewards.rows[place], **columns}
-            self.reward_loop.start(rollout.rewards, place, completion, token_ids, row, failed)
+            self.reward_loop.post(rollout.rewards.start, place, completion, token_ids, row, failed)
 
         return finished
 
@@ -134,7 +134,7 @@ class Launcher:
                 for place, row in enumerate(rows or rollout.inputs)
             ]
         made = self._rows(rows) if rows else ()
-        self.reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
+        self.reward_loop.post(rollout.rewards.start_all, sampled.completions, sampled.completion_ids, made)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
         """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""

@@ -233,8 +233,11 @@ class RolloutScoring:
         # 2. wait for all of them, and let TRL ask for them
         with self.instruments.timeline.phase(Phase.REWARD_WAIT):
             result = self.reward_loop.result(rollout.rewards, completions)
-            with self.reward_loop.answering(result):
+            self.reward_loop.answer = result
+            try:
                 rewards = calculate()
+            finally:
+                self.reward_loop.answer = None
         self.instruments.timeline.begin(Phase.ADVANTAGES)
         # 3. what can't be compared within its group counts for nothing
         rewards, result = self._compared(result, rewards, rollout.group)

@@ -1,7 +1,7 @@
-"""Event loops: the clock of all waits for services, the deadline of a reward, objects, and threads with a loop.
+"""Event loops: the clock for all service waits, reward deadlines, per-loop objects, and threads that run a loop.
 
-A deadline travels in a context variable, which every task that is started inside takes along. It cancels nothing: the
-code that waits asks how long it may. Code that does not give its loop back is named: deadlines lie on another loop.
+A deadline is stored in a context variable, which tasks started inside inherit. It cancels nothing: waiting code checks
+the remaining time. Deadlines run on a separate loop, so that code which blocks its own loop can be reported by name.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from salesrl_trl.errors import ServiceError
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CANCEL_GRACE_S = 1.0  # longest wait for tasks that were cancelled. After it they are left behind.
-CLOSE_S = 8.0  # longest wait for a reward to close what belongs to its loop
-_LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")  # through which a loop calls other code
+CANCEL_GRACE_S = 1.0  # longest wait for cancelled tasks, which are then abandoned
+CLOSE_S = 8.0  # longest wait for a reward to release its loop's resources
+_LOOPS = ("salesrl_trl", "asyncio", "threading", "contextvars", "selectors")  # modules through which a loop calls code
 _END: ContextVar[float] = ContextVar("salesrl_trl_deadline", default=math.inf)
 
 
 def now() -> float:
-    """Seconds on the running event loop's clock: `time.monotonic`, or virtual in tests."""
+    """Seconds on the running event loop's clock: `time.monotonic`, or virtual time in tests."""
     return asyncio.get_running_loop().time()
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Everything inside has to end within `seconds`. An outer deadline that ends earlier stays in force."""
+    """Everything inside must finish within `seconds`. An earlier outer deadline stays in force."""
     token = _END.set(min(_END.get(), now() + seconds))
     try:
         yield
@@ -47,12 +47,12 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def remaining_s() -> float:
-    """Seconds left until the deadline: never below 0, and infinite without a deadline."""
+    """Seconds left until the deadline: at least 0, infinite without one."""
     return max(_END.get() - now(), 0.0)
 
 
 async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
-    """The answer and its seconds, or the error. Any other exception becomes a `ServiceError`: other ranks wait."""
+    """The answer and its duration, or the error. Other exceptions become a `ServiceError`, since other ranks wait."""
     started = now()
     try:
         answer = await call()
@@ -64,8 +64,19 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
     return answer, now() - started
 
 
-async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks of the running loop. Those that go on for `CANCEL_GRACE_S` all the same are left behind."""
+async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
+    result = await clocked(call)
+    return result if isinstance(result, ServiceError) else result[1]
+
+
+def retrieve(future: asyncio.Future[T]) -> None:
+    """Retrieve an exception that nobody may await, which asyncio would otherwise log."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def cancel(tasks: Iterable[asyncio.Future[T]]) -> None:
+    """Cancel tasks of the running loop. Tasks that still run after `CANCEL_GRACE_S` are abandoned."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -74,7 +85,7 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop: connections, events and tasks break when a second loop uses them."""
+    """One object per event loop: connections, events and tasks can't be shared between loops."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -95,7 +106,7 @@ class PerLoop(Generic[T]):
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A thread for each call, with the caller's context and devices. One that hangs holds up nothing else."""
+    """Runs each call on its own thread, with the caller's context and devices, so a hung call blocks nothing else."""
 
     def submit(self, call: Callable[..., T], /, *args: object, **kwargs: object) -> "Future[T]":
         done: Future[T] = Future()
@@ -106,7 +117,7 @@ class DaemonThreads(ThreadPoolExecutor):
             try:
                 enter()
                 result = call(*args, **kwargs)
-            except StopIteration:  # no future takes it
+            except StopIteration:  # futures reject it
                 done.set_exception(RuntimeError("StopIteration"))
             except BaseException as error:
                 done.set_exception(error)
@@ -121,32 +132,32 @@ THREADS = DaemonThreads()
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for callers on other threads."""
+    """An event loop on a dedicated thread, for callers on other threads."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._submitted: set[Future[Any]] = set()  # a coroutine that nobody waits for may be dropped
+        self._submitted: set[object] = set()  # otherwise unawaited coroutines may be garbage-collected
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:  # its thread keeps what it serves
+    def _run(self) -> None:  # the thread keeps this object alive
         self.loop.run_forever()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop, unless it has ended. Does not wait."""
+        """Call a function on the loop, unless it has closed. Does not wait."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *arguments)
 
-    def submit(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
-        """Call a coroutine function on the loop. Does not wait."""
-        submitted = asyncio.run_coroutine_threadsafe(call(*arguments), self.loop)
+    def submit(self, call: Coroutine[object, object, T]) -> "Future[T]":
+        """Run a coroutine on the loop. Does not wait."""
+        submitted = asyncio.run_coroutine_threadsafe(call, self.loop)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
         return submitted
 
-    def run(self, call: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function on the loop. Where the wait is interrupted, it is cancelled."""
-        waiting = self.submit(call, *arguments)
+    def run(self, call: Coroutine[object, object, T]) -> T:
+        """Run a coroutine on the loop and return its result. Interrupting the wait cancels it."""
+        waiting = self.submit(call)
         try:
             return waiting.result()
         except BaseException:
@@ -160,17 +171,17 @@ class LoopThread:
 
 
 class WatchedLoop(LoopThread):
-    """Calls of a user's code on a loop of their own, which it may hold up. From one other loop."""
+    """A dedicated loop for custom code, which may block it. Called from one other loop."""
 
     def __init__(self) -> None:
         super().__init__("reward calls")
-        self._called: set[asyncio.Task[Any]] = set()  # on the loop
+        self._called: set[asyncio.Task[object]] = set()  # on the loop
         self.loop.set_default_executor(THREADS)  # for `asyncio.to_thread`
 
     async def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> T:
-        """The result of a coroutine function there. A call that is cancelled waits until the function has ended."""
-        task: asyncio.Task[Any] | None = None
-        is_given_up = False  # before it began, because the loop was held up
+        """Run a coroutine function there and return its result. When cancelled, waits until the function has ended."""
+        task: asyncio.Task[object] | None = None
+        is_given_up = False  # cancelled before it began, because the loop was blocked
 
         async def called() -> T:
             nonlocal task
@@ -183,23 +194,27 @@ class WatchedLoop(LoopThread):
             enter()
             return await function(*arguments)
 
+        def give_up() -> None:
+            if task is not None:
+                task.cancel()
+
         result = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called(), self.loop))
-        result.add_done_callback(lambda result: result.cancelled() or result.exception())  # the caller may be gone
+        result.add_done_callback(retrieve)  # the caller may have gone
         try:
             await asyncio.wait([result])
             return result.result()
         except asyncio.CancelledError:
             if not result.done():
                 is_given_up = True
-                self.post(lambda: task is not None and task.cancel())
+                self.post(give_up)
                 await asyncio.wait([result])
             raise
 
     async def aclose(self, aclose: Callable[[], Coroutine[object, object, None]]) -> None:
-        """Close the reward and end the loop. Code that holds it up is left behind."""
+        """Close the reward and stop the loop. Code that blocks it is abandoned."""
 
         async def closed() -> None:
-            await cancel(self._called - {asyncio.current_task()})  # before: they would open connections anew
+            await cancel(self._called - {asyncio.current_task()})  # first, because they would reopen connections
             await aclose()
             await cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
@@ -210,15 +225,15 @@ class WatchedLoop(LoopThread):
             closing.result()
         else:
             closing.cancel()
-            logger.error(f"{self.held_by() or 'The event loop of rewards does not close.'} It is left behind.")
+            logger.error(f"{self.held_by() or 'The event loop of rewards does not close.'} It is abandoned.")
 
     def held_by(self) -> str:
-        """What does not give the loop back, in words: where it is now. Empty if the loop is idle."""
+        """Describe the code that blocks the loop by its current stack. Empty if the loop is idle."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         frames = [] if frame is None else [*traceback.walk_stack(frame)]
         modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
         foreign = max((place for place, module in enumerate(modules, start=1) if module not in _LOOPS), default=0)
-        inwards = reversed(frames[:foreign])  # from the outermost one of a user's on
+        inwards = reversed(frames[:foreign])  # from the outermost custom frame inwards
         stack = ", ".join(f"{frame.f_code.co_name} at {frame.f_code.co_filename}:{line}" for frame, line in inwards)
-        advice = "Expected `await` wherever it waits, or a function without `async`, which gets a thread of its own."
-        return stack and f"{stack} does not give the event loop of rewards back. {advice}"
+        advice = "Expected `await` wherever it waits, or a function without `async`, which runs on its own thread."
+        return stack and f"{stack} blocks the event loop of rewards. {advice}"

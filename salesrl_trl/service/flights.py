@@ -1,5 +1,5 @@
-"""Calls in flight on one event loop: their slots, hedges (late calls that are sent a second time), and the laws: how
-many slots there are, and when a call is late."""
+"""Calls in flight on one event loop: concurrency limits, hedges (duplicates of late calls), and the controllers that
+set the limit and decide when a call is late."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakSet
 
@@ -24,34 +23,34 @@ Attempt: TypeAlias = Callable[[], Coroutine[object, object, T]]  # one request w
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.02
-MAX_HEDGES = 2  # most extra requests for one call. If 2 % straggle, 1 call of 2,500 meets two stragglers.
-PERCENTILE = 0.95  # a call is late when 95 % of the recent calls were faster
-MARGIN = 1.3  # factor on the percentile. With it few calls that are merely slow are sent twice.
-WINDOW = 256  # the percentile is taken over this many latest calls
-MIN_SAMPLES = 20  # with fewer calls there is no percentile
-REFRESH_EVERY = 16  # calls between two computations of the percentile
-GROWTH_PER_SUCCESS = 0.5  # slots that each answer adds while growth is fast
-DECREASE = 0.8  # factor of a fall. A service that takes 16 calls is tried with 17 again after about three rounds.
-ROUNDS_TO_GROW = 3  # rounds of waiting calls before one more slot is tried: else a call that is refused comes last
-MEMORY = 256  # latest requests, exponentially weighted, over which refusals and load are correlated
+MAX_HEDGES = 2  # most extra requests per call. If 2 % straggle, 1 call in 2,500 meets two stragglers.
+PERCENTILE = 0.95  # a call is late when 95 % of recent calls were faster
+MARGIN = 1.3  # factor on the percentile, so that few merely slow calls are duplicated
+WINDOW = 256  # latest calls that the percentile covers
+MIN_SAMPLES = 20  # calls needed for a percentile
+REFRESH_EVERY = 16  # calls between updates of the percentile
+GROWTH_PER_SUCCESS = 0.5  # increase of the limit per answer during fast growth
+DECREASE = 0.8  # factor of a decrease. A service that accepts 16 calls is probed with 17 after about three rounds.
+ROUNDS_TO_GROW = 3  # rounds of waiting calls before the limit grows by one: otherwise a refused call would finish last
+MEMORY = 256  # exponentially weighted window of requests over which refusals and load are correlated
 SIGNIFICANT = 2.5
-"""Standard errors above 0 at which a correlation counts. With 2, random refusals lower the limit now and then; with 3,
-a service that takes 8 calls turns 3 % more away before the limit follows."""
+"""Standard errors above 0 at which a correlation counts. At 2, random refusals occasionally lower the limit; at 3, a
+service that accepts 8 calls refuses 3 % more before the limit follows."""
 MEMORY_OF_SHARE = 24
 MOST = 0.5
-"""Share of the latest `MEMORY_OF_SHARE` requests that are turned away when a service counts as closed. Fewer requests
-then cost nothing. Random refusals of 20 % never reach it, those of 30 % seldom."""
-ROUNDING = 1e-9  # a smaller variance, as a share of the mean square, is that of a constant load
+"""Share of refusals among the latest `MEMORY_OF_SHARE` requests from which a service counts as closed. Fewer requests
+then cost nothing. Random refusals of 20 % never reach it, those of 30 % rarely."""
+ROUNDING = 1e-9  # a smaller variance, relative to the mean square, counts as a constant load
 OURS = "its 429s come with our load"
 CLOSED = "it turns most requests away, at any load"
 
 
 FALLEN: "WeakSet[AdaptiveLimit]" = WeakSet()
-"""The limits of this process that have fallen and are not made good, for heartbeats."""
+"""The limits of this process that were lowered and have not recovered, for heartbeats."""
 
 
 def fallen() -> "list[AdaptiveLimit]":
-    """Those limits. From any thread, while loops change them."""
+    """The lowered limits. Safe from any thread while loops change them."""
     with contextlib.suppress(RuntimeError):
         return [*FALLEN]
     return []
@@ -59,31 +58,31 @@ def fallen() -> "list[AdaptiveLimit]":
 
 class Sent(NamedTuple):
     number: int
-    load: int  # requests in flight, this one included
+    load: int  # requests in flight, including this one
 
 
 class AdaptiveLimit:
-    """The limit of calls in flight to one service, from `start` up to `cap`.
+    """The concurrency limit for one service, from `start` up to `cap`.
 
-    While calls wait for a slot, an answer raises the limit L:
+    While calls are queued, each answer raises the limit L:
 
-        L <- L + 1/2    up to a level F, at first the cap (slow start)
-        L <- L + 1/L    from there on (a slot for a round of answers), where ROUNDS_TO_GROW x L calls wait or more
+        L <- L + 1/2    up to a level F, initially the cap (slow start)
+        L <- L + 1/L    beyond F (+1 per round of answers), if at least ROUNDS_TO_GROW x L calls are queued
 
-    A refusal ("later", a 429) lowers it, once for all calls that were in flight together, only in two cases:
+    A refusal ("later", a 429) lowers it, once for all concurrent calls, in two cases only:
 
-        L <- max(1, 0.8 L), F <- 0          if refusals come with our load: corr(refused, load) x sqrt(n) > SIGNIFICANT
-        L <- max(1, 0.8 L), F <- L before   if most requests are refused, whatever the load
+        L <- max(1, 0.8 L), F <- 0         if refusals correlate with load: corr(refused, load) x sqrt(n) > SIGNIFICANT
+        L <- max(1, 0.8 L), F <- L before  if most requests are refused, whatever the load
 
-    `load` is the number of requests in flight when a request is sent. A service that takes 8 at once refuses every
-    ninth and no eighth. A quota that others use up refuses the same share at any load: fewer calls would not help.
-    Requests count when they are sent, not when they end, because a refusal is quicker than an answer.
+    `load` is the number of requests in flight when a request is sent. A service that accepts 8 concurrent requests
+    refuses every ninth but never an eighth. A quota exhausted by others refuses the same share at any load, so fewer
+    calls would not help. Requests count when sent, not when they end, because a refusal is faster than an answer.
     """
 
     def __init__(self, start: int, cap: int, service: str = "the service") -> None:
         self.cap, self._service = cap, service
-        self.cause = ""  # of the latest fall: `OURS` or `CLOSED`; empty before it, and once it is made good
-        self.share = 0.0  # of the latest requests that were turned away
+        self.cause = ""  # of the latest decrease: `OURS` or `CLOSED`; empty before it and after recovery
+        self.share = 0.0  # of refusals among the latest requests
         self._limit = float(min(start, cap))
         self._fast_until = float(cap)
         self._sent = 0
@@ -93,15 +92,15 @@ class AdaptiveLimit:
 
     @property
     def slots(self) -> int:
-        """The limit in whole calls, at least 1."""
+        """The limit as a whole number, at least 1."""
         return int(self._limit)
 
     def in_words(self) -> str:
-        """`judge is asked 12 at once, of 64, because its 429s come with our load`."""
-        return f"{self._service} is asked {self.slots} at once, of {self.cap}, because {self.cause}"
+        """`judge is limited to 12 of 64 concurrent calls, because its 429s come with our load`."""
+        return f"{self._service} is limited to {self.slots} of {self.cap} concurrent calls, because {self.cause}"
 
     def record_sent(self, load: int) -> Sent:
-        """A request is about to be sent, with which so many are in flight."""
+        """A request is about to be sent; `load` counts requests in flight including it."""
         self._sent += 1
         keep = 1 - 1 / MEMORY
         self._n, self._x, self._xx = keep * self._n + 1, keep * self._x + load, keep * self._xx + load**2
@@ -110,7 +109,7 @@ class AdaptiveLimit:
         return Sent(self._sent, load)
 
     def record_answer(self, *, waiting: int) -> None:
-        """A call was answered while `waiting` calls waited for a slot. Without any, the limit need not grow."""
+        """A call was answered while `waiting` calls were queued. Without any, the limit need not grow."""
         if waiting > 0 and self._limit < self._fast_until:
             self._limit = min(self._limit + GROWTH_PER_SUCCESS, self._fast_until)
         elif waiting > 0 and waiting >= ROUNDS_TO_GROW * self._limit:
@@ -120,7 +119,7 @@ class AdaptiveLimit:
             FALLEN.discard(self)
 
     def record_overload(self, sent: Sent) -> None:
-        """The service turned a request away. One that was sent before the last fall lowers nothing."""
+        """The service refused a request. Requests sent before the last decrease have no effect."""
         self._r, self._xr = self._r + 1, self._xr + sent.load
         self.share += 1 / MEMORY_OF_SHARE
         is_ours = self._comes_with_load()
@@ -136,7 +135,7 @@ class AdaptiveLimit:
         FALLEN.add(self)
         if cause != self.cause:
             self.cause = cause
-            logger.info(f"[Limit] {self._service}: {self.slots} calls at once, and falling, because {cause}")
+            logger.info(f"[Limit] {self._service}: concurrency lowered to {self.slots}, because {cause}")
 
     def _comes_with_load(self) -> bool:
         n = self._n
@@ -147,23 +146,23 @@ class AdaptiveLimit:
 
 
 class HedgePolicy:
-    """Says after how many seconds a call is late, and whether another extra call may be made.
+    """Decides when a call is late, and limits the number of hedges.
 
         late after = MARGIN x 95th percentile of the latest WINDOW latencies
         extra calls <= fraction x calls sent
 
-    A `fraction` of 0 allows none.
+    A `fraction` of 0 disables hedging.
     """
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
         self._latencies: deque[float] = deque(maxlen=WINDOW)
         self._since_refresh = 0
-        self.sent = self.hedges = 0  # calls, and extra ones among them; counted by the caller
-        self.late_after_s: float | None = None  # seconds after which a call is late; `None` until enough is known
+        self.sent = self.hedges = 0  # calls, and hedges among them; counted by the caller
+        self.late_after_s: float | None = None  # when a call is late; `None` until enough have ended
 
     def record_answer(self, seconds: float) -> None:
-        """A call was answered after `seconds`, without the time in the queue."""
+        """A call was answered after `seconds`, excluding the time in the queue."""
         self._latencies.append(seconds)
         self._since_refresh += 1
         if len(self._latencies) >= MIN_SAMPLES and (self.late_after_s is None or self._since_refresh >= REFRESH_EVERY):
@@ -174,8 +173,8 @@ class HedgePolicy:
 
 @dataclass(eq=False)
 class Flights:
-    """Slots and hedges, which together stay within the limit. A failure of one of a call's requests while another goes
-    on is recorded here. There are no hedges while the `breaker` is open, and none waits for the `quota`."""
+    """Calls and hedges in flight, jointly within the limit. Records the failure of a request while another request for
+    the same call is pending. Hedges are suspended while the `breaker` is open, and never wait for the `quota`."""
 
     limit: AdaptiveLimit
     hedging: HedgePolicy
@@ -184,27 +183,22 @@ class Flights:
     quota: Quota | None = None
 
     def __post_init__(self) -> None:
-        self._taken = 0  # slots
-        self._line: deque[asyncio.Future[None]] = deque()  # calls that wait for a slot
-        self._turned_away: dict[object, int] = {}  # calls that wait after a refusal: the number of the refused request
-        self._flying: dict[_Flight[Any], None] = {}  # in the order they were sent
+        self._taken = 0  # permits held by calls
+        self._line: deque[asyncio.Future[None]] = deque()  # queued calls
+        self._turned_away: dict[object, int] = {}  # calls waiting after a refusal: the number of the refused request
+        self._flying: dict[_Flight[Any], None] = {}  # in sending order
         self._hedges = 0
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
 
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
-
-    @property
-    def load(self) -> int:
-        """Requests in flight with one more."""
-        return len(self._flying) + self._hedges + 1
+    def record_sent(self) -> Sent:
+        """One more request is about to be sent."""
+        return self.limit.record_sent(len(self._flying) + self._hedges + 1)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot, waiting for it in line."""
-        await self._take(self._line.append)
+        """Queue for a permit and hold it."""
+        await self._take()
         try:
             yield
         finally:
@@ -212,11 +206,11 @@ class Flights:
             self.resize()
 
     async def step_aside(self, number: int, wait_s: float) -> None:
-        """Leave the slot of a call whose request `number` was turned away, and take one again, in front of the line,
-        after so many seconds.
+        """Release the permit of a call whose request `number` was refused, and reacquire one after `wait_s` seconds,
+        at the head of the queue.
 
-        Such calls keep slots closed until their wait is over, or until a request that was sent later is answered: then
-        the service takes calls. Of n in a row, the first closes one slot, the second two more: n (n + 1) / 2 in all.
+        Such calls block permits until their wait is over or a later request is answered, which shows that the service
+        accepts calls. The first one blocks one permit, the second two more: n (n + 1) / 2 for n of them.
         """
         place = object()
         self._turned_away[place] = number
@@ -228,19 +222,19 @@ class Flights:
             finally:
                 self._turned_away.pop(place, None)
                 self.resize()
-            await self._take(self._line.appendleft)
+            await self._take(is_first=True)
         except BaseException:
-            self._taken += 1  # `slot` gives it back
+            self._taken += 1  # the caller's context manager releases it
             raise
 
-    async def _take(self, stand: Callable[[asyncio.Future[None]], None]) -> None:
+    async def _take(self, *, is_first: bool = False) -> None:
         turn = asyncio.get_running_loop().create_future()
-        stand(turn)
+        self._line.insert(0 if is_first else len(self._line), turn)
         self.resize()
         try:
             await turn
         except BaseException:
-            if not turn.cancelled():  # it had its turn at the same moment
+            if not turn.cancelled():  # it got a permit at the same moment
                 self._taken -= 1
                 self.resize()
             elif turn in self._line:
@@ -248,27 +242,34 @@ class Flights:
             raise
 
     def _free(self) -> int:
-        """Slots that nobody holds and that are not closed. Below 0 after a fall."""
+        """Permits that are neither held nor blocked. Negative after a decrease."""
         row = len(self._turned_away)
         return self.limit.slots - self._taken - self._hedges - row * (row + 1) // 2
 
     def resize(self) -> None:
-        """Give free slots to the first in line. A hedge that waits gets the next one."""
+        """Give free permits to the head of the queue. A waiting hedge gets the next one."""
         while self._line and self._free() > self._hedge_waits:
-            if not (turn := self._line.popleft()).done():  # else its call was cut off
+            if not (turn := self._line.popleft()).done():  # otherwise its call was cancelled
                 self._taken += 1
                 turn.set_result(None)
 
     def answered(self, sent: Sent) -> None:
-        """The service takes calls again, if it did not when this request was sent."""
+        """A request was answered: the service accepts calls, in case it refused them before this one was sent."""
+        self.limit.record_answer(waiting=len(self._line))
         self._turned_away = {place: number for place, number in self._turned_away.items() if number > sent.number}
         self.resize()
 
+    def refused(self, sent: Sent) -> None:
+        """The service refused a request because of overload."""
+        self.traffic["overloads"] += 1
+        self.limit.record_overload(sent)
+        self.resize()
+
     async def send(self, attempt: Attempt[T], sent: Sent) -> T:
-        """Run `attempt`. If it is late, send further requests, up to `MAX_HEDGES`; the earliest success is the result.
-        `sent` is what the `limit` knows of it."""
+        """Run `attempt`. If it is late, send up to `MAX_HEDGES` more requests and return the first success. `sent`:
+        the `limit`'s record of it."""
         self.hedging.sent += 1
-        flight = _Flight(attempt, sent, self._failed_beside)
+        flight = _Flight(attempt, sent, self)
         self._flying[flight] = None
         if self.hedging.fraction and (self._hedge_timer is None or self._hedge_timer.done()):
             self._hedge_timer = asyncio.create_task(self._run_hedge_timer())
@@ -285,7 +286,7 @@ class Flights:
         return result
 
     async def _run_hedge_timer(self) -> None:
-        """Start the hedges that are due, while a call is in flight."""
+        """Start due hedges while calls are in flight."""
         while self._flying:
             await asyncio.sleep(LOOK_EVERY_S)
             self._hedge_waits = self._start_hedges()
@@ -294,7 +295,7 @@ class Flights:
         self.resize()
 
     def _start_hedges(self) -> bool:
-        """Send late calls again, the oldest first. Returns whether a hedge waits for a slot."""
+        """Hedge late calls, oldest first. Returns whether a hedge waits for a permit."""
         if self.hedging.late_after_s is None:
             return False
         late_since = now() - self.hedging.late_after_s
@@ -308,32 +309,30 @@ class Flights:
                 return self.limit.slots > 1
             if self.quota is not None and not self.quota.admits_now():
                 return False
-            flight.send(self.limit.record_sent(self.load))
+            flight.send(self.record_sent())
             self._hedges += 1
             self.hedging.hedges += 1
             self.traffic.update(sent=1, hedges=1)
         return False
 
-    def _failed_beside(self, error: BaseException, sent: Sent) -> None:
-        """Record a request that failed while another one for the same call goes on and may succeed."""
+    def failed_beside(self, error: BaseException, sent: Sent) -> None:
+        """Record a request that failed while another one for the same call may still succeed."""
         if isinstance(error, ServiceOverloaded):
-            self.traffic["overloads"] += 1
-            self.limit.record_overload(sent)
-            self.resize()
+            self.refused(sent)
         else:
             self.traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
 
 
 class _Flight(Generic[T]):
-    def __init__(self, attempt: Attempt[T], sent: Sent, failed_beside: Callable[[BaseException, Sent], None]) -> None:
+    def __init__(self, attempt: Attempt[T], sent: Sent, flights: Flights) -> None:
         self.started = self.last_sent = now()
         self.won_by_hedge = False
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
-        self._failed_beside = failed_beside
-        self._context = contextvars.copy_context()  # hedges are sent by another call's task
-        self._tasks: list[asyncio.Task[T]] = []
-        self._out = 0  # requests that have not ended
+        self._flights = flights
+        self._context = contextvars.copy_context()  # another call's task sends the hedges
+        self._tasks: dict[asyncio.Task[T], Sent] = {}
+        self._out = 0  # pending requests
         self.send(sent)
 
     @property
@@ -341,21 +340,21 @@ class _Flight(Generic[T]):
         return len(self._tasks) - 1
 
     def send(self, sent: Sent) -> None:
-        """Send the request, or send it once more."""
+        """Send the request, or a hedge."""
         self.last_sent = now()
         task = asyncio.get_running_loop().create_task(self._attempt(), context=self._context.copy())
-        self._tasks.append(task)
+        self._tasks[task] = sent
         self._out += 1
-        task.add_done_callback(partial(self._on_done, sent))
+        task.add_done_callback(self._on_done)
 
     def cancel(self) -> None:
         is_over = self.result.done() and not self.result.cancelled()
-        is_answered = is_over and self.result.exception() is None  # retrieved: the caller may have been cancelled
+        is_answered = is_over and self.result.exception() is None  # retrieves it, as the caller may be cancelled
         for task in self._tasks:
             task.cancel(BEATEN if is_answered else None)
 
-    def _on_done(self, sent: Sent, task: asyncio.Task[T]) -> None:
-        """The first success is the result. A failure is the result only when no other request goes on."""
+    def _on_done(self, task: asyncio.Task[T]) -> None:
+        """The first success is the result. A failure is the result only if no other request is pending."""
         self._out -= 1
         if task.cancelled():
             return
@@ -363,9 +362,9 @@ class _Flight(Generic[T]):
         if self.result.done():
             return
         if error is None:
-            self.won_by_hedge = task is not self._tasks[0]
+            self.won_by_hedge = task is not next(iter(self._tasks))
             self.result.set_result(task.result())
-        elif not self._out:  # another request may have ended with an answer that is looked at next
+        elif not self._out:  # another request may have succeeded and be processed next
             self.result.set_exception(error)
         else:
-            self._failed_beside(error, sent)
+            self._flights.failed_beside(error, self._tasks[task])

@@ -1,11 +1,12 @@
-"""One HTTP request to one service: its answer, or the error that names how it failed.
+"""One HTTP request to one service: returns its answer, or raises a specific error.
 
-aiohttp reuses a kept-alive connection that holds unread bytes, so that a stray reply would answer the next request.
-Here a connection is used again only if it brought exactly one reply to its last request and nothing since. A stray
-reply that arrives after the next request was sent can't be recognised by its bytes: therefore every request carries an
-id, and each judge's request a nonce.
+aiohttp reuses kept-alive connections that hold unread bytes, so a stray reply would answer the next request. Here a
+connection is reused only if it delivered exactly one reply to its last request and nothing since. A stray reply that
+arrives after the next request can't be recognised by its bytes, so every request carries an id, and each request to a
+judge a nonce.
 """
 
+import asyncio
 import json
 import re
 import secrets
@@ -19,6 +20,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
+from aiohttp.tracing import Trace
 
 from salesrl_trl.errors import (
     BadServiceResponse,
@@ -41,23 +43,23 @@ from salesrl_trl.service.statuses import (
 )
 from salesrl_trl.telemetry.completion_record import CallNote
 
-KEEPALIVE_S = 60.0  # how long an idle connection is kept: longer than an optimizer step
+KEEPALIVE_S = 60.0  # lifetime of an idle connection: longer than an optimizer step
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session on the running loop, without proxies, cookies or limits of its own."""
+    """A session on the running loop, without proxies, cookies or limits."""
     return aiohttp.ClientSession(
-        connector=_Connector(limit=0, keepalive_timeout=KEEPALIVE_S),  # 0: the transport limits
+        connector=_Connector(),
         response_class=WiredResponse,
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        trust_env=False,  # no proxy from the environment: customers' text goes to the configured address only
+        trust_env=False,  # ignores proxy variables: customers' text goes to the configured address only
     )
 
 
 class WiredResponse(aiohttp.ClientResponse):
-    """A response whose connection can be closed after it was given back: it brought the reply to another request, and
+    """A response whose connection can be closed even after its release: if it delivered the reply to another request,
     its next reply would be wrong too."""
 
     wire: ResponseHandler | None = None
@@ -72,10 +74,10 @@ class WiredResponse(aiohttp.ClientResponse):
 
 
 class _Wire(ResponseHandler):
-    """One connection. Unlike aiohttp's, it closes at the first byte beyond the reply to its latest request."""
+    """A connection that, unlike aiohttp's, closes at the first byte beyond the reply to its latest request."""
 
     was_used = False
-    _reply: StreamReader | None = None  # the reply to the latest request, once its head has come
+    _reply: StreamReader | None = None  # the reply to the latest request, once its headers have arrived
     _holds_more = False
 
     def set_response_params(self, **settings: Any) -> None:
@@ -84,9 +86,9 @@ class _Wire(ResponseHandler):
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
         if self._reply is not None:
-            self._holds_more = True  # this is a second reply: it is ignored
+            self._holds_more = True  # a second reply, which is ignored
             return
-        if data[0].code >= 200:  # a 1xx comes before the reply
+        if data[0].code >= 200:  # a 1xx precedes the reply
             self._reply = data[1]
         super().feed_data(data, size)
 
@@ -96,76 +98,78 @@ class _Wire(ResponseHandler):
             return
         super().data_received(data)
         if not self._is_waiting and (self._holds_more or self._began_another()):
-            self.abort()  # the reply itself stays readable
+            self.abort()  # the reply itself remains readable
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no byte has come that a request sent now could take for its reply."""
+        """Whether no byte has arrived that a request sent now could mistake for its reply."""
         if self.transport is None or self.should_close:
             return False
         if not self.was_used and self.transport.get_extra_info("sslcontext"):
-            return True  # TLS itself sends tickets at first
+            return True  # TLS itself starts by sending session tickets
         unread = select.poll()
         unread.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         return not unread.poll(0)
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether a request is out whose reply has not ended."""
+        """Whether the reply to a request is still incomplete."""
         return self.was_used and (self._reply is None or not self._reply.is_eof())
 
     def _began_another(self) -> bool:
-        """Whether the parser holds the beginning of another reply. Each request has its own parser."""
+        """Whether the parser holds the start of another reply. Each request has its own parser."""
         try:
             return self._parser is not None and self._parser.feed_eof() is not None
-        except Exception:  # any error of the parser means that there is such a beginning
+        except Exception:  # any parser error means that it does
             return True
 
 
 class _Connector(aiohttp.TCPConnector):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEEPALIVE_S)  # 0: the transport limits
         self._factory = cast("partial[ResponseHandler]", partial(_Wire, loop=self._loop))
 
-    async def connect(self, *args: Any, **settings: Any) -> Connection:
-        """A connection without unread bytes. One with unread bytes is closed, and another one is taken."""
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        """A connection without unread bytes; those with unread bytes are closed and replaced."""
         while True:
-            connection = await super().connect(*args, **settings)
+            connection = await super().connect(req, traces, timeout)
             wire = cast(_Wire, connection.protocol)
             if wire.is_fresh:
                 return connection
             connection.close()
             if not wire.was_used:
-                raise aiohttp.ClientConnectionError("the service spoke before it was asked")
+                raise aiohttp.ClientConnectionError("the service sent data before any request")
 
 
-MAX_BODY_BYTES = 4 * 1024 * 1024  # largest answer that is read: fifty long passages are a tenth of it
-MAX_ERROR_BODY_BYTES = 64 * 1024  # most bytes that are read of an error's body
+MAX_BODY_BYTES = 4 * 1024 * 1024  # largest accepted answer: fifty long passages are a tenth of it
+MAX_ERROR_BODY_BYTES = 64 * 1024  # largest error body that is parsed
 _READ_STATUS = frozenset({400, 401, 402, 403, 404, 422, 429, 500, 503, 529})
-"""Statuses of errors whose body is read: it may name a field, a quota, or when to come back."""
-REQUEST_ID_HEADER = "X-Request-Id"  # in the reply too, if the service returns it
+"""Error statuses whose body is parsed: it may name a field, a quota, or a retry delay."""
+REQUEST_ID_HEADER = "X-Request-Id"  # some services echo it
 _REQUEST_ID = re.compile(r"salesrl-[0-9a-f]{16}")
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escape of half a pair, perhaps with its other half
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate, possibly part of a pair
 T = TypeVar("T")
 FAILED_WORDS = frozenset(
     {"error", "failed", "failure", "fail", "busy", "overloaded", "unavailable", "timeout", "throttled", "rate_limited"}
 )
-"""Values of `status` in an answer, in lower case, with which a service says that it failed."""
+"""Values of `status` in an answer, in lower case, that report a failure."""
 
 
 class HttpClient:
     """Sends JSON to one service and returns the body of a 200.
 
-    The key is sent as a bearer token. `headers` are for a service that takes its key elsewhere. Raises `ConfigError`
-    if one can't travel in a header, or the address holds credentials or a query, and shows neither.
+    The key is sent as a bearer token; `headers` are for services that expect it elsewhere. Raises `ConfigError`,
+    without quoting them, if a value can't be sent in a header or the address contains credentials or a query.
     """
 
     def __init__(
         self, service: str, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         if fault := address_fault(base_url):
-            raise ConfigError(f"the address of {service} holds {fault}.")
+            raise ConfigError(f"the address of {service} contains {fault}.")
         self.service = service
         base, _, query = base_url.partition("?")
         self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
@@ -174,11 +178,11 @@ class HttpClient:
         for name, value in {"key": api_key or "", **(headers or {})}.items():
             if fault := key_fault(value):
                 raise ConfigError(
-                    f"the {name} for {service} holds {fault}. Expected printable ASCII characters alone."
+                    f"the {name} for {service} contains {fault}. Expected printable ASCII characters only."
                 )
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-            if self._query:  # Azure's deployments take the key here
+            if self._query:  # Azure deployments expect the key here
                 self._headers["api-key"] = api_key
         self._headers |= headers or {}
         self._sessions: PerLoop[aiohttp.ClientSession] = PerLoop(open_session)
@@ -187,12 +191,12 @@ class HttpClient:
         self, path: str, body: Mapping[str, object], read: Callable[[bytes], T] = bytes,  # type: ignore[assignment]
         *, request_id: str | None = None,
     ) -> T:  # fmt: skip
-        """Send `body` as JSON to a path. Returns what `read` makes of the answer's body. `request_id` is given if
-        `body` holds it too. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the
-        size limit, and for a reply to another request: that closes the connection."""
+        """Send `body` as JSON to a path and return `read` of the answer's body. Pass `request_id` if `body` also
+        contains it. Raises `ServiceError`, which never quotes the service, for anything but a 200 within the size
+        limit, and for a reply to another request, which also closes the connection."""
         try:
             content = json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # to look first would take as long again
+        except UnicodeEncodeError:  # checking first would double the time
             content = json.dumps(encodable(body, f"a request to {self.service}"), ensure_ascii=False).encode()
         with CallNote(self.service, path, content) as note:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
@@ -202,13 +206,13 @@ class HttpClient:
                 note.answer = None  # another request's
                 response.hang_up()
                 raise
-            except ServiceOverloaded as error:  # that the body states
+            except ServiceOverloaded as error:  # reported in the body
                 if error.retry_after_s is None:
                     error.retry_after_s = retry_after_s(response.headers)
                 raise
 
     async def get(self, path: str) -> bytes:
-        """The body of the answer. Raises as `post`."""
+        """The body of the answer. Raises like `post`."""
         return (await self._send("GET", path, None, make_request_id()))[0]
 
     async def _send(
@@ -233,16 +237,16 @@ class HttpClient:
                 said = read_error(body or b"", fields)
                 raise status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            # `from None`, here and below: the client's message may hold a header or a part of the body
+            # `from None`, here and below: the client's message may contain a header or part of the body
             kind = type(error).__name__
-            text = f"{self.service} could not be reached, or hung up before its answer was whole ({kind})."
+            text = f"{self.service} is unreachable, or disconnected before its answer was complete ({kind})."
             raise ServiceUnavailable(text, code=f"{self.service}_unavailable") from None
         except (aiohttp.ClientError, ValueError) as error:
-            text = f"{self.service} answered with no readable HTTP ({type(error).__name__}): look at its address."
+            text = f"{self.service} did not answer with valid HTTP ({type(error).__name__}): check its address."
             raise ForeignReply(text, code=f"{self.service}_bad_response") from None
 
     async def aclose(self) -> None:
-        """Close the running loop's connections. The next call opens new ones."""
+        """Close the running loop's connections. The next call reopens them."""
         session = self._sessions.pop()
         if session is not None:
             await session.close()
@@ -252,7 +256,7 @@ class HttpClient:
         body = await _read_at_most(response, MAX_BODY_BYTES) if is_plain else None
         if body is None:
             fault = f"a body of more than {MAX_BODY_BYTES} bytes" if is_plain else "a compressed body"
-            text = f"{self.service} answered with {fault}. Expected a JSON object as docs/reference/services.md describes."
+            text = f"{self.service} answered with {fault}. Expected a JSON object, see docs/reference/services.md."
             raise BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 
@@ -262,39 +266,39 @@ def make_request_id() -> str:
 
 
 def check_echo(service: str, request_id: str, *echoes: object) -> None:
-    """Raise `ForeignReply` if one of `echoes`, where a service repeats the request's id, is another id of
-    `make_request_id`. Gateways put their own ids there."""
+    """Raise `ForeignReply` if one of `echoes`, in which a service repeats the request's id, is a different id made by
+    `make_request_id`. Ids from gateways are ignored."""
     if any(isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo) for echo in echoes):
-        text = f"{service} returned the id of another request: replies are mixed up, in it or on the way."
+        text = f"{service} returned the id of another request: it, or a proxy, mixes up replies."
         raise ForeignReply(text, code=f"{service}_foreign_reply")
 
 
 def read_json(content: bytes) -> object:
-    """The value of a body, `encodable`. Raises `ValueError` unless it is JSON in UTF-8, and no object in it has a key
-    twice."""
+    """Parse a body and make it `encodable`. Raises `ValueError` unless it is UTF-8 JSON whose objects have unique
+    keys."""
     try:
         value: object = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object)
         return encodable(value, "the reply of a service") if _SURROGATE.search(content) else value
     except RecursionError:
-        raise ValueError("a body that is nested too deep") from None
+        raise ValueError("a body nested too deeply") from None
 
 
 def form_of(content: bytes) -> str:
-    """Names what a body is that is no JSON, and quotes nothing of it."""
-    page = "a web page (HTML), as of a login or a gateway: look at the address, the key, and what stands between"
-    return page if content.lstrip().startswith(b"<") else "not JSON in UTF-8, each key once"
+    """Describe a body that is not JSON, without quoting it."""
+    page = "a web page (HTML), e.g. of a login or a gateway: check the address, the key, and any proxy in between"
+    return page if content.lstrip().startswith(b"<") else "not JSON in UTF-8 with unique keys"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("an object with a key twice")
+        raise ValueError("an object with duplicate keys")
     return dict(pairs)
 
 
 def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()) -> None:
-    """Raise for a 200 whose body says that it is an error: `error` or `errors` is not empty, `success` or `ok` is
-    false, `status` is one of `FAILED_WORDS`, or `status` or `code` an HTTP status from 400 on. The error is that of
-    the status that it states; else `ErrorInAnswer`. `sent`: the request's fields."""
+    """Raise for a 200 whose body reports an error: a non-empty `error` or `errors`, a false `success` or `ok`, a
+    `status` in `FAILED_WORDS`, or an HTTP status from 400 up in `status` or `code`. Raises the error for the reported
+    status if recognised, otherwise `ErrorInAnswer`. `sent`: the request's fields."""
     if not isinstance(answer, Mapping):
         return
     stated = [name for name in ("error", "errors") if answer.get(name)]
@@ -309,22 +313,21 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
     if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
         raise status_error(service, said.status or 429, {}, said)
-    text = f"{service} answered 200 with a `{stated[0]}` that says it failed: see its own log."
+    text = f"{service} answered 200 with a `{stated[0]}` that reports a failure: see its own log."
     raise ErrorInAnswer(text, code=f"{service}_error_in_answer")
 
 
 def key_fault(key: str) -> str | None:
-    """Names why a key can't travel in a header, without showing the key; `None` if it can."""
+    """Explain why a key can't be sent in a header, without showing it; `None` if it can."""
     wrong = [(place, each) for place, each in enumerate(key, start=1) if not "!" <= each <= "~"]
-    what = "white space or a control character" if wrong and wrong[0][1].isascii() else "a character beyond ASCII"
-    return f"{what} at place {wrong[0][0]} of {len(key)}" if wrong else None
+    what = "white space or a control character" if wrong and wrong[0][1].isascii() else "a non-ASCII character"
+    return f"{what} at position {wrong[0][0]} of {len(key)}" if wrong else None
 
 
 async def _read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
-    """The body, or `None` if it is longer."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > limit:
-            return None
-    return bytes(body)
+    """The body; `None` if it exceeds `limit` bytes."""
+    try:
+        await response.content.readexactly(limit + 1)
+    except asyncio.IncompleteReadError as whole:
+        return whole.partial
+    return None

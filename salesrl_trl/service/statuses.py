@@ -1,7 +1,7 @@
-"""What a status, an error's body, or an exception of anybody's HTTP client means: the error that stands for it.
+"""Maps statuses, error bodies and exceptions from any HTTP client to this package's errors.
 
-Pure. Of a body it keeps names of the request's own fields, known marks and numbers: providers echo keys and customers'
-texts in their messages.
+Pure. Keeps only names of the request's own fields, known codes and numbers from a body, because providers echo keys
+and customers' texts in their messages.
 """
 
 import datetime
@@ -25,27 +25,27 @@ QUOTA_MARKS = frozenset(
     {"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance", "arrearage",
      "exceeded_current_quota_error", "budget_exceeded"}
 )  # fmt: skip
-"""Values of `code` or `type` with which OpenAI-compatible providers say that a retry is useless."""
-OVERLOAD_STATUS = frozenset({429, 529})  # too many requests. Some providers answer 529 when they are overloaded.
+"""Values of `code` or `type` by which OpenAI-compatible providers report an exhausted quota."""
+OVERLOAD_STATUS = frozenset({429, 529})  # too many requests; some providers answer 529 when overloaded
 RETRYABLE_STATUS = frozenset({408, 409, 425})
-"""The other 4xx for which a later attempt may succeed. For every 5xx it may, too."""
+"""The other 4xx for which a later attempt may succeed, as for every 5xx."""
 DENIED_STATUS = frozenset({401, 402})
-"""These hold for every call. A 403 is not among them: it may be about the rights of one tenant or contact."""
-_API_VERSION = re.compile(r"\?api-version=[\w.-]+$")  # of Azure's addresses, which every request has
+"""These apply to every call. A 403 does not: it may concern the permissions of one tenant or contact."""
+_API_VERSION = re.compile(r"\?api-version=[\w.-]+$")  # required in Azure addresses
 _LATE = frozenset({"TimeoutError", "TimeoutException", "Timeout", "APITimeoutError"})
 _BROKEN = frozenset({"ConnectionError", "ClientConnectionError", "ClientPayloadError", "TransportError", "URLError",
                      "APIConnectionError", "gaierror"})  # fmt: skip
-"""Exceptions of aiohttp, httpx, requests, urllib and the `openai` client, by name: not all of them are installed."""
+"""Exceptions of aiohttp, httpx, requests, urllib and the `openai` client, by name, as not all may be installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBody:
-    """What is kept of an error's body. Example: OpenAI's refusal of a temperature has `refused={"temperature"}`."""
+    """A parsed error body. Example: OpenAI's rejection of a temperature has `refused={"temperature"}`."""
 
-    status: int | None = None  # of an error inside a 200
+    status: int | None = None  # for an error inside a 200
     marks: frozenset[str] = frozenset()  # its `code`, `type` and `status`, in lower case
-    refused: frozenset[str] = frozenset()  # fields of the request that the service does not take
-    named: frozenset[str] = frozenset()  # fields of the request that it finds fault with
+    refused: frozenset[str] = frozenset()  # request fields that the service does not support
+    named: frozenset[str] = frozenset()  # request fields that it complains about
     wait_s: float | None = None
 
 
@@ -53,34 +53,34 @@ NOTHING_SAID = ErrorBody()
 
 
 def service_error_of(service: str, error: BaseException) -> ServiceError | None:
-    """The error for what the HTTP client of somebody's own code raised: by its status, or as a timeout or a lost
-    connection. `None` for what is none of these. It quotes nothing of the exception."""
+    """Convert an exception from any HTTP client, without quoting it, by its status, or as a timeout or a lost
+    connection. `None` for other exceptions."""
     response = getattr(error, "response", None)
     given = (getattr(source, name, None) for source in (error, response) for name in ("status", "status_code"))
     status = next((value for value in given if isinstance(value, int) and 300 <= value < 600), None)
     if status is not None:
         headers = getattr(response, "headers", None) or getattr(error, "headers", None)
-        items: Iterable[tuple[object, object]] = getattr(headers, "items", tuple)()  # some have another form
+        items: Iterable[tuple[object, object]] = getattr(headers, "items", tuple)()  # not every client has it
         return status_error(service, status, {str(name).lower(): str(value) for name, value in items})
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LATE:
         return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
     if names & _BROKEN:
-        return ServiceUnavailable(f"{service} found no connection", f"{service}_unavailable")
+        return ServiceUnavailable(f"{service} could not connect", f"{service}_unavailable")
     return None
 
 
 def status_error(
     service: str, status: int, headers: Mapping[str, str], said: ErrorBody = NOTHING_SAID
 ) -> ServiceError:
-    """The error for a status. It quotes no body: providers echo keys and customers' text in bodies."""
+    """The error for a status. Never quotes the body, in which providers echo keys and customers' text."""
     code, wait_s = f"{service}_http_{status}", retry_after_s(headers)
     wait_s = said.wait_s if wait_s is None and status in (*OVERLOAD_STATUS, 503) else wait_s
     error: ServiceError
     if said.marks & QUOTA_MARKS:
-        error = AccessDenied(f"{service} says that its quota is used up ({status})", f"{service}_quota")
+        error = AccessDenied(f"{service} reports an exhausted quota ({status})", f"{service}_quota")
     elif status in DENIED_STATUS:
-        error = AccessDenied(f"{service} refuses access ({status}): check the key and its rights.", code)
+        error = AccessDenied(f"{service} refuses access ({status}): check the key and its permissions.", code)
     elif status in OVERLOAD_STATUS or (status >= 500 and wait_s is not None):
         error = overloaded = ServiceOverloaded(f"{service} is overloaded ({status})", code)
         overloaded.retry_after_s = wait_s
@@ -88,11 +88,11 @@ def status_error(
     elif status in RETRYABLE_STATUS or status >= 500:
         error = ServiceUnavailable(f"{service} answered {status}", code)
     elif 300 <= status < 400:
-        text = f"{service} redirects ({status}), which is not followed: texts go to the configured address."
+        text = f"{service} redirects ({status}), which is not followed: texts go to the configured address only."
         error = ServiceRejected(text, code)
     else:
-        named = f" It finds fault with the request's {', '.join(sorted(said.named))}." if said.named else ""
-        text = f"{service} answered {status}: no retry will mend it.{named} Check the address and the request."
+        named = f" It rejects the request's {', '.join(sorted(said.named))}." if said.named else ""
+        text = f"{service} answered {status}: retrying won't help.{named} Check the address and the request."
         error = ServiceRejected(text, code)
     if isinstance(error, ServiceRejected):
         error.marks, error.refused = said.marks, said.refused
@@ -101,15 +101,15 @@ def status_error(
 
 
 def address_fault(url: str) -> str | None:
-    """Names what an address must not hold, without showing it; `None` if there is nothing of that kind."""
+    """Explain what an address must not contain, without showing it; `None` if it is fine."""
     if re.search(r"[@?#]", _API_VERSION.sub("", url)) is None:
         return None
-    return "credentials or a query (an @, ? or #). Expected none: logs name it. Keys go into an environment variable"
+    return "credentials or a query (an @, ? or #). Expected none, as logs show it; put keys in an environment variable"
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds for which the service asks for no calls; `None` if it does not say. Reads `Retry-After-Ms`, and
-    `Retry-After` as seconds, with a unit (`"1500ms"`, `"2s"`), or as an HTTP date from the answer's own `Date` on."""
+    """The requested retry delay in seconds; `None` if absent. Reads `Retry-After-Ms`, and `Retry-After` as seconds,
+    with a unit (`"1500ms"`, `"2s"`), or as an HTTP date relative to the answer's own `Date`."""
     text = headers.get("retry-after", "")
     seconds = _seconds(f"{headers.get('retry-after-ms', '')}ms")
     seconds = _seconds(text) if seconds is None else seconds
@@ -127,16 +127,16 @@ def _moment(text: str) -> float | None:
 
 
 def _seconds(text: str) -> float | None:
-    """`"1.5s"`, `"1m2.5s"`, `"250ms"` or `"20"` in seconds."""
+    """Parses `"1.5s"`, `"1m2.5s"`, `"250ms"` or `"20"`."""
     if not re.fullmatch(r"(\d+(\.\d+)?(ms|[smh]))+|\d+(\.\d+)?", text := text.strip()):
         return None
     return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+(?:\.\d+)?)(ms|[smh]|$)", text))
 
 
-WITHHELD_MARKS = frozenset(  # of a text that a filter withheld: it says nothing about other requests
+WITHHELD_MARKS = frozenset(  # a content filter withheld this text; other requests are unaffected
     {"content_filter", "content_policy_violation", "responsibleaipolicyviolation", "data_inspection_failed"}
 )
-UNKNOWN_MODEL = "model_not_found"  # this mark stands for all ways to say so
+UNKNOWN_MODEL = "model_not_found"  # canonical mark for every phrasing
 STATUS_OF = {
     "rate_limit_exceeded": 429, "rate_limit_error": 429, "resource_exhausted": 429, "too_many_requests": 429,
     "rate_limited": 429, "throttled": 429, "overloaded_error": 529, "authentication_error": 401,
@@ -144,10 +144,11 @@ STATUS_OF = {
     "permission_denied": 403, "permission_error": 403, "unavailable": 503, "internal": 500, "server_error": 500,
     "internal_server_error": 500, "api_error": 500, "deadline_exceeded": 504,
 }  # fmt: skip
-"""Statuses by the `code`, `type` or `status` of an error, in lower case."""
-SHOWN_CHARS = 1000  # characters of a message in which a refusal is looked for
+"""Statuses by an error's `code`, `type` or `status`, in lower case."""
+SHOWN_CHARS = 1000  # characters of a message that are searched for rejected fields
 LIMITS = frozenset({"max_completion_tokens", "max_tokens"})
-"""Fields whose value may be wrong for one request. Any complaint about another, a temperature say, refuses it."""
+"""Fields whose value may be wrong for one request only. A complaint about any other field, e.g. `temperature`, rejects
+the field."""
 
 _REFUSES = re.compile(
     r"unsupported|(?:not|n't|no longer) (?:support|permit|allow|available|a valid)|unrecognized|unknown|unexpected"
@@ -167,7 +168,7 @@ _NO_MODEL = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "description", "raw", "type", "code")
-"""Where an error speaks. `input`, `failed_generation` or `flagged_input` hold a customer's or a model's text."""
+"""Fields with the error's message. `input`, `failed_generation` and `flagged_input` quote a customer or a model."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 _UNIT = r"(?:ms|milliseconds?|s(?:ec(?:ond)?s?)?|m(?:in(?:ute)?s?)?|h(?:ours?)?)(?![a-z])"
@@ -175,7 +176,7 @@ _AGAIN = re.compile(rf"(?:again|retry|wait)\b[^.\d]{{0,30}}((?:\d{{1,9}}(?:\.\d{
 
 
 def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody:
-    """Read an error: the bytes of a body, or its JSON value. `sent`: the request's fields."""
+    """Parse an error from the bytes of a body or its JSON value. `sent`: the request's fields."""
     value: object = content
     if isinstance(content, bytes):
         text = content.decode(errors="replace")
@@ -223,7 +224,7 @@ def _objects(value: object, depth: int = 4) -> Iterator[Mapping[str, object]]:
 
 
 def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str]) -> frozenset[str]:
-    """The fields that it names: by `param` or pydantic's `loc`, else those that its message refuses by name."""
+    """The fields that it names: in `param` or pydantic's `loc`, otherwise those that its message rejects by name."""
     stated = [str(each["param"]) for each in objects if each.get("param")]
     stated += [str(part) for each in objects if isinstance(loc := each.get("loc"), list) for part in loc]
     roots = {re.split(r"[.\[]", name)[0] for name in stated}
@@ -231,7 +232,7 @@ def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str])
         return frozenset(fields)
     if (roots - {"body", "None"}) & {"messages", "prompt", "model"}:
         return frozenset()
-    # sentence by sentence, as an echoed text may follow; and behind `expected` are the fields that it does take
+    # sentence by sentence, as an echoed text may follow; and after `expected` come the fields that it supports
     sentences = [part for part in re.split(r"[.;\n](?!\S)|\bexpected\b", text[:SHOWN_CHARS]) if _REFUSES.search(part)]
     found = {name for name in sent if any(re.search(_by_name(name), part) for part in sentences)}
     if not found and "response_format" in sent and any(map(_SCHEMA.search, sentences)):
@@ -240,7 +241,7 @@ def _named(objects: list[Mapping[str, object]], text: str, sent: frozenset[str])
 
 
 def _by_name(name: str) -> str:
-    """A pattern for a field that a message speaks of, as against a word of the same letters."""
+    """A pattern that matches a field's name but not the same word in ordinary text."""
     name = re.escape(name)
     before = r"(?:parameter|field|argument|name|propert(?:y|ies)|value|input|supplied)s?:?\s*"
     behind = r"\s*(?:[:=]|is\b|type\b|parameter\b|field\b|must\b|does\b|cannot\b)"
@@ -248,7 +249,7 @@ def _by_name(name: str) -> str:
 
 
 def _wait_s(objects: list[Mapping[str, object]], text: str) -> float | None:
-    """The seconds after which the service wants to be asked again, by a field or by its message."""
+    """The requested retry delay in seconds, from a field or from the message."""
     for part in objects:
         for name, value in part.items():
             plain = re.sub(r"[^a-z]", "", name.lower())

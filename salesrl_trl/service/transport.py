@@ -1,7 +1,6 @@
-"""One call to one service: how often it is tried, how long it may take, how many run at once.
+"""One call to one service: its retries, timeouts and concurrency.
 
-Owns retries: no other module has them. A call holds one slot until it ends, and leaves it while it waits because the
-service turned it away.
+The only module that retries. A call holds a concurrency permit until it ends, except while it waits after a refusal.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from salesrl_trl.errors import (
@@ -31,39 +29,39 @@ from salesrl_trl.telemetry.completion_record import CallNote, note_wait
 T = TypeVar("T")
 
 RETRY_WAIT_INITIAL_S = 0.2
-RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless the service asks for more by Retry-After
-RETRY_JITTER_S = 0.2  # most random seconds added to a wait, so that calls that failed together do not return together
-OVERLOAD_WAIT_S = 1.0  # wait after a 429 that does not say how long
-MAX_OVERLOADS = 64  # A call gives up when it is turned away this often. Usually the deadline ends it before.
+RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless Retry-After asks for more
+RETRY_JITTER_S = 0.2  # maximum random delay, so that calls that failed together are not retried together
+OVERLOAD_WAIT_S = 1.0  # wait after a 429 without Retry-After
+MAX_OVERLOADS = 64  # refusals after which a call gives up. Usually its deadline expires first.
 TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
-"""Names of the counts: `calls` asked for; requests `sent`, hedges included; of them `retries`, `overloads` (turned
-away), `timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
+"""Names of the counters: `calls` made; requests `sent`, including hedges; among them `retries`, `overloads` (refused),
+`timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
 `hedges_won`, those that were faster."""
 
 
 class Transport:
-    """Runs attempts against one service until one succeeds, or until another one can't help.
+    """Runs attempts against one service until one succeeds or retrying can't help.
 
     Args:
         service (`str`):
-            Name in errors and reason codes, for example `"rag_8b"`.
+            Name in errors and reason codes, e.g. `"rag_8b"`.
         max_concurrency (`int`):
-            Most calls in flight at once.
+            Maximum number of concurrent calls.
         attempt_timeout_s (`float`):
-            Seconds one attempt may take, body included. Waiting for a free slot does not count.
+            Timeout of one attempt in seconds, including the body but not the time in the queue.
         max_attempts (`int`):
-            Attempts that may fail, the first included. To be told to come back later is no failure.
+            Maximum number of failed attempts, including the first. A request to retry later does not count.
         initial_concurrency (`int`, *optional*, defaults to `8`):
-            Calls in flight at first; the limit grows while the service keeps up.
+            Initial concurrency limit, which grows while the service keeps up.
         outage_patience_s (`float`, *optional*, defaults to `0.0`):
-            Seconds that calls wait for a service that is down, counted from when it went down. After that they fail at
-            once; only single probes are sent.
+            Seconds that calls wait for an unavailable service, counted from the start of the outage. After that they
+            fail immediately, and only single probes are sent.
         hedge_fraction (`float`, *optional*, defaults to `0.05`):
-            Most extra requests for late calls, as a share of all; 0 for none.
+            Maximum share of extra requests for late calls; 0 disables hedging.
         quota (`Quota`, *optional*):
-            Holds every request against the run's budget. None when not given.
+            Counts every request against the run's budget.
         breaker (`Breaker`, *optional*):
-            In place of the usual one.
+            Replaces the default circuit breaker.
     """
 
     def __init__(
@@ -72,48 +70,54 @@ class Transport:
         quota: Quota | None = None, breaker: Breaker | None = None,
     ) -> None:  # fmt: skip
         self.service = service
-        self.notes = True  # whether the record of a completion gets each attempt
+        self.notes = True  # whether completion records include each attempt
         self._attempt_timeout_s, self._max_attempts = attempt_timeout_s, max_attempts
         self._outage_patience_s = outage_patience_s
         self._limit = AdaptiveLimit(initial_concurrency, max_concurrency, service)
-        self._breaker = breaker or Breaker()
         self._hedging = HedgePolicy(hedge_fraction)
         self._traffic: Counter[str] = Counter()
-        self._gate = Gate(service, self._breaker, self._traffic)
+        self._gate = Gate(service, breaker or Breaker(), self._traffic)
         self.count_by(quota)
 
     def count_by(self, quota: Quota | None) -> None:
-        """Hold every request against the run's budget, from the first one on."""
+        """Count every request against the run's budget. Call it before the first request."""
         self._quota = quota
-        flights = partial(Flights, self._limit, self._hedging, self._breaker, self._traffic, quota)
-        self._flights: PerLoop[Flights] = PerLoop(flights)
+        self._flights: PerLoop[Flights] = PerLoop(self._make_flights)
+
+    def _make_flights(self) -> Flights:
+        return Flights(self._limit, self._hedging, self._gate.breaker, self._traffic, self._quota)
 
     @property
     def max_concurrency(self) -> int:
         return self._limit.cap
 
     def drain_traffic(self) -> dict[str, int]:
-        """The counts since the last time, by the names in `TRAFFIC`, and the `slots` of now."""
+        """The counters since the last call, by the names in `TRAFFIC`, and the current concurrency limit (`slots`)."""
         counts = {name: self._traffic[name] for name in TRAFFIC} | {"slots": self._limit.slots}
         self._traffic.clear()
         return counts
 
     async def call(self, attempt: Callable[[], Awaitable[T]], *, patient: bool = True) -> T:
-        """Run `attempt`, one request with its whole answer, until it succeeds. It may run twice at the same time.
+        """Run `attempt`, one request including its whole answer, until it succeeds. Attempts may run concurrently.
 
-        A `patient` call waits for the end of an outage, and comes back as often as the service says. Another, where
-        another service can be asked instead, has half of the time that is left, and ends when it is turned away.
+        A `patient` call waits out outages and refusals. An impatient call, for which a fallback service exists, gets
+        half of the remaining time and fails at the first refusal.
 
         Raises `BudgetSpent`, or the last attempt's `ServiceError`.
         """
         self._traffic["calls"] += 1
         patience_s = self._outage_patience_s if patient else 0.0
-        self._gate.refuse_if_hopeless(patience_s)  # before queueing: a caller hears at once that a service is down
-        noted, began = partial(self._noted, attempt), now()
+        self._gate.refuse_if_hopeless(patience_s)  # before queueing, so that callers fail fast during an outage
+        began = now()
+
+        async def noted() -> T:
+            with CallNote(self.service) if self.notes else nullcontext():
+                return await attempt()
+
         with deadline(remaining_s() if patient else remaining_s() / 2):
             try:
                 async with asyncio.timeout(remaining_s()) as waiting, self._flights.get().slot():
-                    waiting.reschedule(None)  # from here on, attempts and waits observe the deadline themselves
+                    waiting.reschedule(None)  # from here on, attempts and waits check the deadline themselves
                     note_wait(now() - began)
                     return await self._with_retries(noted, patient, patience_s)
             except TimeoutError:
@@ -121,7 +125,7 @@ class Transport:
 
     @property
     def budget(self) -> SharedBudget | None:
-        """The budget that its requests are held against."""
+        """The budget that its requests count against."""
         return None if self._quota is None else self._quota.budget
 
     @property
@@ -129,7 +133,7 @@ class Transport:
         return self._quota is not None and self._quota.is_spent
 
     async def admit(self) -> None:
-        """Wait until the budget lets one more request pass. Raises `BudgetSpent`, or `DeadlineExceeded`."""
+        """Wait until the budget admits one more request. Raises `BudgetSpent` or `DeadlineExceeded`."""
         try:
             if self._quota is not None:
                 await self._quota.admit()
@@ -139,12 +143,8 @@ class Transport:
     def bill(self) -> Bill:
         return Bill(self._quota)
 
-    async def _noted(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        with CallNote(self.service) if self.notes else nullcontext():
-            return await attempt()
-
     async def _with_retries(self, attempt: Attempt[T], patient: bool, patience_s: float) -> T:
-        retries = _Retries(self._max_attempts, patient, patience_s, self._breaker, self._gate)
+        retries = _Retries(self._max_attempts, patient, patience_s, self._gate)
         while True:
             try:
                 return await self._once(attempt, patience_s)
@@ -168,7 +168,7 @@ class Transport:
             if self._quota is not None:
                 self._quota.give_back()
             raise
-        sent = self._limit.record_sent(self._flights.get().load)
+        sent = self._flights.get().record_sent()
         with self._observed(sent, probe):
             left_s = remaining_s()
             try:
@@ -178,9 +178,9 @@ class Transport:
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
                     raise DeadlineExceeded.before_answer_of(self.service) from None
-                text = f"{self.service} gave no complete answer within {self._attempt_timeout_s:g} s"
+                text = f"{self.service} sent no complete answer within {self._attempt_timeout_s:g} s"
                 raise ServiceTimeout(text, code=f"{self.service}_timeout") from None
-            except Exception as error:  # of the client that the attempt uses
+            except Exception as error:  # from the attempt's HTTP client
                 if isinstance(error, ServiceError) or (failure := service_error_of(self.service, error)) is None:
                     raise
                 raise failure from None
@@ -190,14 +190,12 @@ class Transport:
         try:
             yield
         except ServiceOverloaded as error:
-            self._traffic["overloads"] += 1
             if error.is_outage:
                 self._gate.record_failure(probe, pause_s=error.retry_after_s or 0.0)
             else:
                 self._gate.record_answer()
             error.request = sent.number
-            self._limit.record_overload(sent)
-            self._flights.get().resize()
+            self._flights.get().refused(sent)
             raise
         except (DeadlineExceeded, BudgetSpent):
             self._gate.record_abandoned(probe)
@@ -207,7 +205,7 @@ class Transport:
             denial = error.code if isinstance(error, AccessDenied) else None
             self._gate.record_failure(probe, denial=denial)
             raise
-        except ServiceError:  # the error is about this call alone: the service is alive
+        except ServiceError:  # specific to this call: the service is alive
             self._traffic["failures"] += 1
             self._gate.record_answer()
             raise
@@ -215,7 +213,6 @@ class Transport:
             self._gate.record_abandoned(probe)
             raise
         self._gate.record_answer()
-        self._limit.record_answer(waiting=self._flights.get().waiting)
         self._flights.get().answered(sent)
 
 
@@ -224,23 +221,22 @@ class _Retries:
     max_attempts: int
     patient: bool
     patience_s: float
-    breaker: Breaker
     gate: Gate
     failures: int = 0
     overloads: int = 0
     down_since: float = float("inf")
 
     def wait_s(self, error: ServiceError) -> float | None:
-        """The seconds to wait; `None` to give up."""
+        """Seconds to wait before the next attempt; `None` to give up."""
         if isinstance(error, ServiceOverloaded):
             self.overloads += 1
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
-            if wait_s < RETRY_WAIT_INITIAL_S:  # a service that turns calls away can't mean "now"
+            if wait_s < RETRY_WAIT_INITIAL_S:  # an overloaded service can't mean "now"
                 wait_s = _usual_s(self.overloads)
             goes_on = self.overloads < (MAX_OVERLOADS if self.patient else 1)
-            if error.is_outage and self.patience_s:  # the service says it is down: patience as for other outages
+            if error.is_outage and self.patience_s:  # a reported outage: same patience as for any other
                 moment = now()
-                self.down_since = min(self.down_since, moment - self.breaker.down_for_s(moment))
+                self.down_since = min(self.down_since, moment - self.gate.breaker.down_for_s(moment))
                 left_s = self.patience_s - (moment - self.down_since)
                 wait_s, goes_on = min(wait_s, left_s), goes_on and left_s > 0
             elif error.is_outage:
@@ -252,8 +248,8 @@ class _Retries:
             self.failures += 1
             wait_s = _usual_s(self.failures)
             goes_on = self.failures < self.max_attempts and not self.gate.is_out_of_patience(self.patience_s)
-            if isinstance(error, AccessDenied):  # given up if another service can be asked, or access was never given
-                goes_on = goes_on and self.patient and not self.breaker.is_hopeless
+            if isinstance(error, AccessDenied):  # give up if there is a fallback, or access was never granted
+                goes_on = goes_on and self.patient and not self.gate.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)
         return wait_s if goes_on and wait_s < remaining_s() else None
 

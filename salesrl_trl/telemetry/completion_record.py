@@ -1,5 +1,5 @@
-"""What happens on the way of one completion: its action, answers, verdicts, and every request that is sent for it.
-What runs on its behalf finds the record by the context, so calls need no further argument."""
+"""The record of one completion: its action, answers, verdicts, and every request sent for it. Code that runs on its
+behalf finds the record via the context, so calls need no extra argument."""
 
 import contextlib
 import contextvars
@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-QUEUE = "queue"  # name, among the seconds of stages, of the wait for a slot, which is inside of theirs
-BEATEN = "another request was faster"  # the message with which a request is cancelled that is not needed any more
+QUEUE = "queue"  # the stage name for queueing time, which other stages include
+BEATEN = "another request was faster"  # cancellation message of a request made redundant by a hedge
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request: Unix time at which it was sent, seconds, code of its failure, empty for an answer.
-    A cancelled one has the code `cancelled` if it was `BEATEN`, else `given_up`. `path` is that of HTTP; without it,
-    `group` or `batch` where the request was for several completions, and `turn 2` where that of a conversation called
-    a tool."""
+    """One request: the Unix time at which it was sent, its duration and its failure code, empty if it was answered. A
+    cancelled request has the code `cancelled` if it was `BEATEN`, otherwise `given_up`. `path` is the HTTP path;
+    without one, `group` or `batch` for requests covering several completions, or `turn 2` for a tool call in that
+    turn."""
 
     service: str
     path: str
@@ -29,8 +29,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """What a judge said by one rubric: two scores, `None` without a verdict, and words or a failure's code. Or what a
-    reward function said: its number, and why."""
+    """A judge's verdict on one rubric: two scores, `None` without a verdict, and a reason or failure code. Or a reward
+    function's number and reason."""
 
     candidate: float | None = None
     reference: float | None = None
@@ -40,22 +40,22 @@ class Judged:
 
 @dataclass(slots=True)
 class CompletionRecord:
-    """The notes of one completion. They are picklable, and belong to one event loop until it is scored."""
+    """The record of one completion. Picklable; belongs to one event loop until the completion is scored."""
 
     action: dict[str, str] | None = None
-    answer: object = None  # JSON value of the 8B endpoint's answer; `reference` of the 32B endpoint's
+    answer: object = None  # the 8B endpoint's answer as a JSON value; `reference` is the 32B endpoint's
     reference: object = None
     verdicts: dict[str, Judged] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    queue_s: float = 0.0  # the longest wait of a call for a slot, in seconds
+    queue_s: float = 0.0  # longest queueing time of a call, in seconds
 
     @property
     def waits(self) -> dict[str, float]:
-        """The longest wait for a slot, as a stage; nothing where no call had to wait."""
+        """The longest queueing time, as a stage; empty if no call was queued."""
         return {QUEUE: self.queue_s} if self.queue_s > 0 else {}
 
     def add(self, other: "CompletionRecord") -> None:
-        """Take in what another process noted."""
+        """Merge a record from another process."""
         self.action = other.action or self.action
         self.answer = other.answer or self.answer
         self.reference = other.reference or self.reference
@@ -74,7 +74,7 @@ _OUTER: "contextvars.ContextVar[CallNote | None]" = contextvars.ContextVar("call
 
 @contextlib.contextmanager
 def noted_in(record: CompletionRecord | None) -> Iterator[None]:
-    """Inside the block, calls of the running task and of tasks that it starts are noted here; with `None` nowhere."""
+    """Record calls of the running task, and of tasks it starts, in `record`; `None` disables recording."""
     token = _CURRENT.set(record)
     try:
         yield
@@ -83,15 +83,14 @@ def noted_in(record: CompletionRecord | None) -> Iterator[None]:
 
 
 def note_wait(seconds: float) -> None:
-    """A call of the running task has waited so long for a slot."""
+    """A call of the running task was queued for so many seconds."""
     if (record := _CURRENT.get()) is not None:
         record.queue_s = max(record.queue_s, seconds)
 
 
 class CallNote:
-    """Notes one request, when it is over: `with CallNote(service, path, request) as note: note.answer = ...`. One
-    inside of another takes its place, unless that `stays`: a client knows more of a request than the transport that
-    sends it."""
+    """Records one request when it ends: `with CallNote(service, path, request) as note: note.answer = ...`. A nested
+    note replaces an outer one that does not `stay`: a client knows more about a request than its transport."""
 
     def __init__(self, service: str, path: str = "", request: bytes | None = None, *, stays: bool = False) -> None:
         self._record = _CURRENT.get()

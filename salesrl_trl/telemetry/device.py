@@ -1,5 +1,4 @@
-"""Readings of the device and its machine, for `instruments`: when a mark was reached, how full memory is, how busy GPU
-and disks are."""
+"""Device and machine readings for `instruments`: when marks were reached, memory usage, and GPU and disk activity."""
 
 import contextlib
 import math
@@ -15,15 +14,15 @@ from salesrl_trl.telemetry.timeline import Clock, Mark
 GIB = 2.0**30
 _PROCESS = psutil.Process()
 LARGEST_DRIFT = 1e-4
-"""Share of an interval by which a GPU's clock may run ahead of the host's. Beyond it, it is held back. Crystals drift
+"""Maximum share of an interval by which a GPU's clock may run ahead of the host's; excess is clipped. Crystals drift
 by less than half of this."""
 
 
 class EventClock(Clock):
-    """A clock whose marks are CUDA events. Recording one takes some microseconds and never waits for the device.
-    Events give the time between marks. The device reaches no mark before the host has issued it, and an idle one
-    reaches it at once. In GRPO it is idle in each step, while it waits for rewards. So the largest difference between
-    host and device time is exact."""
+    """A clock whose marks are CUDA events. Recording one costs microseconds and never waits for the device. Events
+    measure the time between marks. The device reaches a mark only after the host has issued it, and immediately when
+    idle. In GRPO it idles in every step while waiting for rewards, so the largest difference between host and device
+    time is exact."""
 
     def __init__(self) -> None:
         self._anchor: Mark | None = None
@@ -32,7 +31,7 @@ class EventClock(Clock):
         try:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-        except RuntimeError:  # The device has failed. Its own error comes later and must not be hidden by this one.
+        except RuntimeError:  # the device has failed; this error must not mask its own, which is raised later
             return Mark()
         return Mark(event)
 
@@ -53,7 +52,7 @@ class EventClock(Clock):
         for mark, seconds in zip(marks, since, strict=True):
             latest = mark.time = max(latest, start + seconds)
         for mark in marks[:-1]:
-            mark.event = None  # back into the device's pool
+            mark.event = None  # returns it to the device's pool
         if self._anchor is not None:
             self._anchor.event = None
         self._anchor = marks[-1]
@@ -66,18 +65,18 @@ class EventClock(Clock):
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name, `"NVIDIA H200"`; without a driver the device's type, `"cpu"`."""
+    """The driver's name, e.g. `"NVIDIA H200"`; the device type, e.g. `"cpu"`, without a driver."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
-    """Memory in GiB, by the names in `names.MEMORY`: of the device allocated, reserved, and most allocated since
-    `forget_peak`, NaN without a GPU, with a colocated vLLM's allocations through PyTorch; and the host memory of this
-    process."""
+    """Memory in GiB, in the order of `names.MEMORY`: allocated, reserved and peak allocated device memory since
+    `forget_peak` (NaN without a GPU; includes a colocated vLLM's allocations through PyTorch), and this process's host
+    memory."""
     host = _PROCESS.memory_info().rss / GIB
     if device.type != "cuda":
         return (float("nan"), float("nan"), float("nan"), host)
-    # one call: torch.cuda.memory_allocated() and its like each flatten all statistics
+    # one call: torch.cuda.memory_allocated() and similar functions flatten all statistics each time
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
     return (allocated["current"] / GIB, reserved["current"] / GIB, allocated["peak"] / GIB, host)
@@ -89,7 +88,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 class MachineUse:
-    """The use of the GPU and of the disks since the last figures."""
+    """GPU and disk utilisation since the last `drain`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -97,18 +96,18 @@ class MachineUse:
         self._since, self._disk = time.perf_counter(), _disk_bytes()
 
     def sample(self) -> str:
-        """Read the GPU's utilisation over the last second: `"GPU 97 % busy"`, from the heartbeat's thread. Empty
-        without a GPU, without the package `pynvml`, or if the driver does not say."""
+        """Sample the GPU's utilisation over the last second from the heartbeat thread: `"GPU 97 % busy"`. Empty
+        without a GPU, without the package `pynvml`, or if the driver does not report it."""
         if self._device.type == "cuda":
-            with contextlib.suppress(Exception):  # there is no sample then
+            with contextlib.suppress(Exception):  # skip this sample
                 busy = torch.cuda.utilization(self._device)
                 self._busy.append(busy / 100)
                 return f"GPU {busy} % busy"
         return ""
 
     def drain(self) -> dict[str, float]:
-        """Share of the time in which the GPU ran a kernel, mean of the samples, and MB/s of all disks of this machine;
-        NaN where unknown. Starts over."""
+        """The share of time in which the GPU ran a kernel (mean of the samples), and the MB/s of all disks of this
+        machine; NaN if unknown. Resets the measurement."""
         busy, self._busy = self._busy, []
         now, disk = time.perf_counter(), _disk_bytes()
         read, written = ((new - old) / 1e6 / (now - self._since) for new, old in zip(disk, self._disk, strict=True))
@@ -118,9 +117,9 @@ class MachineUse:
 
 
 def _disk_bytes() -> tuple[float, float]:
-    """Bytes read and written by all disks since the machine started; NaN where the system does not say."""
+    """Bytes read and written by all disks since boot; NaN if the system does not report them."""
     try:
         counters = psutil.disk_io_counters()
-    except (NotImplementedError, OSError, ValueError):  # a container may hide the counters
+    except (NotImplementedError, OSError, ValueError):  # containers may hide the counters
         counters = None
     return (math.nan, math.nan) if counters is None else (counters.read_bytes, counters.write_bytes)

@@ -1,6 +1,5 @@
-"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and the seconds of a start."""
+"""All measurements of a run in one object: timeline, trained lengths, trace, heartbeat, and start-up times."""
 
-import functools
 import json
 import logging
 import math
@@ -11,6 +10,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerState
 from salesrl_trl.names import MEMORY, MFU_MODEL, START_UP_FILE, TRACE_FILE, Phase, StartUp, perf_of
 from salesrl_trl.telemetry import perf
 from salesrl_trl.telemetry.device import EventClock, MachineUse, device_name, forget_peak, memory_gib
-from salesrl_trl.telemetry.logs import spared
+from salesrl_trl.telemetry.logs import spared, warn_once
 from salesrl_trl.telemetry.perf import peak_bf16_flops
 from salesrl_trl.telemetry.timeline import MAX_STEPS_KEPT, StepTimes, Timeline
 from salesrl_trl.telemetry.trace import StepTrace
@@ -33,41 +33,40 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BATCHES_KEPT = 256  # micro-batches whose lengths are kept before they are summed
+BATCHES_KEPT = 256  # micro-batches whose lengths are buffered before being summed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstrumentSettings:
-    """Settings: which measurements, and how much is kept."""
+    """What to measure, and how much to keep."""
 
     trace_steps: range = range(0)
-    """Steps in the trace. The start-up goes with the first step. A step that fails is always in the trace. An empty
-    range means no trace."""
-    trace_bytes: int = 64_000_000  # largest size of the trace
-    heartbeat_s: float = 10.0  # print a heartbeat when a phase lasts longer than this, in seconds; 0 for never
-    peak_flops: float | None = None  # peak of the device, in FLOP/s, in place of the figure in the table of peaks
+    """Steps to trace. The first step includes the start-up, and failing steps are always traced. An empty range
+    disables the trace."""
+    trace_bytes: int = 64_000_000  # maximum size of the trace
+    heartbeat_s: float = 10.0  # log a heartbeat when a phase lasts longer than this, in seconds; 0 disables it
+    peak_flops: float | None = None  # the device's peak in FLOP/s, overriding the table of peaks
 
 
 class Instruments:
-    """A run's timeline and the figures from it. Every rank has one, for its device; `figures` is a collective. The
-    trace lies in `output_dir`."""
+    """A run's timeline and the metrics derived from it. Every rank has one for its device; `figures` is a collective.
+    Writes the trace to `output_dir`."""
 
     def __init__(self, settings: InstrumentSettings, device: torch.device, output_dir: Path) -> None:
         self.timeline = Timeline(EventClock() if device.type == "cuda" else None, perf.OPAQUE_PHASES)
         self.details: dict[str, Callable[[], str]] = {}
-        """By phase, returns more text for a heartbeat. Called from the heartbeat's thread."""
-        self.step = 0  # optimizer steps done, for the trace and the heartbeat
+        """By phase, a function that returns details for the heartbeat. Called on the heartbeat thread."""
+        self.step = 0  # completed optimizer steps, for the trace and the heartbeat
         self._settings = settings
         self._device = device
         self._peak = settings.peak_flops or peak_bf16_flops(device_name(device))
-        self._flops: ModelFlops | None = None  # where they are known
-        self._lengths: list[tuple[torch.Tensor, ...]] = []  # tokens of prompts and completions, and `has_prompt`
-        self._trained: torch.Tensor | None = None  # sums since the last figures, on the device
-        # since the last figures: seconds from the first call to the last answer, and the trainer's waits in between
+        self._flops: ModelFlops | None = None  # if known
+        self._lengths: list[tuple[torch.Tensor, ...]] = []  # prompt and completion tokens, and `has_prompt`
+        self._trained: torch.Tensor | None = None  # sums since the last `figures`, on the device
+        # since the last `figures`: seconds from the first call to the last answer, and the trainer's waits in between
         self._batches: deque[tuple[float, list[tuple[float, float]]]] = deque(maxlen=MAX_STEPS_KEPT)
         self._waits: list[tuple[float, float]] = []
-        self._warn_once: Callable[[str], None] = functools.cache(logger.warning)
-        self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes, self._warn_once)
+        self._trace = StepTrace(output_dir / TRACE_FILE, settings.trace_steps, settings.trace_bytes)
         self._output_dir = output_dir
         self.machine = MachineUse(device)
         self._heartbeat: Heartbeat | None = None
@@ -82,7 +81,7 @@ class Instruments:
         self._trace.start()
 
     def run_begins(self, step: int, last_step: int) -> None:
-        """Begin training after `step` optimizer steps. Measurements of an earlier training are dropped."""
+        """Begin training after `step` optimizer steps. Drops measurements of an earlier training."""
         self.step = step
         self.last_step = last_step
         self._batches.clear()
@@ -91,27 +90,26 @@ class Instruments:
         self.timeline.starts()
 
     def count_flops(self, model: torch.nn.Module) -> None:
-        """Count the FLOPs of a token, for the MFU. Where they or the peak are unknown, a warning says why."""
+        """Count the FLOPs per token for the MFU. Warns if they, or the device's peak, are unknown."""
         if self._peak is None:
             if self._device.type != "cpu":
                 name = device_name(self._device)
-                self._warn_once(f"no MFU: the bf16 peak of {name!r} is not in the table. Set `peak_tflops`.")
+                warn_once(f"no MFU: the bf16 peak of {name!r} is not in the table. Set `peak_tflops`.")
             return
-        from salesrl_trl.telemetry import flops  # a run on a CPU does without it
+        from salesrl_trl.telemetry import flops  # not needed on a CPU
 
         try:
             self._flops = flops.model_flops(extract_model_from_parallel(model))
         except flops.UnknownFlops as error:
-            self._warn_once(f"no MFU: {error}")
-        except Exception as error:  # an unknown kind of model must not end the training
-            self._warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
+            warn_once(f"no MFU: {error}")
+        except Exception as error:  # an unknown kind of model must not end the run
+            warn_once(f"no MFU: this model can't be counted ({type(error).__name__}: {error})")
 
     def record_batch(
         self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor, has_prompt: Sequence[bool] | None = None
     ) -> None:
-        """Record a micro-batch that goes through forward and backward, without a wait for the device. The masks have
-        shapes (B, P) and (B, C). `has_prompt` is False for a completion whose prompt went through the model with
-        another one."""
+        """Record a micro-batch that is trained on, without synchronising with the device. The masks have shapes (B, P)
+        and (B, C). `has_prompt` is False if another completion's forward pass already processed the prompt."""
         if not self.timeline.enabled:
             return
         prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
@@ -123,21 +121,21 @@ class Instruments:
     def record_rewards(
         self, started: float, seconds: float, waits: Sequence[tuple[float, float]], spans: Sequence[Span]
     ) -> None:
-        """Record a scored batch of training. Its first call began at `started`, of `time.perf_counter`; its last
-        answer came `seconds` later. `waits`: first and last time of each wait of the trainer's thread for it. `spans`:
-        the stages of its completions."""
+        """Record a scored training batch. Its first call began at `started` on the `time.perf_counter` clock, and its
+        last answer arrived `seconds` later. `waits`: start and end of each wait of the trainer's thread for it.
+        `spans`: the stages of its completions."""
         if self.timeline.enabled:
             cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
             self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
-            self._trace.add(self.step + 1, spans)  # they may have begun in earlier steps
+            self._trace.add(self.step + 1, spans)  # they may start in earlier steps
 
     def step_ends(self) -> None:
         self.timeline.step_ends()
         self.step += 1
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
-        """The figures of the steps since the last call, over all ranks; a collective. They are the same on every rank,
-        except those of `names.MACHINE`, which are its own. Empty while nothing is measured."""
+        """The metrics of the steps since the last call, over all ranks; a collective. Identical on every rank, except
+        `names.MACHINE`, which are per machine. Empty while measuring is off."""
         if not self.timeline.enabled:
             return {}
         steps = self.timeline.drain_steps()
@@ -145,24 +143,22 @@ class Instruments:
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]
         sums = self._sums(steps)
         row = torch.tensor([[sums[name] for name in perf.COLUMNS]], dtype=torch.float64).to(self._device)
-        ranks: list[perf.Sums] = [
-            dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()
-        ]  # of (ranks, columns)
+        ranks = [dict(zip(perf.COLUMNS, rank, strict=True)) for rank in gather(row).tolist()]
         if steps and accelerator.is_main_process and any(span.name == StartUp.IMPORTS for span in spans):
             write_start(spans, steps[0], self._output_dir)
         self._trace.write(accelerator.process_index, self.step, steps, spans)
         figures = perf.time_figures(ranks) | perf.perf_figures(ranks, self._peak) | self.machine.drain()
         known = self._flops is not None and self._peak is not None
         if known and figures[perf_of(Phase.FORWARD)] > 0 and math.isnan(figures[MFU_MODEL]):
-            self._warn_once(
-                f"more FLOPs than {device_name(self._device)!r} can do: its peak is wrong, or the passes run behind "
-                "the clock. No MFU is shown. Set `peak_tflops`."
+            warn_once(
+                f"more FLOPs than {device_name(self._device)!r} can deliver: its peak is wrong, or the timing of "
+                "forward and backward passes. The MFU is omitted. Set `peak_tflops`."
             )
         forget_peak(self._device)
         return figures
 
     def close(self) -> None:
-        """End all open phases and write the main rank's last spans; no collective. May be called twice."""
+        """End all open phases and write the main rank's last spans; not a collective. Idempotent."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
@@ -170,7 +166,7 @@ class Instruments:
         self._trace.close(self.step, steps, cut_off, self.timeline.drain_spans())
 
     def _count_lengths(self) -> None:
-        """Add the lengths to the sums. Called seldom, because it takes a dozen small kernels. Waits for no device."""
+        """Add the buffered lengths to the sums. Called rarely, as it launches a dozen small kernels. Never blocks."""
         if not self._lengths:
             return
         prompts, completions, own = (torch.cat(column) for column in zip(*self._lengths, strict=True))  # (N,)
@@ -191,8 +187,8 @@ class Instruments:
     def _sums(self, steps: Sequence[StepTimes]) -> perf.Sums:
         seconds: perf.Sums = {phase: sum(step.seconds.get(phase, 0.0) for step in steps) for phase in Phase}
         batches, waits = list(self._batches), self._waits
-        # The trainer's thread begins to wait when the host has issued all other work. The phase of the wait begins
-        # when the device is done with this work.
+        # The trainer's thread starts waiting once the host has issued all other work. The wait's phase starts when the
+        # device has finished that work.
         exposed = sum(overlap(mine, wait) for _, own in batches for mine in own for wait in waits)
         self._batches.clear()
         self._waits = []
@@ -219,8 +215,8 @@ ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("advice.toml").r
 
 
 class Heartbeat:
-    """Logs a line about a phase that lasts: after `heartbeat_s` of the settings, then each time its seconds have
-    doubled. Only reads the training thread's state."""
+    """Logs a line about a long phase: after `after_s` seconds, then each time its duration has doubled. Only reads the
+    training thread's state."""
 
     def __init__(self, events: Instruments, after_s: float) -> None:
         self._events, self._after_s = events, after_s
@@ -233,7 +229,7 @@ class Heartbeat:
         self._thread.join()
 
     def _watch(self) -> None:
-        logged, next_s = "", 0.0  # the phase of the last line, and the seconds for the next line
+        logged, next_s = "", 0.0  # the last line's phase, and when the next line is due
         last_seconds = 0.0
         while not self._stopped.wait(min(self._after_s / 4, 1.0)):
             machine, now = self._events.machine.sample(), self._events.timeline.current
@@ -246,9 +242,9 @@ class Heartbeat:
             if seconds >= next_s:
                 try:
                     logger.info(self.line(name, seconds, machine))
-                except Exception as error:  # a fault in the details must not end the thread
+                except Exception as error:  # an error in the details must not end the thread
                     failed = type(error).__name__
-                    logger.warning(f"[Heartbeat] {name} for {seconds:.0f} s ({failed} while asking for more)")
+                    logger.warning(f"[Heartbeat] {name} for {seconds:.0f} s ({failed} while collecting details)")
                 next_s = self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1)
 
     def line(self, phase: str, seconds: float, machine: str) -> str:
@@ -262,8 +258,8 @@ class Heartbeat:
 
 @dataclass(eq=False)
 class StepMarks(TrainerCallback):
-    """Marks the start of a run, the end of each step, and the end of the run. `prepare` is called before the first
-    mark, `begin` after it, and `end` before the last one."""
+    """Marks the start of a run, the end of each step, and the end of the run. Calls `prepare` before the first mark,
+    `begin` after it, and `end` before the last one."""
 
     events: Instruments
     prepare: Callable[[], None]
@@ -288,11 +284,11 @@ class StepMarks(TrainerCallback):
         self.events.timeline.stops()
 
 
-SHOWN_S = 0.05  # shorter phases are not in the line. The file has all.
+SHOWN_S = 0.05  # the line omits shorter phases; the file lists all
 
 
 def imports_so_far() -> Span:
-    """The time from the beginning of this process until now: Python has started, and imported what was asked for."""
+    """The time from the start of this process until now: Python start-up and imports."""
     after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # seconds since the machine started, to 10 ms
     now = time.perf_counter()
@@ -300,10 +296,10 @@ def imports_so_far() -> Span:
 
 
 def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> None:
-    """Log the seconds of a start, from all spans until now and the first step, and write them to a file: `[Start] 31.4
-    s to the end of the first step: imports 9.0, first step 4.0, other 0.2; side by side ...`. Phases go one after
-    another, others beside them in other threads and processes. A full disk does not end the run."""
-    known = sorted((span for span in spans if span.name in set(StartUp)), key=lambda span: span.started)
+    """Log start-up times, from all spans so far and the first step, and write them to a file: `[Start] 31.4 s to the
+    end of the first step: imports 9.0, first step 4.0, other 0.2; side by side ...`. Phases are sequential; the others
+    run in parallel threads and processes. A full disk does not end the run."""
+    known = sorted((span for span in spans if span.name in set(StartUp)), key=attrgetter("started"))
     phases, beside = dict[str, float](), dict[str, float]()
     for span in known:
         sums = phases if span.track == PHASES_TRACK else beside

@@ -1,17 +1,18 @@
-"""Sums that become figures: of time, throughput, utilisation and memory, and of all that is kept from one log line to
-the next. And the peaks of chips."""
+"""Computes metrics from sums: time, throughput, utilisation, memory, and everything accumulated between two log lines.
+Also holds the table of peak FLOPs."""
 
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from salesrl_trl import names
 from salesrl_trl.names import Phase
 
 OPAQUE_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT)
-"""An evaluation generates, scores and logs too; all of this counts as evaluation."""
+"""Phases that own nested ones: an evaluation's generation, scoring and logging count as evaluation."""
 COMPUTE_PHASES = (Phase.WEIGHT_PUSH, Phase.GENERATION, Phase.OLD_LOGPROBS, Phase.REFERENCE_LOGPROBS, Phase.FORWARD,
                   Phase.BACKWARD, Phase.OPTIMIZER)  # fmt: skip
 """Phases in which the accelerator works."""
@@ -19,29 +20,29 @@ TIMES = (*(names.time_of(phase) for phase in Phase), names.STEP_SECONDS, names.R
 
 
 Sums = Mapping[str, float]
-"""Sums of one rank over some steps, by the names in `COLUMNS`: seconds by phase, counts, and GiB at the end."""
+"""One rank's sums over some steps, by the names in `COLUMNS`: seconds by phase, counts, and finally GiB."""
 STEPS = "steps"
 MAKESPAN = "makespan"  # seconds from a batch's first call to its last answer, summed over batches
-EXPOSED = "exposed"  # those seconds of the makespan in which the trainer waited
+EXPOSED = "exposed"  # the part of the makespan during which the trainer waited
 BATCHES = "batches"
-FLOPS = "flops"  # of the policy's forward and backward passes; NaN where unknown
-TOKENS = "tokens"  # prompt and completion tokens that were trained on, without padding
+FLOPS = "flops"  # of the policy's forward and backward passes; NaN if unknown
+TOKENS = "tokens"  # trained prompt and completion tokens, without padding
 SAMPLES = "samples"
 COLUMNS = (*Phase, STEPS, MAKESPAN, EXPOSED, BATCHES, FLOPS, TOKENS, SAMPLES, *names.MEMORY)
-"""The order in which sums travel between ranks."""
+"""The order in which ranks exchange sums."""
 
 
 def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
-    """Seconds per step and phase, and seconds of the rewards per batch: every name in `TIMES`, NaN if not measured.
-    Phases are means over ranks, so that they sum to the step. `REWARD_SECONDS` is the longest makespan of a rank.
-    Exposed is the longest wait, perhaps another rank's, where groups go by themselves. Hidden is the rest."""
+    """Seconds per step and phase, and reward seconds per batch: every name in `TIMES`, NaN if not measured. Phases are
+    means over ranks, so that they sum to the step. `REWARD_SECONDS` is the longest makespan of any rank. Exposed is
+    the longest wait, possibly on another rank if groups are chosen individually. Hidden is the rest."""
     steps = ranks[0][STEPS]
     if not steps:
         return dict.fromkeys(TIMES, math.nan)
     figures = {names.time_of(phase): _mean(ranks, phase) / steps for phase in Phase}
     figures[names.STEP_SECONDS] = sum(figures.values())
     figures |= dict.fromkeys((names.REWARD_EXPOSED, names.REWARD_HIDDEN), math.nan)
-    slowest = max(ranks, key=lambda rank: rank[MAKESPAN])
+    slowest = max(ranks, key=itemgetter(MAKESPAN))
     if slowest[BATCHES]:
         figures[names.REWARD_SECONDS] = slowest[MAKESPAN] / slowest[BATCHES]
         figures[names.REWARD_EXPOSED] = max(rank[EXPOSED] for rank in ranks) / slowest[BATCHES]
@@ -50,14 +51,14 @@ def time_figures(ranks: Sequence[Sums]) -> dict[str, float]:
 
 
 def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, float]:
-    """Throughput of all ranks together, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT`
-    and `MEMORY`, NaN where unknown. `peak_flops` is the peak of one device in bf16, in FLOP/s. `MFU_MODEL` divides the
-    FLOPs of the policy's forward and backward passes by the peak over their time, `MFU_STEP` over the whole step."""
+    """Total throughput of all ranks, utilisation, and the memory of the fullest rank: every name in `THROUGHPUT` and
+    `MEMORY`, NaN if unknown. `peak_flops` is one device's bf16 peak in FLOP/s. `MFU_MODEL` divides the FLOPs of the
+    policy's forward and backward passes by the peak over their time, `MFU_STEP` by the peak over the whole step."""
     seconds = {phase: _mean(ranks, phase) for phase in Phase}
     steps, wall = ranks[0][STEPS], sum(seconds.values())
     figures = dict.fromkeys((*names.THROUGHPUT, *names.MEMORY), math.nan)
     for name in names.MEMORY:
-        # Without a GPU there are NaNs, and max() of NaNs would be the first of them.
+        # NaN without a GPU; max() would return the first NaN
         figures[name] = max((rank[name] for rank in ranks if not math.isnan(rank[name])), default=math.nan)
     if not steps or not wall:
         return figures
@@ -69,7 +70,7 @@ def perf_figures(ranks: Sequence[Sums], peak_flops: float | None) -> dict[str, f
     figures[names.SAMPLES_PER_SECOND] = sum(rank[SAMPLES] for rank in ranks) / wall
     flops = _mean(ranks, FLOPS)
     figures[names.MFU_MODEL] = mfu(flops, seconds[Phase.FORWARD] + seconds[Phase.BACKWARD], peak_flops)
-    if not math.isnan(figures[names.MFU_MODEL]):  # An impossible peak gives neither figure.
+    if not math.isnan(figures[names.MFU_MODEL]):  # an impossible peak invalidates both
         figures[names.MFU_STEP] = mfu(flops, wall, peak_flops)
     return figures
 
@@ -79,8 +80,8 @@ def _mean(ranks: Sequence[Sums], name: str) -> float:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float:
-    """Model FLOPs utilisation, a share of 1: `flops / (seconds * peak)`. NaN if it is unknown, or above 1, which is
-    impossible: peak, time or FLOPs are wrong."""
+    """Model FLOPs utilisation, from 0 to 1: `flops / (seconds * peak)`. NaN if unknown, or above 1, which means that
+    peak, time or FLOPs are wrong."""
     if peak is None or not peak > 0 or not seconds > 0:
         return math.nan
     share = flops / (seconds * peak)
@@ -92,22 +93,21 @@ PEAK_BF16: dict[str, float] = {peak["name"]: peak["tflops"] for peak in _PEAKS}
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Peak of a chip in FLOP/s with dense bf16, by `torch.cuda.get_device_name()`; `None` for one that the table does
-    not have."""
+    """A chip's dense bf16 peak in FLOP/s, by `torch.cuda.get_device_name()`; `None` if it is not in the table."""
     name = device_name.removeprefix("NVIDIA ")
     return next((tflops * 1e12 for chip, tflops in PEAK_BF16.items() if re.fullmatch(chip, name)), None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value at or below which a share in (0, 1] of the values lies (nearest rank); 0 without values."""
+    """The nearest-rank percentile for a `share` in (0, 1]; 0 without values."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)), 1) - 1] if ordered else 0.0
 
 
 class StepAggregates:
-    """The mean of everything that was added since the last `flush`; where `is_largest`, the largest value.
+    """The mean of everything added since the last `flush`; for `is_largest` names, the maximum.
 
-    `flush` returns exactly the names, in their order.
+    `flush` returns exactly the given names, in order.
     """
 
     def __init__(self, figures: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class StepAggregates:
         self._counts = dict.fromkeys(figures, 0.0)
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` items; where `is_largest`, one item."""
+        """Add a sum over `count` items; for `is_largest` names, a single item."""
         if names.is_largest(name):
             self._sums[name], self._counts[name] = max(self._sums[name], total), min(self._counts[name] + count, 1)
             return
@@ -123,7 +123,7 @@ class StepAggregates:
         self._counts[name] += count
 
     def flush(self) -> dict[str, float]:
-        """The figures, NaN where nothing was added. Starts over."""
+        """The metrics, NaN where nothing was added. Resets the sums."""
         figures = {name: self._sums[name] / count if count else math.nan for name, count in self._counts.items()}
         self._sums, self._counts = dict.fromkeys(figures, 0.0), dict.fromkeys(figures, 0.0)
         return figures

@@ -1,5 +1,5 @@
 """The phases of a step, which add up to its wall time: the time between two marks belongs to the innermost open phase,
-or to `Phase.UNACCOUNTED`. Work on a GPU runs behind the host: there a clock says when the device reached a mark."""
+or to `Phase.UNACCOUNTED`. A GPU lags behind the host, so a clock determines when the device reached each mark."""
 
 import functools
 import math
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from salesrl_trl.names import Phase
@@ -18,34 +19,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_STEPS_KEPT = 1_000
-"""Steps that nobody drains, for example because nothing is logged. Beyond it, the oldest are dropped."""
+"""Maximum number of undrained steps, e.g. when nothing is logged. Beyond it, the oldest are dropped."""
 MAX_SPANS_PENDING = 100_000
-"""Spans that nobody drains. Beyond it, the oldest are dropped. A step has some dozens of spans, and four more for each
+"""Maximum number of undrained spans. Beyond it, the oldest are dropped. A step has a few dozen spans, plus four per
 completion while rewards are traced."""
 CLOSE_PATIENCE_S = 5.0
-"""At the end, the device gets this long to finish its work. A device that hangs or has failed is left, and the host's
-times count."""
+"""Time for the device to finish its work at the end. If it hangs or has failed, the host's times are used."""
 
 
 @dataclass(eq=False, slots=True)
 class Mark:
-    """A moment in the host's program. Settled, it also has the time at which all work issued before it was done."""
+    """A point in the host program. Once settled, `time` is when all work issued before it was done."""
 
-    event: Any = None  # of the kind that its clock uses
+    event: Any = None  # depends on the clock
     host: float = field(default_factory=time.perf_counter)
     time: float | None = None
 
 
 class Clock:
-    """Says when marks were reached. This one is for a device whose work is done when the call returns: a CPU."""
+    """Determines when marks were reached. This base class is for synchronous devices: a CPU."""
 
     def mark(self) -> Mark:
-        """A mark of now. Never waits."""
+        """Mark the current point. Never waits."""
         return Mark()
 
     def settle(self, marks: Sequence[Mark]) -> None:
-        """Set the `time` of each mark, on `time.perf_counter`'s scale. Waits for the last one. The marks come in the
-        order in which they were made. Their times never fall."""
+        """Set the `time` of each mark on the `time.perf_counter` clock. Waits for the last one. Marks are passed in
+        creation order, and their times never decrease."""
         for mark in marks:
             mark.time = mark.host
 
@@ -59,10 +59,10 @@ class StepTimes:
     """A finished step: `StepTimes(started=3.0, ended=4.0, seconds={"forward": 0.6, "unaccounted": 0.4})`."""
 
     started: float
-    """Time at which the device had done all work before the step: seconds on the scale of `time.perf_counter`."""
-    ended: float  # time at which the device had done all work of the step
-    seconds: dict[str, float]  # by phase, with `UNACCOUNTED`. They sum to `wall`.
-    complete: bool = True  # false where the end of the run cut the step off
+    """When the device had finished all earlier work: seconds on the `time.perf_counter` clock."""
+    ended: float  # when the device had finished the step's work
+    seconds: dict[str, float]  # by phase, including `UNACCOUNTED`; sums to `wall`
+    complete: bool = True  # false if the end of the run cut the step off
 
     @property
     def wall(self) -> float:
@@ -80,7 +80,7 @@ class _Step:
         self.owners = [owner]
 
     def cut(self, mark: Mark, owner: str) -> None:
-        """From this mark on, the time is this owner's."""
+        """From this mark on, the time belongs to this owner."""
         self.marks.append(mark)
         self.owners.append(owner)
 
@@ -114,9 +114,8 @@ class Timeline:
 
     @property
     def current(self) -> tuple[str, float] | None:
-        """The phase of now and its seconds on the host so far, from any thread: the innermost open one, or the opaque
-        phase around it. Between two phases of a step it is `UNACCOUNTED`, with the seconds since the last phase ended.
-        Outside of phases and steps, `None`."""
+        """The current phase and its host time so far, from any thread: the innermost open one, or the opaque phase
+        around it. Between a step's phases, `UNACCOUNTED` and the time since the last one ended. Otherwise `None`."""
         stack = self._stack
         if not stack:
             return None if self._step is None else (Phase.UNACCOUNTED, time.perf_counter() - self._cut_at)
@@ -125,7 +124,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Timing]:
-        """Time a block as a phase. On another thread, the block is a span on that thread's track instead."""
+        """Time a block as a phase. On other threads, the block becomes a span on the thread's own track."""
         timing = self.begin(name)
         if timing is None:
             with TimingContext(name, self if self.enabled else None) as elsewhere:
@@ -140,8 +139,8 @@ class Timeline:
             self.end(timing)
 
     def begin(self, name: str) -> Timing | None:
-        """Open a phase that another function ends by `end`. `starts` and `close` end it too. `None` where nothing is
-        measured: on another thread, or while it is not `enabled`."""
+        """Open a phase that is closed elsewhere by `end`, or by `starts` and `close`. `None` if nothing is measured:
+        on other threads, or while not `enabled`."""
         if not self.enabled or threading.get_ident() != self._thread:
             return None
         mark = self._clock.mark()
@@ -150,7 +149,7 @@ class Timeline:
         return phase.timing
 
     def end(self, what: str | Timing) -> None:
-        """Close a phase, by its name or its timing, if it is open, with all phases inside it."""
+        """Close a phase, by name or timing, with all phases inside it, if it is open."""
         open_ones = [place for place, phase in enumerate(self._stack) if what in (phase.timing.name, phase.timing)]
         if not open_ones:
             return
@@ -162,7 +161,7 @@ class Timeline:
         self._cut(mark, self._stack[:index])
 
     def starts(self) -> None:
-        """Begin the first step now, on this thread. Steps of an earlier run are dropped."""
+        """Begin the first step now, on this thread. Drops steps of an earlier run."""
         self._thread = threading.get_ident()
         self._stack, self._owner = (), Phase.UNACCOUNTED
         self._finished.clear()
@@ -170,7 +169,7 @@ class Timeline:
         self._step = _Step(self._clock.mark(), Phase.UNACCOUNTED) if self.enabled else None
 
     def stops(self) -> None:
-        """Begin no more steps. Phases are still kept as spans."""
+        """Stop measuring steps. Phases are still recorded as spans."""
         self._step = None
 
     def step_ends(self) -> None:
@@ -185,30 +184,27 @@ class Timeline:
         self._step = _Step(mark, self._owner)
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Keep spans that were measured elsewhere. From any thread."""
+        """Add spans measured elsewhere. From any thread."""
         self._spans.extend(spans)
 
     def drain_spans(self) -> list[Span]:
-        """The settled phases and the spans of other threads that ended since the last call."""
-        spans = []
-        while self._spans:
-            spans.append(self._spans.popleft())
-        return spans
+        """The settled phases, and the spans of other threads, that ended since the last call."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def drain_steps(self) -> list[StepTimes]:
-        """The steps that ended since the last call. Waits until the device is done with them."""
+        """The steps that ended since the last call. Waits until the device has finished them."""
         steps = []
         while self._finished:
             step = self._finished.popleft()
             self._settle_marks(step.marks, step.marks[-1].host)
             steps.append(step.times())
-        if self._step is None:  # phases may lie outside of any step
+        if self._step is None:  # phases may occur outside of steps
             self._settle_marks([], math.inf)
         return steps
 
     def close(self) -> StepTimes | None:
         """End all open phases as failed, and settle everything. Waits at most `CLOSE_PATIENCE_S` for the device.
-        Returns the step that was cut off, if there was one."""
+        Returns the interrupted step, if any."""
         if self._stack:
             self._stack[0].timing.failed = True
             self.end(self._stack[0].timing)
@@ -234,13 +230,13 @@ class Timeline:
             self._step.cut(mark, self._owner)
 
     def _settle_marks(self, marks: Sequence[Mark], until: float) -> None:
-        """Settle marks, with the marks of phases that were closed by `until`, which become spans."""
+        """Settle marks, including those of phases closed by `until`, and turn these phases into spans."""
         ended = []
         while self._closed_phases and self._closed_phases[0][2].host <= until:
             ended.append(self._closed_phases.popleft())
         waiting = {mark for mark in (*marks, *(mark for phase in ended for mark in phase[1:3])) if mark.time is None}
         if waiting:
-            self._clock.settle(sorted(waiting, key=lambda mark: mark.host))
+            self._clock.settle(sorted(waiting, key=attrgetter("host")))
         for name, start, end, failed in ended:
             self.add([Span(name=name, started=start.time or 0.0, ended=end.time or 0.0, failed=failed)])
 
@@ -251,7 +247,7 @@ def _shown(stack: tuple[_OpenPhase, ...], opaque: frozenset[str]) -> Timing:
 
 
 def phased(timeline: Timeline, name: str, function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as a phase: the time of each call is its own."""
+    """Wrap `function` so that each call is timed as a phase."""
 
     @functools.wraps(function)
     def timed(*args: P.args, **kwargs: P.kwargs) -> R:

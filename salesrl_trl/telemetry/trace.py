@@ -1,6 +1,6 @@
-"""The run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing. `instruments` calls `StepTrace`.
+"""Writes the run as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing. `instruments` calls `StepTrace`.
 
-The file is a JSON array, which may lack its end: the trace of a run that was cut off can be read. Format:
+The file is a JSON array whose closing bracket is optional, so the trace of an interrupted run is readable. Format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -9,56 +9,56 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accelerate.utils import gather_object
 
 from salesrl_trl.ground.process import put_aside
+from salesrl_trl.telemetry.logs import warn_once
 from salesrl_trl.telemetry.timeline import StepTimes
 from salesrl_trl.timing import PHASES_TRACK, Span
 
 logger = logging.getLogger(__name__)
 
-REWARDS_PROCESS = 100_000  # number of the process with the tracks of a rank's rewards: this plus the rank
+REWARDS_PROCESS = 100_000  # a rank's reward tracks belong to the process with this id plus the rank
 STEPS_TRACK = "steps"
 
 
 class StepTrace:
-    """Spans of the traced steps, whose numbers are in `steps`. Every rank has one; the main rank writes the file. It
-    has at most `max_bytes`; the file of an earlier start gets another name. `warn` logs each text once."""
+    """Spans of the traced `steps`. Every rank has one; the main rank writes the file, which is limited to `max_bytes`.
+    An existing file is renamed."""
 
-    def __init__(self, path: Path, steps: range, max_bytes: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, steps: range, max_bytes: int) -> None:
         self._path = path
         self._traced = steps
         self._max_bytes = max_bytes
-        self._warn = warn
-        self._background_spans: list[Span] = []  # of batches of the traced steps
-        self._origin: float | None = None  # time at which the file begins, on the scale that all ranks share
+        self._background_spans: list[Span] = []  # of the traced steps' batches
+        self._origin: float | None = None  # start of the file, on the clock shared by all ranks
         self._tracks: dict[int, list[str]] = {}  # by process
         self._is_written = False  # by this rank
-        self._clock_offset = time.time() - time.perf_counter()  # to the time of day, which machines share
+        self._clock_offset = time.time() - time.perf_counter()  # to the time of day, shared by all machines
         self._first_step = 0
 
     def start(self) -> None:
-        """Let this rank write the file. Called on the main rank."""
+        """Make this rank write the file. Called on the main rank."""
         self._is_written = bool(self._traced)
 
     def begin_training(self, step: int) -> None:
-        """Begin training after `step` optimizer steps. Spans of an earlier training are dropped."""
+        """Begin training after `step` optimizer steps. Drops spans of an earlier training."""
         self._first_step = step
         self._background_spans.clear()
-        if not self._path.exists():  # it was moved with its run
+        if not self._path.exists():  # the run was moved
             self._origin = None
 
     def add(self, step: int, spans: Sequence[Span]) -> None:
-        """Keep spans of other threads, if `step` is traced."""
+        """Add spans of other threads if `step` is traced."""
         if step in self._traced:
             self._background_spans += spans
 
     def write(self, rank: int, last_step: int, steps: Sequence[StepTimes], spans: Sequence[Span]) -> None:
-        """Gather the spans of traced steps on the main rank. A collective if there are traced steps, on all ranks
-        alike. `steps` and `spans` are the timeline's since the last call, and `last_step` is the last of them."""
+        """Gather the spans of traced steps on the main rank. A collective whenever `steps` include traced ones, which
+        holds for all ranks or none. `steps`, up to `last_step`, and `spans` are the timeline's since the last call."""
         first = last_step - len(steps) + 1
         traced = [step for number, step in enumerate(steps, start=first) if number in self._traced]
         if not traced:
@@ -79,7 +79,7 @@ class StepTrace:
     def close(
         self, last_step: int, steps: Sequence[StepTimes], cut_off: StepTimes | None, spans: Sequence[Span]
     ) -> None:
-        """Write the main rank's last spans, with the step that was cut off, and end the file; no collective."""
+        """Write the main rank's last spans, including the interrupted step, and close the file; not a collective."""
         if self._is_written and (self._origin is not None or cut_off is not None):
             ended = [*steps, *([cut_off] if cut_off else [])]
             self._write([(0, self._clock_offset, [*spans, *self._background_spans, *_step_spans(last_step, ended)])])
@@ -89,7 +89,7 @@ class StepTrace:
         self._origin, self._is_written = None, False
 
     def _write(self, everywhere: Sequence[tuple[int, float, Sequence[Span]]]) -> None:
-        """Write spans, each list with its rank and its clock's offset. A full disk ends the trace, not the run."""
+        """Write lists of spans with their rank and clock offset. A full disk ends the trace, not the run."""
         starts = [span.started + offset for _, offset, spans in everywhere for span in spans]
         if not starts:
             return
@@ -126,9 +126,9 @@ class StepTrace:
     def _append(self, events: Sequence[dict[str, object]], size: int) -> None:
         lines = [json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events]
         content = (",\n" if size > 1 else "\n") + ",\n".join(lines)
-        if size + len(content) + 3 > self._max_bytes:  # with the end
+        if size + len(content) + 3 > self._max_bytes:  # including the closing bracket
             most = f"{self._max_bytes / 1e6:.0f} MB"
-            self._warn(f"{self._path} is full at {most}: later spans are left out (`trace_steps` chooses others)")
+            warn_once(f"{self._path} reached {most}: later spans are dropped (`trace_steps` selects other steps)")
             self._is_written = False
             return
         with self._path.open("a", encoding="utf-8", errors="replace") as file:

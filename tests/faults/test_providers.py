@@ -58,7 +58,7 @@ def too_many(body, _):
     ("answer", "words"),
     [
         (only_thinks, r"`max_completion_tokens`.*enable_thinking: false"),
-        (too_many, r"fault with the request's max_completion_tokens"),
+        (too_many, r"It rejects the request's max_completion_tokens"),
     ],
 )
 def test_what_no_other_form_of_a_request_can_mend_is_one_message_and_drops_no_field(answer, words):

@@ -59,7 +59,7 @@ def test_a_push_uploads_whole_policies_and_nothing_else_of_the_folder(
     assert set(hub.files) == POLICY | more
     assert all(CUSTOMER.encode() not in content for commit in hub.commits for content in commit.values())
     assert not [*folder.glob(".pushing-*")]
-    assert "[Run] hub          policy (private, if it is new) gets weights, tokenizer" in caplog.text
+    assert "[Run] hub          policy (private, if new) gets weights, tokenizer" in caplog.text
     card = hub.commits[-1]["README.md"].decode()
     assert "# policy\n" in card and "mean reward changed by" in card and "| Reward | length, weight 1 |" in card
     assert str(tmp_path) not in card and ".saving" not in card

@@ -225,7 +225,7 @@ def test_branches_come_from_the_column_branch(tiny, tmp_path):
     assert {"reward/long", "kl/long", "beta/short"} <= lines[0].keys()
     with pytest.raises(ConfigError, match=r"column 'branch' is 'long'. Expected one of `branches`: short"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows=rows, branches=["short"])
-    with pytest.raises(ConfigError, match=r"no column 'branch'. It has: prompt, kind, answer"):
+    with pytest.raises(ConfigError, match=r"lacks the column 'branch'. It has: prompt, kind, answer"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, branches=["short", "long"])
 
 
@@ -323,10 +323,10 @@ def test_a_function_that_fails_at_times_loses_no_step(tiny, tmp_path):
 def test_a_group_that_lies_on_two_processes_and_a_column_that_is_not_there_are_refused_at_once(tiny, tmp_path):
     rewards = RewardFuncs.of(order, None, None)
     rewards.check(["prompt"], group=8, size=16)
-    with pytest.raises(ConfigError, match="scores the 8 completions of a prompt together, and a process generates 4"):
+    with pytest.raises(ConfigError, match="scores the 8 completions of a prompt jointly, but a process generates 4"):
         rewards.check(["prompt"], group=8, size=4)
     rewards.reward_loop.close()
-    with pytest.raises(ConfigError, match=r"'words', which scores a completion, takes 'answer'.*: prompt, kind"):
+    with pytest.raises(ConfigError, match=r"'words', which scores a completion, requires 'answer'.*: prompt, kind"):
         rows = [{name: each[name] for name in ("prompt", "kind")} for each in ROWS]
         run("/before/a/model/is/loaded", SalesGRPOTrainer, SalesGRPOConfig, words, tmp_path, rows)
 
@@ -407,7 +407,7 @@ def test_a_column_may_have_any_name_but_those_of_trls_arguments(tiny, tmp_path):
     rows = [{**row, "self": "a", "cls": "b", "args": "c"} for row in ROWS]
     _, lines = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, rows)
     assert [line["reward"] for line in lines] == [0.5] * 3
-    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer needs"):
+    with pytest.raises(DataError, match="column `log_extra`, a name that the trainer reserves"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, reads, tmp_path, [{**row, "log_extra": 1} for row in ROWS])
 
 
@@ -436,7 +436,7 @@ def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
     for name in ("row", "prompts", "completions"):
-        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer needs"):
+        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer reserves"):
             prompt_dataset([[]], [parse_row({**record, name: 1}, 0, (), "here")], for_functions=True)
     assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
 

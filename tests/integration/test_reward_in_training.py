@@ -41,7 +41,7 @@ def test_the_warm_up_stops_a_run_that_could_not_score(scripted_trainer, services
         warm_up(trainer.components.reward_loop)
     assert "[WarmUp] rag_8b: 0." in caplog.text
     services.set("judge", {}, status=500)
-    with pytest.raises(ServiceUnavailable, match="did not pass their warm-up"):
+    with pytest.raises(ServiceUnavailable, match="failed their warm-up"):
         warm_up(trainer.components.reward_loop)
 
 

@@ -50,13 +50,13 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
         train(tiny, tmp_path / "other", rollout_lookahead=1, max_staleness=3)
         train(tiny, tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4, record=True)
     assert '"figures"' in (tmp_path / "report.html").read_text()
-    assert not (tmp_path / "other/report.html").exists() and "report       off: it is made of" in caplog.text
+    assert not (tmp_path / "other/report.html").exists() and "report       off: it requires" in caplog.text
     names = [line.split()[1] for line in banner]
     assert names == ["reward", "step", "rollouts", "branch", "budget", "version", "record", "report", "output"]
     assert f"length: at {length.__code__.co_filename}" in banner[0]
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
-    assert "record       off: no completion is kept" in caplog.text
+    assert "record       off: completions are not kept" in caplog.text
     assert "`max_staleness` has no effect" in caplog.text and "groups that are scored first" not in caplog.text
     train(tiny, tmp_path, max_steps=1, record=True)  # another run in this folder
     train(tiny, tmp_path, resume=str(tmp_path / "run-1/checkpoint-4"), max_steps=6, record=True)

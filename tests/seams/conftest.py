@@ -30,7 +30,7 @@ def result_of(monkeypatch):
         loop = RewardLoop(place(reward))
         try:
             batch = loop.begin([{"row": 0}] * len(completions) if rows is None else rows, group)
-            loop.start_all(batch, completions)
+            loop.post(batch.start_all, completions)
             return loop.result(batch, completions)
         finally:
             loop.close()

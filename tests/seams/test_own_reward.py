@@ -20,7 +20,7 @@ from support.virtual_time import play, run
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceOverloaded
 from salesrl_trl.judged.budget import FREE, Budget, Limit, read_account
 from salesrl_trl.judged.spending import Spending
-from salesrl_trl.reward.batch import Sample, wait_for
+from salesrl_trl.reward.batch import RewardBatch, Sample, wait_for
 from salesrl_trl.reward.functions import RewardFunction, per_completion, per_group, reward_of
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.stage_times import StageTimes
@@ -126,7 +126,7 @@ def test_a_fault_is_logged_once_by_its_place_and_without_its_words(caplog):
     assert sorted(record.message.split(" at ")[0] for record in caplog.records) == [
         "the reward function shortness raised ValueError",
         "the reward function shortness returned a str for a completion. Expected a number, None or a Reward; such "
-        "completions are missing",
+        "completions stay unscored",
     ]
     assert "customer" not in caplog.text
 
@@ -222,7 +222,7 @@ def test_a_group_begins_when_its_last_completion_is_there():
         return [1.0] * len(completions)
 
     async def scene():
-        batch = graded.batch(rows(4), 2)
+        batch = RewardBatch(graded, rows(4), 2)
         for place in (0, 3, 2):
             batch.start(place, f"{place}", [place])
         await wait_for([batch], partial(batch.has_settled, [[2, 3]]))
@@ -244,7 +244,7 @@ def test_a_completion_has_its_time_from_the_moment_its_group_is_there():
         return [1.0] * len(completions)
 
     async def scene(text, expected):
-        batch = graded.batch(rows(2), 2)
+        batch = RewardBatch(graded, rows(2), 2)
         batch.start(0, text)
         await asyncio.sleep(30.0)  # the other one is still generated
         batch.start(1, text)
@@ -300,9 +300,12 @@ def test_beside_a_reward_model_a_completion_to_which_no_function_applies_has_the
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (per_completion(lambda prompt, answer: 0), r"'<lambda>', which scores a completion, takes 'answer'. Expected"),
-        (per_group(lambda completion: 0), "which scores a group, takes 'completion'"),
-        (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, takes 'gold'"),
+        (
+            per_completion(lambda prompt, answer: 0),
+            r"'<lambda>', which scores a completion, requires 'answer'. Expected",
+        ),
+        (per_group(lambda completion: 0), "which scores a group, requires 'completion'"),
+        (RewardFunction(lambda prompts, completion_ids, gold: 0), "which scores a batch, requires 'gold'"),
     ],
 )
 def test_an_argument_that_nothing_gives_is_refused_with_what_there_is(function, message):
@@ -321,7 +324,7 @@ def test_a_function_of_verl_s_signature_is_a_reward_as_it_is(result_of):
     result = result_of(reward_of(compute_score), ["7", "7", "number"], rows(3, **columns))
     assert result.values == [1.0, 0.0, 0.5]
     assert result.rewards[0].metrics == (("rewards/compute_score/length", 1.0),)
-    with pytest.raises(ConfigError, match="'compute_score', which scores a completion, takes 'reward_model'"):
+    with pytest.raises(ConfigError, match="'compute_score', which scores a completion, requires 'reward_model'"):
         reward_of(compute_score).names.needs[0].check(["prompt", "data_source"])
 
 

@@ -32,7 +32,7 @@ class Request:
 
 @dataclass
 class Reply:
-    """What it answers: as much of an aiohttp response as `HttpClient` reads. The body comes in one part."""
+    """What it answers: as much of an aiohttp response as `HttpClient` reads."""
 
     body: bytes
     status: int = 200
@@ -42,8 +42,10 @@ class Reply:
     def content(self):
         return self
 
-    async def iter_any(self):
-        yield self.body
+    async def readexactly(self, count):
+        if len(self.body) < count:
+            raise asyncio.IncompleteReadError(self.body, count)
+        return self.body[:count]
 
     def hang_up(self):
         """There is no connection."""

@@ -26,7 +26,7 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "8 prompts x 8 completions = 64 completions (8 a micro-batch x 8 accumulated); 30 steps",
                 "up to 64 new tokens in 320 with the prompt",
                 "generated up to 2 steps ahead",
-                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats a token",
+                "fairness: coefficient 0.05, KL band 0.1 to 0.3 nats per token",
                 "built-in, compact (your own: --prompt_template FILE); rubrics: built-in",
                 "embedded, made for the demo (your own: --judge_providers.base_url",
                 "prompt_template, vllm_max_model_length",

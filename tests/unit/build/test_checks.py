@@ -128,10 +128,10 @@ def test_a_key_is_read_from_the_file_that_is_named_if_its_owner_alone_can_read_i
     ("content", "mode", "message"),
     [
         (b"sk-hunter2", 0o640, r'the permissions 640, .* Expected .*: chmod 600 "\$SOME_KEY_FILE"$'),
-        (b" \n", 0o600, "holds no key"),
-        (b"sk-hunter2" * 500, 0o600, "holds more than 4096 bytes"),
-        (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at place 11"),
-        (b"sk-hunter2\xff", 0o600, "a character beyond ASCII at place 11"),
+        (b" \n", 0o600, "is empty"),
+        (b"sk-hunter2" * 500, 0o600, "exceeds 4096 bytes"),
+        (b"sk-hunter2\nsk-hunter2", 0o600, "white space or a control character at position 11"),
+        (b"sk-hunter2\xff", 0o600, "a non-ASCII character at position 11"),
         (None, 0o600, "can't be read .No such file or directory"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_variable_that_is_not_set_is_refused_and_a_key_in_place_of_its_name_is
 
 
 def test_a_key_that_can_not_travel_is_told_without_showing_it(monkeypatch):
-    key, what = "sk-h\u00fcnter2", "a character beyond ASCII at place 5 of 10"
+    key, what = "sk-h\u00fcnter2", "a non-ASCII character at position 5 of 10"
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(ConfigError, match=f"variable SOME_KEY .*{what}") as caught:
         read_key("SOME_KEY", "judge_api_key_env")

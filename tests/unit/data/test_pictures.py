@@ -44,7 +44,7 @@ def test_paths_start_at_the_data_file(load, tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["absent.png"], r"row 0 \(counted from 0; id 'r7'\): the picture .*absent\.png is not there"),
+        (["absent.png"], r"row 0 \(counted from 0; id 'r7'\): the picture .*absent\.png does not exist"),
         (["rows.jsonl"], r"id 'r7'\): the picture .*rows\.jsonl can't be read"),
         ([7], r"`images` holds a int"),
     ],

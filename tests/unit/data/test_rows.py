@@ -195,5 +195,5 @@ def test_values_that_no_table_holds_are_told_by_line_column_and_kind(dataset, va
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "trainer_state", "log_extra", "log_metric", "row"])
 def test_a_column_with_a_name_of_the_trainers_is_refused(dataset, name):
-    with pytest.raises(DataError, match=f"the rows have the column `{name}`, a name that the trainer needs"):
+    with pytest.raises(DataError, match=f"the rows have the column `{name}`, a name that the trainer reserves"):
         prompt_dataset(["?"], load(dataset({**GOOD, name: 1})), for_functions=True)

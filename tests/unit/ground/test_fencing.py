@@ -107,7 +107,7 @@ def test_a_message_without_a_fence_has_no_sections():
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "a>"])
 def test_a_section_name_that_could_break_the_fence_is_refused(name):
-    with pytest.raises(ValueError, match="section's name"):
+    with pytest.raises(ValueError, match="a section is named"):
         fence({name: "x"})
 
 

@@ -107,7 +107,7 @@ def test_a_band_out_of_reach_is_said_with_what_to_change_and_control_goes_on():
     plant = out_of_reach(0)
     while not control.branches[0].notice:
         control.observe(plant.step(control.betas))
-    assert "no nearer to [0.02, 0.06]" in control.branches[0].notice
+    assert "got no closer to [0.02, 0.06]" in control.branches[0].notice
     assert "Lower `learning_rate`, raise `high`, or give the branch a `least_share`" in control.branches[0].notice
     assert control.branches[0].state_dict()["law_state"][NOTICE] == control.branches[0].notice
     said, notice = control.betas[0], control.branches[0].notice

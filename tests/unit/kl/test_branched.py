@@ -68,7 +68,7 @@ def test_sums_are_of_one_step_only():
     kl = branched()
     loss_of(kl, micro_batch(0.2, [0]))
     kl.drain_sums()
-    with pytest.raises(RuntimeError, match="before `add` was given a micro-batch"):
+    with pytest.raises(RuntimeError, match="called before `add`"):
         kl.drain_sums()
     loss_of(kl, micro_batch(0.2, [0]))
     kl.forget_sums()  # a run that was interrupted inside a step
@@ -127,4 +127,4 @@ def test_a_checkpoint_without_a_state_starts_as_configured_with_a_warning(tmp_pa
     kl = branched()
     kl.load(tmp_path)
     assert kl.control.betas == [0.1, 0.3]
-    assert f"{tmp_path} holds no {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text
+    assert f"{tmp_path} lacks {KL_STATE_FILE}: the KL coefficients start as configured" in caplog.text

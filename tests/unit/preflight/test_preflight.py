@@ -281,7 +281,7 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
 @pytest.mark.parametrize(
     ("tool", "arguments", "message"),
     [
-        (main, ["--stage"], "the arguments do not work: argument --stage: expected one argument"),
+        (main, ["--stage"], "invalid arguments: argument --stage: expected one argument"),
         (main, ["--stage", "judge", "--config", "absent.yaml"], "there is no recipe absent.yaml. Expected a YAML"),
         (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
         (main, ["--config", "BROKEN"], "is not YAML"),

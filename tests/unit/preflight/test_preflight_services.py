@@ -127,7 +127,7 @@ def test_of_several_processes_the_first_makes_the_calls_of_all(services):
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(401, "refuses access (401): check the key"), (404, "answered 404: no retry will mend it"), (500, "answered 5")],
+    [(401, "refuses access (401): check the key"), (404, "answered 404: retrying won't help"), (500, "answered 5")],
 )
 def test_a_service_that_refuses_every_call_fails_before_the_load(services, status, message):
     for stage, name in ((RAG_STAGE, "8b"), (JUDGE_STAGE, "judge")):
@@ -267,7 +267,7 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
     ]
     report = examine(JUDGE_STAGE, mild, judge_providers=providers)
     assert (report.figures["judge_mild_in_flight"], report.figures["judge_harsh_in_flight"]) == (32, 32)
-    assert "judge_gone could not be reached" in text_of(report)
+    assert "judge_gone is unreachable" in text_of(report)
     assert report.verdict is NOTED
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from support.virtual_time import play
 
-from salesrl_trl.reward.batch import completion_text, wait_for
+from salesrl_trl.reward.batch import RewardBatch, completion_text, wait_for
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.service.event_loop import CANCEL_GRACE_S, remaining_s
 from salesrl_trl.timing import overlap
@@ -89,7 +89,7 @@ async def turns(count=5):
 async def begun(*texts, reward=None):
     """A reward, and a batch of it in which these texts are under way; `None` for one that is not there yet."""
     reward = reward or Answered()
-    batch = reward.batch([{"row": number} for number in range(len(texts))])
+    batch = RewardBatch(reward, [{"row": number} for number in range(len(texts))])
     for place, text in enumerate(texts):
         if text is not None:
             batch.start(place, text)

@@ -12,6 +12,7 @@ from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat
 
 from salesrl_trl.ground.fencing import read_sections
 from salesrl_trl.judged.rag_client import RagClient
+from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.types import Outcome
 
 
@@ -37,7 +38,7 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
 
 def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
     async def give_up_after(turns):
-        batch = reward.batch([{"row": 0}])
+        batch = RewardBatch(reward, [{"row": 0}])
         batch.start(0, ACTION)
         for _ in range(turns):
             await asyncio.sleep(0)

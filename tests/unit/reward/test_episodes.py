@@ -95,7 +95,7 @@ def test_a_completion_that_no_episode_has_made_has_no_number():
 def test_what_an_episode_does_not_go_with_is_refused():
     refused = {
         "alone": lambda: RewardFuncs.of([episode, other], None, None),
-        "beside other rewards": lambda: RewardFuncs.of(episode, None, None, has_more=True),
+        "combined with other rewards": lambda: RewardFuncs.of(episode, None, None, has_more=True),
         "reward_process": lambda: combined([episode], [1.0], RemoteReward),
         "SalesGRPOConfig": lambda: SalesGRPOTrainer(
             "policy", [episode], GRPOConfig("out", report_to="none", bf16=False)

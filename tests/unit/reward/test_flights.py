@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,8 @@ def test_an_answer_counts_also_where_a_failure_comes_at_the_same_moment(order, g
         async def attempt():
             return await next(left)
 
-        flight = _Flight(attempt, 1, lambda error, number: beside.append(number))
+        flights = SimpleNamespace(failed_beside=lambda error, number: beside.append(number))
+        flight = _Flight(attempt, 1, flights)
         flight.send(2)
         await asyncio.sleep(0)
         for place in order:
@@ -117,8 +119,8 @@ def test_where_most_are_refused_at_any_load_the_limit_falls_and_is_back_as_soon_
         for load in (64, 8, 30) * 12:
             limit.record_overload(limit.record_sent(load))
     assert limit.slots < 64 and limit.cause == CLOSED and limit in FALLEN
-    assert caplog.messages == [f"[Limit] judge: 51 calls at once, and falling, because {CLOSED}"]
-    assert limit.in_words() == f"judge is asked {limit.slots} at once, of 64, because {CLOSED}"
+    assert caplog.messages == [f"[Limit] judge: concurrency lowered to 51, because {CLOSED}"]
+    assert limit.in_words() == f"judge is limited to {limit.slots} of 64 concurrent calls, because {CLOSED}"
     answer(limit, 130)  # half a slot each
     assert (limit.slots, limit.cause) == (64, "") and limit not in FALLEN
 
@@ -185,7 +187,7 @@ def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
             task.cancel()
         await asyncio.gather(first, *others, return_exceptions=True)
         flights = one._flights.get()
-        assert (flights._taken, flights.waiting, flights._turned_away) == (0, 0, {})
+        assert (flights._taken, len(flights._line), flights._turned_away) == (0, 0, {})
         assert await one.call(partial(asyncio.sleep, 0, "ok")) == "ok"
         with deadline(0.5), pytest.raises(DeadlineExceeded):
             await asyncio.gather(one.call(partial(asyncio.sleep, 1.0)), one.call(partial(asyncio.sleep, 1.0)))

@@ -11,7 +11,7 @@ from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.judge_reward import JudgeReward
 from salesrl_trl.judged.scoring import Added, RewardStage, Scoring
 from salesrl_trl.names import JUDGED_SINGLY
-from salesrl_trl.reward.batch import wait_for
+from salesrl_trl.reward.batch import RewardBatch, wait_for
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.scorer import Per
 from salesrl_trl.types import Outcome, Verdict
@@ -72,7 +72,7 @@ def test_each_completions_record_has_its_own_score_and_the_calls_of_its_group(se
     recording.records = True
 
     async def once():
-        batch = recording.batch([ROW] * 8, group=8)
+        batch = RewardBatch(recording, [ROW] * 8, group=8)
         batch.start_all(TEXTS)
         await wait_for([batch], partial(batch.has_settled, [range(8)]))
         await recording.aclose()
@@ -143,14 +143,14 @@ def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_ar
 
     async def both():
         for by_second in (False, True):
-            batch = metered.batch([ROW] * 8, group=8)
+            batch = RewardBatch(metered, [ROW] * 8, group=8)
             batch.by_second = by_second
             batch.start_all(TEXTS)
             await wait_for([batch], partial(batch.has_settled, [range(8)]))
             # A completion of another text, in the place of the last one, is of the same judge.
             batch.start(7, "0.9")
             await wait_for([batch], partial(batch.has_settled, [range(8)]))
-        taken = metered.batch([ROW] * 8, group=8)
+        taken = RewardBatch(metered, [ROW] * 8, group=8)
         taken.take([(batch, range(8))], [(0.0, 0.0)])
         taken.start(7, "0.95")
         await wait_for([taken], partial(taken.has_settled, [range(8)]))
@@ -214,7 +214,7 @@ def test_the_call_waits_for_the_last_completion_and_not_for_one_that_failed():
     judge, reward = own_reward()
 
     async def streamed():
-        batch = reward.batch([ROW] * 16, group=8)
+        batch = RewardBatch(reward, [ROW] * 16, group=8)
         for place in range(15):
             batch.start(place, TEXTS[place % 8], failed="tool_down" if place == 3 else None)
         await wait_for([batch], partial(batch.has_settled, [range(8)]))
@@ -241,7 +241,7 @@ def test_a_group_that_begins_again_is_judged_by_its_new_texts():
     judge, reward = own_reward()
 
     async def changed():
-        batch = reward.batch([ROW] * 8, group=8)
+        batch = RewardBatch(reward, [ROW] * 8, group=8)
         batch.start(0, " ")
         for place in range(1, 7):
             batch.start(place, TEXTS[place])

@@ -156,7 +156,7 @@ def test_a_margin_without_a_column_of_references_is_told_before_training():
     weights = {"all": {"judge": 1.0, "margin": 1.0}}
     margin = judge_reward(judge="seams.own_reward.ByLength", branch_reward_weights=weights)
     with pytest.raises(
-        ConfigError, match=r"'judge', which scores a completion, takes 'reference'\. .* Add the column"
+        ConfigError, match=r"'judge', which scores a completion, requires 'reference'\. .* Add the column"
     ):
         RewardFuncs.of(margin, None, None).check(["prompt"], 2, 4)
     RewardFuncs.of(margin, None, None).check(["prompt", "reference"], 2, 4)
@@ -196,10 +196,10 @@ def test_parts_of_another_function_are_not_taken_for_the_judges_and_a_second_jud
     own = JudgeReward(Whole(), Scoring(weights={"all": {"judge": 1.0}}))
     (reward,) = in_virtual_time(MixedReward([own, other], [1.0, 1.0]).score_all([QUESTION], ["5"])).rewards
     assert (reward.components["judge"], reward.components["other/judge"]) == (0.75, 0.1)
-    with pytest.raises(ConfigError, match="have the name judge, margin"):
+    with pytest.raises(ConfigError, match="are named judge, margin"):
         MixedReward([own, own], [1.0, 1.0])
     other.__name__ = "judge"  # its words would take the place of the packaged judge's in the record
-    with pytest.raises(ConfigError, match="have the name judge"):
+    with pytest.raises(ConfigError, match="are named judge"):
         MixedReward([own, other], [1.0, 1.0])
     MixedReward([other, other], [1.0, 1.0])
 

@@ -84,7 +84,7 @@ class OnItsLoop:
     def begun(self, *texts):
         """A batch with these texts for the first row under way."""
         batch = self.begin([0] * len(texts))
-        self.loop.start_all(batch, texts)
+        self.loop.post(batch.start_all, texts)
         return batch
 
     def result(self, completions, indices=None, rows=None):
@@ -273,7 +273,7 @@ def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, r
     assert result.report.traffic["judge"]["calls"] == 2  # of the new one: the other can't tell any more
     assert [stages.completion_record.verdicts["judge"].candidate for stages in batch.stages[1:]] == [0.75, 0.75]
     assert read_account(tmp_path / "spent.json").taken["max_calls"] >= sum(services.calls.values())  # of both
-    assert own_words(caplog) == ["the reward process ended with code -9, and 2 completions in its hands"]
+    assert own_words(caplog) == ["the reward process exited with code -9 while scoring 2 completions"]
 
 
 def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process, caplog):
@@ -281,15 +281,15 @@ def test_a_text_that_ends_each_child_costs_what_was_in_its_hands(remote_process,
     rows = [{"prompt": ""}] * 2
     result = reward.result(["c", deadly.POISON], rows=rows)
     assert {(each.outcome, each.reason) for each in result.rewards} == {(Outcome.INFRA, "reward_process_ended")}
-    assert sum("the reward process ended with code 1" in line for line in own_words(caplog)) == 2
+    assert sum("the reward process exited with code 1" in line for line in own_words(caplog)) == 2
     assert reward.result(["f"], rows=rows[:1]).values == [1.0]
 
 
 def test_completions_that_are_scored_together_are_missing_when_their_child_ends(remote_process):
     reward = remote_process(chain=deadly.together)
     batch = reward.loop.begin([{"prompt": ""}] * 2, 2)
-    reward.loop.start(batch, 0, "a")
-    until(lambda: reward.reward.child is not None and reward.reward.child.scored)
+    reward.loop.post(batch.start, 0, "a")
+    until(lambda: reward.child is not None and reward.child.scored)
     reward.process.kill()
     until(lambda: batch.rewards[0] is not None)
     reward.reward.deadline_s = batch._deadline_s = 0.5  # the other one would wait for it
@@ -310,9 +310,9 @@ def test_a_stopped_child_is_replaced_and_what_it_had_in_hand_is_asked_again(
     assert reward.process.pid != stopped.pid
     assert is_gone(stopped.pid)
     assert sorted(own_words(caplog)) == [
-        "the reward process does not answer what it has counted",  # the question about its counts
-        "the reward process ended with code -9, and 2 completions in its hands",
-        "the reward process has not answered for 6 s, and is ended; it shows where it is",
+        "the reward process does not respond to the request for its counters",  # the question about its counts
+        "the reward process exited with code -9 while scoring 2 completions",
+        "the reward process has not answered for 6 s and is being killed; its stack trace follows",
     ]
 
 
@@ -337,7 +337,8 @@ def test_closing_ends_the_child_and_is_no_complaint_of_one_at_work(
         child.kill()
     reward.loop.close()  # again
     assert child.poll() == (-signal.SIGKILL if is_stopped else 0)
-    said = ["does not close, and is ended; it shows where it is", "ended with code -9, and 0 completions in its hands"]
+    closing = "does not close and is being killed; its stack trace follows"
+    said = [closing, "exited with code -9 while scoring 0 completions"]
     assert own_words(caplog) == [f"the reward process {line}" for line in said * is_stopped]
 
 

@@ -16,7 +16,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.record.reader import record_file, row_of
 from salesrl_trl.record.replay import NOT_RECORDED, ReplayReward, recorded_name
 from salesrl_trl.record.writer import Batch, Entry, Recorder
-from salesrl_trl.reward.batch import Origin, Sample, wait_for
+from salesrl_trl.reward.batch import Origin, RewardBatch, Sample, wait_for
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.remote import RemoteReward
@@ -53,7 +53,7 @@ def score(reward, texts):
 
     async def once():
         try:
-            batch = reward.batch([EXAMPLES[number] for number, _ in texts])
+            batch = RewardBatch(reward, [EXAMPLES[number] for number, _ in texts])
             batch.start_all([text for _, text in texts])
             await wait_for([batch], partial(batch.has_settled, [range(len(texts))]))
             result = batch.result(await reward.drain())

@@ -9,6 +9,7 @@ from support.loopback import ACTION, BAD, VERDICT, action, build_reward, example
 from support.seconds import until
 from trl.trainer.utils import get_callable_name
 
+from salesrl_trl.ground.process import patched
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.flights import FALLEN
 from salesrl_trl.types import Outcome
@@ -44,9 +45,9 @@ def test_completions_of_two_batches_took_what_each_took_in_its_own(loop):
 def test_trl_is_answered_with_the_result_at_hand(loop):
     result = loop.result(begin(loop, 0), [BAD])
     [function] = loop.functions
-    with loop.answering(result):
+    with patched(loop, "answer", result):
         assert function(prompts=[None], completions=[BAD], row=[0]) == [-0.25]
-    with pytest.raises(AssertionError, match="inside `answering` alone"):
+    with pytest.raises(AssertionError, match="without an `answer`"):
         function(prompts=[None], completions=[BAD], row=[0])
     assert get_callable_name(function) == "sales"
 
@@ -57,9 +58,9 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     none = "no reward is under way on this rank"
     assert (loop.status(), loop.status("vLLM generates")) == (none, "vLLM generates")
     older, newer = begin(loop, 0, 0), begin(loop, 0)
-    loop.start(newer, 0, action("another"))
+    loop.post(newer.start, 0, action("another"))
     until(lambda: loop.status("vLLM generates") == "of 1 completions 1 in rag_8b")
-    loop.start_all(older, [ACTION, BAD])
+    loop.post(older.start_all, [ACTION, BAD])
     until(lambda: loop.status() == "of 2 completions 1 in rag_8b")
     loop.wait([older], older.is_settled)
     loop.give_up()
@@ -85,7 +86,7 @@ def test_a_closed_loop_leaves_no_thread_and_no_call_and_may_be_closed_again(serv
     services.set("32b", "", delay_s=PATIENCE_S)
     loop = RewardLoop(build_reward(services.url, [row()]))
     loop.prepare(examples([0]))
-    loop.start(begin(loop, 0), 0, ACTION)
+    loop.post(begin(loop, 0).start, 0, ACTION)
     until(lambda: services.calls["32b"])
     loop.close()
     loop.close()

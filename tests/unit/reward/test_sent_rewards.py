@@ -19,7 +19,7 @@ SECRETS = ("rag-secret", "judge-secret")
 def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do():
     chain = build_reward(NOBODY, [example()])
     chain.hook = lambda: None
-    with pytest.raises(ConfigError, match="can't be sent to a process of its own") as caught:
+    with pytest.raises(ConfigError, match="can't be sent to a separate process") as caught:
         RemoteReward(chain)
     assert "`reward_process: false`" in str(caught.value)
     assert not any(secret in str(caught.value) for secret in SECRETS)

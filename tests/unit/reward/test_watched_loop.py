@@ -52,14 +52,14 @@ def test_a_function_that_never_yields_costs_what_waits_for_its_loop_and_is_named
 
 def test_closing_leaves_a_loop_behind_that_stays_held_up(loop, caplog):
     batch = loop.begin([ROW])
-    loop.start(batch, 0, "waits in C")
+    loop.post(batch.start, 0, "waits in C")
     began = time.monotonic()
     while not loop._calls.held_by():
         time.sleep(0.01)
     loop.close()
     assert time.monotonic() - began < 10.0
     assert "destroyed" not in caplog.text
-    assert any(line.startswith("holds at ") and line.endswith("It is left behind.") for line in caplog.messages)
+    assert any(line.startswith("holds at ") and line.endswith("It is abandoned.") for line in caplog.messages)
 
 
 customer = contextvars.ContextVar("customer", default="none")

@@ -42,10 +42,17 @@ class Rewards:
     is_settled, is_equal, __len__ = RewardBatch.is_settled, RewardBatch.is_equal, RewardBatch.__len__
     lane = 0
 
-    def __init__(self, rows, pending):
-        self.rows, self.waits = rows, [(0.0, 0.0)]
+    def __init__(self, rows, pending, started):
+        self.rows, self.waits, self.started = rows, [(0.0, 0.0)], started
         values = [None if row["row"] in pending else place % 2 for place, row in enumerate(rows)]
         self.rewards = [None if value is None else SimpleNamespace(value=value) for value in values]
+
+    def start(self, place, text, token_ids=(), row=None, failed=None):
+        self.started.append((self.rows[place]["row"], text))
+
+    def start_all(self, completions, token_ids, rows):
+        for place, text in enumerate(completions):
+            self.start(place, text)
 
     def take(self, parts, waits):
         assert self.rows == [batch.rows[place] for batch, places in parts for place in places]
@@ -58,15 +65,11 @@ class Loop:
         self.started, self.references, self.pending, self.open = [], [], set(), []
 
     def begin(self, rows, group=1, origin=None):
-        self.open.append(Rewards(rows, self.pending))
+        self.open.append(Rewards(rows, self.pending, self.started))
         return self.open[-1]
 
-    def start(self, batch, place, text, token_ids=(), row=None, failed=None):
-        self.started.append((batch.rows[place]["row"], text))
-
-    def start_all(self, batch, completions, token_ids, rows):
-        for place, text in enumerate(completions):
-            self.start(batch, place, text)
+    def post(self, function, *arguments):
+        function(*arguments)
 
     def wait(self, batches, is_enough):
         if self.is_interrupted or not is_enough():

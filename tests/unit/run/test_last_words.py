@@ -201,7 +201,7 @@ def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
 def test_a_judge_that_answers_in_prose_is_not_told_to_be_dead():
     with pytest.raises(JudgeInvalid) as raised:
         read_verdict("The first answer is better.", nonce="0" * 16, expect_reference=True)
-    warm_up = ServiceUnavailable(f"the services did not pass their warm-up: judge m at http://j/v1: {raised.value}")
+    warm_up = ServiceUnavailable(f"the services failed their warm-up: judge m at http://j/v1: {raised.value}")
     assert {recognised(error).title for error in (raised.value, warm_up)} == {"The judge gives no verdict"}
 
 

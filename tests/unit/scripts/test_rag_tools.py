@@ -148,7 +148,7 @@ def test_a_certificate_is_shown_or_refused_before_any_request(
         (302, b"", "redirects (302), which is not followed"),
         (200, b"<html>Sign in</html>", "a web page (HTML)"),
         (200, {"answer": None, "passages": [{"id": 7, "score": 1.5}]}, "answer (string_type), passages.0.id (string_"),
-        (200, {**GOOD, "status": "busy"}, "`status` that says it failed"),
+        (200, {**GOOD, "status": "busy"}, "`status` that reports a failure"),
     ],
 )
 def test_what_is_no_answer_is_told_at_the_first_call(serve, examine, status, body, said):

@@ -124,7 +124,7 @@ def packed():
 UNKNOWN = {
     "linear attention": (lambda: with_field("layer_types", ["linear_attention"]), "linear_attention"),
     "a window without layer types": (lambda: small("mistral", sliding_window=5), "sliding_attention"),
-    "no config": (lambda: torch.nn.Linear(2, 2), "no transformers config"),
+    "no config": (lambda: torch.nn.Linear(2, 2), "not a transformers model"),
     "packed weights": (packed, "packed"),
     "mixture of experts": (lambda: with_field("num_local_experts", 4), "num_local_experts"),
     "adapter that adds to the prompt": (

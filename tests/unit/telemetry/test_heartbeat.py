@@ -57,7 +57,7 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     line = beat.line("reward_wait", 12.3, "")
     beat.stop()
     assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
-    assert "its limit of calls" in line
+    assert "its concurrency limit" in line
 
 
 def test_every_phase_of_training_has_an_advice():
@@ -87,4 +87,4 @@ def test_a_long_phase_is_told_of_at_each_doubling(told, seconds, lines):
 
 def test_a_fault_in_what_is_told_beside_it_does_not_end_the_heartbeat(told):
     lines = told(0.1, 0.2, names=("reward_wait",), reward_wait=lambda: 1 / 0)
-    assert ["ZeroDivisionError while asking for more" in line for line in lines] == [True, True]
+    assert ["ZeroDivisionError while collecting details" in line for line in lines] == [True, True]

@@ -40,7 +40,7 @@ def outcomes(**shares):
 
 
 HALF = outcomes(ok=0.5, invalid_action=0.25, judge_invalid=0.125, infra=0.125)
-EQUAL = "| failures none | the rewards of each group are equal: nothing to learn from"
+EQUAL = "| failures none | every group has equal rewards: nothing to learn from"
 LINES = {
     "whole": (
         LOGS, {"not_json": 8, "judge_timeout": 1},

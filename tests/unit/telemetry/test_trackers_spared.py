@@ -52,9 +52,7 @@ def test_a_tracker_that_fails_is_told_once_without_its_text(caplog, event, error
     part_of(["tensorboard"], [callback]).close()
     for _ in range(3):
         getattr(callback, event)(None, None, None, logs={})
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{said}: entries are missing there. Training goes on"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"{said}: it lacks entries. Training continues"]
 
 
 def test_at_the_start_a_wrong_setting_ends_the_run_and_the_disk_does_not():

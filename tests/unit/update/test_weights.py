@@ -84,7 +84,7 @@ def test_an_optimizer_that_rounds_stochastically_is_not_warned_of(caplog):
 
 def test_a_run_that_can_change_no_weight_is_refused_and_one_that_is_asked_to_change_none_is_told(caplog):
     model, other = policy(torch.float32), policy(torch.float32)
-    with pytest.raises(ConfigError, match=r"the optimizer \(SGD\) has none of the policy's trainable weights"):
+    with pytest.raises(ConfigError, match=r"the optimizer \(SGD\) holds none of the policy's trainable weights"):
         Run(torch.optim.SGD(other.parameters(), lr=0.1), model)
     for weight in model.parameters():
         weight.requires_grad = False
@@ -93,7 +93,7 @@ def test_a_run_that_can_change_no_weight_is_refused_and_one_that_is_asked_to_cha
     assert not caplog.records
     Run(torch.optim.SGD(other.parameters(), lr=0.0), other)
     assert [record.message for record in caplog.records] == [
-        "[Weights] the learning rate is 0: this run changes no weight"
+        "[Weights] the learning rate is 0: this run doesn't change any weight"
     ]
 
 

@@ -92,10 +92,10 @@ def test_documents_are_read_with_and_without_title(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("\n", "got no documents", id="empty"),
+        pytest.param("\n", "contains no documents", id="empty"),
         pytest.param('{"id": "1", "text": "a"}\n{"id":', "line 2 is not JSON", id="cut-off"),
         pytest.param("[" * 100_000, "line 1 can't be read", id="nested-too-deep"),
-        pytest.param('{"id": "1", "text": " "}', "line 1 is no document", id="blank-text"),
+        pytest.param('{"id": "1", "text": " "}', "line 1 is not a document", id="blank-text"),
         pytest.param('{"id": "1", "text": "a"}\n{"id": "1", "text": "b"}', "line 2: id '1' is used twice", id="twice"),
     ],
 )
