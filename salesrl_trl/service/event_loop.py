@@ -64,11 +64,6 @@ async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | Service
     return answer, now() - started
 
 
-async def seconds_or_error(call: Callable[[], Awaitable[object]]) -> float | ServiceError:
-    result = await clocked(call)
-    return result if isinstance(result, ServiceError) else result[1]
-
-
 def retrieve(future: asyncio.Future[T]) -> None:
     """Retrieve an exception that nobody may await, which asyncio would otherwise log."""
     if not future.cancelled():
