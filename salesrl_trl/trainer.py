@@ -21,8 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import check_not_taken, with_ids
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.generation.sampler import Made, Sampler, Upstream, guard_parser
 from salesrl_trl.ground.process import patched, warn_of_changes
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
@@ -36,10 +36,11 @@ from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import show_lines, tell
-from salesrl_trl.telemetry.timeline import phased
+from salesrl_trl.telemetry.timeline import Timeline, phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.saving import SavingTrainer
+from salesrl_trl.wiring.trl_access import Hooks
 
 warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
 
@@ -77,8 +78,14 @@ class SalesGRPOTrainer(SavingTrainer):
     """
 
     updates = True  # whether steps change the policy
-    train_dataset: Any
-    eval_dataset: Any
+    train_dataset: Dataset
+    eval_dataset: Dataset
+    beta: float | BranchPenalty
+    _timeline: Timeline
+    _logs: dict[str, Any]
+    _made = Made()  # what exists already, while TRL's `_generate` runs around it
+    _loss_inputs: dict[str, object] | None = None  # the micro-batch whose loss TRL computes
+    _last_loaded_step: int
 
     def __new__(
         cls, model: Any = None, reward_funcs: Any = None, args: object = None, *more: Any, **given: Any
@@ -136,7 +143,8 @@ class SalesGRPOTrainer(SavingTrainer):
         guard_parser(self._tokenizer)
         for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
+        self._hooks = Hooks(self)
+        for callback in components.connect(self._hooks, sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
@@ -159,7 +167,7 @@ class SalesGRPOTrainer(SavingTrainer):
             table.clear()
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
+        with self.components.running():
             identity = self.components.policy.identity_of(self.train_dataset, self.components.branches)
             resumed = self.components.keeper.begin(resume_from_checkpoint, identity, self.model.name_or_path)
             for part in self.components.parts:
@@ -176,6 +184,19 @@ class SalesGRPOTrainer(SavingTrainer):
         self.state.compute_steps(self.args, max_steps)
         self.components.keeper.report(self.state)
         return epochs, micro_steps
+
+    def _check_size(self, rows: int) -> None:
+        prompts = self.args.generation_batch_size // self.num_generations
+        if rows < prompts:
+            raise DataError(
+                f"the training dataset has {rows or 'too few'} rows, and a generation batch takes {prompts} prompts: "
+                "no step can be done. Expected as many rows. Add some, or lower `per_device_train_batch_size` or "
+                "`gradient_accumulation_steps`."
+            )
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
     def request_stop(self, reason: str) -> None:
         """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
@@ -285,7 +306,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def _get_tool_suffix_ids(self, tool_messages):
         """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
-        foreign = self._agents.foreign
+        foreign = self._hooks.agents.foreign
         for message in tool_messages:
             message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
@@ -337,9 +358,8 @@ class SalesGRPOTrainer(SavingTrainer):
         """Sends a group's prompt through the model once. Keeps old and reference ones while TRL repeats a batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
-        passes = functools.partial(components.passes.log_probs, inputs, upstream, model, *args, **kwargs)
         if inputs is not None:
-            logps, *others = passes()
+            logps, *others = components.passes.log_probs(inputs, upstream, model, *args, **kwargs)
             return self.beta.record_logps(logps) if isinstance(self.beta, BranchPenalty) else logps, *others
         is_reference, rollout = components.reference.is_active(model), components.scoring.rollout
         if rollout is not None and is_reference in rollout.logps:
@@ -347,7 +367,7 @@ class SalesGRPOTrainer(SavingTrainer):
         if components.passes.leave_out_old(rollout, is_reference, components.policy.weight_check.is_done):
             return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
-            output = passes()
+            output = components.passes.log_probs(None, upstream, model, *args, **kwargs)
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -30,11 +30,12 @@ from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.names import CHECKPOINT_FOLDERS, PARTS_STATE_FILE, ROLLOUTS_FILE, SAVING_FOLDER, UNDER_WAY_FILE
 from salesrl_trl.rollout.buffer import Buffer
 from salesrl_trl.rollout.in_flight import KeptRollouts
+from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.update.run_control import RunControl, on_any_rank
 
 logger = get_logger(__name__)
 
-Batches = list[dict[str, object]]  # the slices of a generation batch, as TRL keeps them
+Batches = list[Output]  # the slices of a generation batch, as TRL keeps them
 
 
 class HasState(Protocol):
@@ -154,7 +155,7 @@ class Keeper:
                 "them for another number of processes or other batch sizes: they are generated anew, from the same "
                 "prompts"
             )
-        return None if saved is None else cast(Batches, saved["batches"])
+        return None if saved is None else saved["batches"]
 
     def _save_part(self, folder: Path, name: str, **content: object) -> None:
         folder.mkdir(parents=True, exist_ok=True)

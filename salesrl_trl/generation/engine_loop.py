@@ -5,20 +5,22 @@ server, and over transformers' `generate`. docs/ARCHITECTURE.md has the contract
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from threading import Condition, Semaphore, Thread
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from salesrl_trl.ground.process import patched
 
-T = TypeVar("T")
 
-Prompt = Mapping[str, Any]
-"""A prompt as vLLM takes it: `prompt_token_ids`, and `multi_modal_data` if it has pictures."""
+class Prompt(TypedDict):
+    """A prompt as vLLM takes it."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[object]  # of pictures
 
 
 class GivenUp(BaseException):
@@ -35,16 +37,16 @@ NO_TURN = Turn([], None)
 
 @dataclass(eq=False, slots=True)
 class Task:
-    batch: "TaskBatch[Any]"
+    batch: "TaskBatch"
     place: int
     prompt: Prompt
-    params: Any  # the engine's own sampling parameters
+    params: object  # the engine's own sampling parameters
     answer: "Future[Turn]" = field(default_factory=Future)
     prompt_ids: Sequence[int] = ()  # the prompt as vLLM in this process has read it
 
     @property
     def ids(self) -> list[int]:
-        return self.prompt["prompt_token_ids"]  # type: ignore[no-any-return]
+        return self.prompt["prompt_token_ids"]
 
 
 class TurnLoop:
@@ -79,7 +81,7 @@ class TurnLoop:
             taken, self._waiting = self._waiting, []
         return taken
 
-    def cancel(self, batch: "TaskBatch[Any]", place: int | None = None) -> None:
+    def cancel(self, batch: "TaskBatch", place: int | None = None) -> None:
         """Cancel the tasks of a batch, or those at one place of it that no engine has begun."""
         with self.changed:
             tasks = [task for group in self._waiting for task in group]
@@ -88,7 +90,7 @@ class TurnLoop:
         for task in cancelled:
             task.answer.cancel()
 
-    def run(self, batch: "TaskBatch[Any]", *, ahead: bool = False) -> None:
+    def run(self, batch: "TaskBatch", *, ahead: bool = False) -> None:
         """Generate until the batch is over. With `ahead` it may return earlier."""
         raise NotImplementedError
 
@@ -96,7 +98,7 @@ class TurnLoop:
         """Generate the turns that were asked for since `run`."""
 
 
-class TaskBatch(Generic[T]):
+class TaskBatch:
     """What becomes of the prompts of one generation on this rank, by place. Its first error is that of all."""
 
     under_way = 0  # conversations that have begun and not ended
@@ -106,14 +108,13 @@ class TaskBatch(Generic[T]):
 
     def __init__(self, size: int, loop: TurnLoop) -> None:
         self.loop = loop
-        self._results: list[T | None] = [None] * size
-        self._left = size
+        self._size = self._left = size
         self._tasks: list[Task] = []  # the first of each place
         self.error: BaseException | None = None
         self.is_cancelled = False
 
     def __len__(self) -> int:
-        return len(self._results)
+        return self._size
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         """Submit the first tasks, or begin what submits them. Prompts before `first`, and behind the size of the batch
@@ -138,10 +139,8 @@ class TaskBatch(Generic[T]):
         """Whether each completion or conversation has ended, or one has failed. From any thread."""
         return self.error is not None or self.is_cancelled or not self._left
 
-    def _end(self, place: int, result: T | None) -> None:
+    def _end(self) -> None:
         with self.loop.changed:
-            if 0 <= place < len(self):
-                self._results[place] = result
             self._left -= 1
             self.loop.changed.notify_all()
 
@@ -155,13 +154,12 @@ class TaskBatch(Generic[T]):
         """The prompts as vLLM in this process has read them, with the tokens of pictures."""
         return [task.prompt_ids for task in self._tasks]
 
-    def results(self) -> list[T]:
-        """One result for each prompt, once the batch is over. Raises its error; `CancelledError` after `cancel`."""
+    def check(self) -> None:
+        """Raise the error of a batch that is over; `CancelledError` after `cancel`."""
         if self.error is not None:
             raise self.error
         if self.is_cancelled:
             raise CancelledError
-        return [result for result in self._results if result is not None]
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -176,12 +174,13 @@ class TaskBatch(Generic[T]):
             raise
 
 
-class CompletionTasks(TaskBatch[Turn]):
+class CompletionTasks(TaskBatch):
     """A task for each prompt. `finished` gets place and token ids of each as it comes, one after another."""
 
     def __init__(self, size: int, loop: TurnLoop, finished: Callable[[int, Sequence[int]], None]) -> None:
         super().__init__(size, loop)
         self._finished = finished
+        self._turns = [NO_TURN] * size
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         places = range(-first, len(prompts) - first)
@@ -201,11 +200,17 @@ class CompletionTasks(TaskBatch[Turn]):
                 turn = answer.result()
                 if 0 <= place < len(self):
                     self._finished(place, turn.ids)
+                    self._turns[place] = turn
             except Exception as error:
                 self._fail(error)
                 self.loop.cancel(self)
             else:
-                self._end(place, turn)
+                self._end()
+
+    def results(self) -> list[Turn]:
+        """One turn for each prompt, once the batch is over."""
+        self.check()
+        return self._turns
 
 
 LINGER_S = 0.05
@@ -233,7 +238,7 @@ class EngineLoop(TurnLoop):
     def leaves_completions(self) -> bool:  # type: ignore[override]
         return self.most_unfinished > 0
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
         """Generate until the batch is over and few tasks are left, those of others among them. With `ahead` it returns
         as soon as few are left; where none is, it waits for the next turn of conversations for a moment."""
         while True:
@@ -244,7 +249,7 @@ class EngineLoop(TurnLoop):
             elif self.under_way or batch.is_over or not self._wait(batch, LINGER_S if ahead else None):
                 return
 
-    def _wait(self, batch: TaskBatch[Any], seconds: float | None) -> bool:
+    def _wait(self, batch: TaskBatch, seconds: float | None) -> bool:
         with self.changed:
             return self.changed.wait_for(lambda: bool(self._waiting) or batch.is_over, seconds)
 
@@ -269,7 +274,7 @@ class EngineLoop(TurnLoop):
             raise
         return others
 
-    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+    def cancel(self, batch: TaskBatch, place: int | None = None) -> None:
         super().cancel(batch, place)
         if place is None:
             self._abort([request for request, task in self.under_way.items() if task.batch is batch])
@@ -294,11 +299,11 @@ class EngineLoop(TurnLoop):
             finally:
                 self._adding.clear()
 
-    def _add_request(self, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_request(self, request_id: str, prompt: Prompt, *args: object, **kwargs: object) -> object:
         if self._adding:
             self.under_way[request_id] = self._adding.popleft()
         if self._salt:
-            prompt = {**prompt, "cache_salt": str(self._salt)}
+            return self._add(request_id, {**prompt, "cache_salt": str(self._salt)}, *args, **kwargs)
         return self._add(request_id, prompt, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -385,26 +390,29 @@ class ServerLoop(TurnLoop):
                 self.changed.notify_all()
 
     def _turn(self, task: Task) -> Turn:
+        assert isinstance(task.params, tuple)
         send, arguments = task.params
         output = send(prompts=[task.ids], **arguments)
         [ids], logprobs = output["completion_ids"], output["logprobs"]
         return Turn(list(ids), None if logprobs is None else [token[0] for token in logprobs[0]])
 
-    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+    def cancel(self, batch: TaskBatch, place: int | None = None) -> None:
         with self.changed:
             tasks = [task for task in self._open if task.batch is batch and place in (None, task.place)]
         for task in tasks:
             task.answer.cancel()  # unless it is in flight: then nobody hears its answer
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
         if not ahead:
             with self.changed:
-                self.changed.wait_for(lambda: batch.is_over)
+                while not batch.is_over:
+                    self.changed.wait()
 
     def settle(self) -> None:
         """Wait until all completions that were asked for are answered."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._open)
+            while self._open:
+                self.changed.wait()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -417,7 +425,7 @@ class ServerLoop(TurnLoop):
             self._slots.release(MOST_REQUESTS)
 
 
-Generate = Callable[[list[list[int]], None, dict[str, Any], int], tuple[list[list[int]], list[list[float]] | None]]
+Generate = Callable[[list[list[int]], None, dict[str, object], int], tuple[list[list[int]], list[list[float]] | None]]
 """TRL's `_generate_single_turn`: from token ids of prompts, without pictures, to those of completions."""
 
 
@@ -431,11 +439,12 @@ class Rounds(TurnLoop):
         super().__init__()
         self._generate, self._most = generate, most
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
         prompts = [[0]]  # of the last round: a rank that asks for nothing generates once more while others ask
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: batch.is_over or len(self._waiting) >= batch.under_way)
+                while not batch.is_over and len(self._waiting) < batch.under_way:
+                    self.changed.wait()
             tasks = sorted((task for group in self._take() for task in group), key=attrgetter("place"))
             if not self._most(len(tasks)):
                 return

@@ -1,7 +1,6 @@
 """From prompts to completions: the protocol of a generation engine (`Sampler`), and TRL's own engines behind it."""
 
 import contextlib
-from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation.engine_loop import TaskBatch, TurnLoop
 from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
@@ -270,24 +268,3 @@ class Made:
 class ToolsOf(NamedTuple):
     schemas: list[object]  # as the chat template gets them
     functions: Sequence[Callable[..., object]]  # those that are called
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnAccess:
-    loop: TurnLoop
-    encode: Callable[[Sequence[object]], Encoded]
-    begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]
-    """Begins a batch of these prompts. The callable makes its result once it is over; a collective. `True`: training
-    goes on before."""
-    sample: Callable[[Sequence[object], Made], Sampled]  # TRL's `_generate` around what is made; a collective
-    sums: Callable[[Mapping[str, float]], dict[str, float]]
-    """Sums over all ranks, which have the same names; a collective."""
-    tools: Sequence[Callable[..., object]]  # of TRL, with the methods of environments
-    tools_of: Callable[[int], ToolsOf]  # of the conversation at a place
-    tools_loop: AbstractEventLoop  # on which tools run
-    tokenizer: Any  # a copy for threads
-    template: str | None
-    form: Mapping[str, Any]  # the other fields of `agents.chat_turns.ChatForm`
-    most_turns: int  # after which tools are called
-    has_logprobs: bool
-    keeps_records: bool

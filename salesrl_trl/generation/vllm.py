@@ -41,7 +41,7 @@ class SalesVLLMGeneration(VLLMGeneration):
     enable_sleep_mode: bool
     processing_class: Any = None
     loop: EngineLoop | ServerLoop
-    batch: TaskBatch[Any] | None = None
+    batch: TaskBatch | None = None
     _merges_beside = False
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
@@ -154,11 +154,11 @@ class SalesVLLMGeneration(VLLMGeneration):
         batch.begin(prompts, [sampling_params] * len(prompts), first)
         self.loop.run(batch, ahead=batch.ahead and not self.enable_sleep_mode)  # sleep frees its memory
         if batch.is_over:
-            batch.results()  # raises its error
+            batch.check()
         return []
 
     def _begin_on_server(
-        self, batch: TaskBatch[Any], prompts: list[list[int]], images: list[Any] | None, group: int, profiler: object
+        self, batch: TaskBatch, prompts: list[list[int]], images: list[Any] | None, group: int, profiler: object
     ) -> tuple[object, ...]:
         first = self.accelerator.process_index * len(prompts)
         send = self.vllm_client.generate

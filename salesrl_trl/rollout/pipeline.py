@@ -65,7 +65,7 @@ class Pipeline:
             return
         if self._turns.lookahead and any(rollout.sampled is None for rollout in self._turns.launched().values()):
             with self.launcher.timeline.phase(Phase.GENERATION):
-                self.launcher.go_on()
+                self.launcher.trl.go_on()
         self.buffer.launch_due(micro_step, update)
 
     def evaluate(self, inputs: list[Example], update: int, group: int | None = None) -> Rollout:
@@ -94,7 +94,7 @@ class Pipeline:
                     self._evaluated.append(self.evaluate(inputs, update, group))
                 waiting.append(inputs)
                 if not limit:  # the first batch's, so that it is the same on all ranks
-                    at_once = names.at_once * names.together.size(group or self.launcher.group(), size)
+                    at_once = names.at_once * names.together.size(group or self.launcher.trl.group(), size)
                     limit = 1 if inside_trl else max(min(2 * at_once, MOST_AHEAD) // size, 1)
                 # accelerate's dataloader says of the batch that is read that it is the last: say so of the one out
                 is_end = getattr(loader, "end_of_dataloader", False)

@@ -1,10 +1,11 @@
 """Begins generation, and each completion's reward from the moment the completion is finished."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
@@ -17,23 +18,26 @@ from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 
 
+class Generation(Protocol):
+    """What `wiring.trl_generation` knows of a rollout."""
+
+    def group(self) -> int: ...
+    def reward_arguments(self) -> Mapping[str, object]: ...
+    def behaviour_logps(self, sampled: Sampled) -> torch.Tensor: ...
+    def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle: ...
+    def go_on(self) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Launcher:
     sampler: Sampler
     reward_loop: RewardLoop
     timeline: Timeline
-    decode: Callable[[Sequence[int]], str]
-    """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
-    behaviour_logps: Callable[[Sampled], torch.Tensor]
-    """Log-probs of completions under the current policy, where the sampler gives none."""
-    group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
-    reward_arguments: Callable[[], Mapping[str, object]] = dict
-    """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
+    decoder: PreTrainedTokenizerBase  # of completions, called from the thread in which the sampler reports
+    trl: Generation
     inside_trl: bool = False
     """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
-    play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
-    """Plays an episode with each row, in place of a completion of the sampler's."""
-    go_on: Callable[[], None] = lambda: None  # generates the next turns of conversations that are out
+    plays: bool = False  # an episode with each row, in place of a completion of the sampler's
 
     def prepare(self, inputs: Sequence[Example]) -> None:
         """Ask for what the rewards of these rows need before their completions come."""
@@ -51,16 +55,16 @@ class Launcher:
             return rollout
         with self.timeline.phase(Phase.GENERATION):
             starts = self._starts(rollout)
-            if self.play is None:
-                handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
+            if self.plays:
+                handle = self.trl.play(inputs, starts, ahead)
             else:
-                handle = self.play(inputs, starts, ahead)
+                handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
             rollout.handle = handle
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._keep(rollout, sampled)
             if needs_logps and sampled.logprobs is None:
-                rollout.behaviour_logps = self.behaviour_logps(sampled)
+                rollout.behaviour_logps = self.trl.behaviour_logps(sampled)
         return rollout
 
     def collect(self, rollout: Rollout) -> None:
@@ -95,7 +99,7 @@ class Launcher:
     def _begun(
         self, inputs: list[Example], step: int, *, is_trained_on: bool = True, group: int | None = None
     ) -> Rollout:
-        group, steps = group or self.group(), [step] * len(inputs)
+        group, steps = group or self.trl.group(), [step] * len(inputs)
         origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
         rewards = self.reward_loop.begin(self._rows(inputs), group, origin)
         return Rollout(inputs=inputs, rewards=rewards, steps=steps, is_trained_on=is_trained_on, group=group)
@@ -116,7 +120,7 @@ class Launcher:
             if messages is not None:
                 completion = messages
             else:
-                text = self.decode(token_ids)
+                text = self.decoder.decode(token_ids, skip_special_tokens=True)
                 completion = [{"role": "assistant", "content": text}] if in_messages else text
             row = None if made is None else made[place]
             if columns is not None:
@@ -138,7 +142,7 @@ class Launcher:
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
         """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
-        further = self.reward_arguments()
+        further = self.trl.reward_arguments()
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
 
 

@@ -62,6 +62,11 @@ class CompletedBatch:
     update: int  # optimizer steps done
 
 
+class TRLScoring(Protocol):
+    def score(self, rollout: Rollout) -> Output: ...
+    def advantages(self) -> MutableSequence[float]: ...
+
+
 class LooksOn(Protocol):
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         """May make a collective. Returns figures, the same on all ranks."""
@@ -93,9 +98,7 @@ class RolloutScoring:
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device
-    score: Callable[[Rollout], Output]
-    advantages: Callable[[], MutableSequence[float]]
-    """This column of TRL's table of completions, whose last rows are those of the batch."""
+    trl: TRLScoring
     rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
     in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
     parts: "Sequence[LooksOn]" = ()
@@ -167,7 +170,7 @@ class RolloutScoring:
         # 1. TRL: completions, their rewards (`rewards`), advantages, log-probs of the reference and old ones
         self.rollout = rollout
         try:
-            output = self.score(rollout)
+            output = self.trl.score(rollout)
         finally:
             self.rollout = None
         is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self.settings
@@ -342,7 +345,7 @@ class RolloutScoring:
         advantages, missing = hybrid_advantages(values, references, settings.num_generations, share, scale)
         if rollout.is_complete:
             self.ledger.add("train", BASELINE_FALLBACK, missing.sum().item(), len(missing))
-            logged = self.advantages()
+            logged = self.trl.advantages()
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
         return advantages[self._own(len(rollout.inputs))].to(self.device)

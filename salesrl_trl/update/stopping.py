@@ -1,7 +1,7 @@
 """The end of a run that was asked to stop, or that an error stops, with the undoing of a step that was cut off.
 
 The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
-of each (`spread_requests`) looks at a key in the store by which torch's processes found each other.
+of each (`watched`) looks at a key in the store by which torch's processes found each other.
 """
 
 import contextlib
@@ -10,17 +10,17 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed
 from accelerate import PartialState
 from torch.distributed import distributed_c10d
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
@@ -37,8 +37,8 @@ class StepSnapshot:
     `position`: micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them."""
 
     def __init__(
-        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: Any, kl: BranchedKL | None,
-        position: tuple[int, list[Any] | None],
+        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, kl: BranchedKL | None,
+        position: tuple[int, list[object] | None],
     ) -> None:  # fmt: skip
         self.step: int = state.global_step
         self._owners = (state, optimizer, scheduler, kl)
@@ -51,7 +51,7 @@ class StepSnapshot:
         self._generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self._on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    def restore(self) -> tuple[int, list[Any] | None]:
+    def restore(self) -> tuple[int, list[object] | None]:
         """Returns the position, which the trainer sets back itself."""
         state, optimizer, scheduler, kl = self._owners
         state.global_step, state.epoch, state.num_input_tokens_seen = self._counts
@@ -70,6 +70,16 @@ class StepSnapshot:
         return self._position
 
 
+class Undoing(Protocol):
+    """What ends and undoes a step of the trainer."""
+
+    def capture(self) -> StepSnapshot: ...
+    def restore(self, snapshot: StepSnapshot) -> None: ...
+    def drop_gradients(self) -> None: ...
+    def cut_off(self, reason: str) -> None: ...
+    def save_checkpoint(self) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Stopping(TrainerCallback):
     """Stops a run early, with a checkpoint: one that was asked to stop, can't be scored, or diverged. Keeps a skipped
@@ -77,11 +87,8 @@ class Stopping(TrainerCallback):
     momentum still moves the weights there."""
 
     run_control: RunControl
-    cut_off: Callable[[str], None]  # ends rewards and calls of tools that are out, with this reason code
+    trl: Undoing
     device: torch.device
-    capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
-    restore: Callable[[StepSnapshot], None]
-    drop_gradients: Callable[[], None]  # sets all gradients to `None`
     can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
     survived: BaseException | None = None  # after this error a checkpoint was saved
     _snapshot: StepSnapshot | None = None
@@ -89,7 +96,6 @@ class Stopping(TrainerCallback):
     _moves: bool = False
     _held: int = 0
     _interrupted: bool = False  # no request interrupts this process again
-    _save: Callable[[], None] = lambda: None
 
     def forget(self) -> None:
         self._snapshot, self._moves, self.survived = None, False, None
@@ -101,7 +107,7 @@ class Stopping(TrainerCallback):
         it is, by a `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after
         the optimizer step under way, which is undone if it was skipped."""
         self.run_control.requested = reason
-        self.cut_off(STOPPED)
+        self.trl.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -122,15 +128,38 @@ class Stopping(TrainerCallback):
         if self.run_control.requested is not None:
             self._interrupt()
 
-    def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
-        """While active, a request on one process reaches all others. `save` is that of `save_after`, for the end."""
-        self._save = save
-        return spread_requests(
-            lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process")
-        )
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside the block a request on one process reaches all others. All processes must enter it equally often."""
+        key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
+        store = _store()
+        if store is None:
+            yield
+            return
+
+        def watch() -> None:
+            try:
+                while not over.wait(POLL_S):
+                    if (reason := self.run_control.requested) is not None:
+                        store.set(key, reason)
+                        return
+                    if store.check([key]):
+                        self.request(f"{store.get(key).decode()} of another process")
+                        return
+            except RuntimeError as error:  # the first process is gone, so that collectives fail too
+                why = type(error).__name__
+                logger.warning(f"other processes can't be notified of a stop ({why}). They stop at the end of a step.")
+
+        thread = threading.Thread(target=watch, name="stop notice", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        self._snapshot = self.capture()
+        self._snapshot = self.trl.capture()
         self._first = self._snapshot.step
 
     def on_step_begin(self, *_: object, **__: object) -> None:
@@ -140,7 +169,7 @@ class Stopping(TrainerCallback):
         if self.run_control.drain_moves():
             self._moves = True
         else:
-            self.drop_gradients()
+            self.trl.drop_gradients()
 
     def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
         self.run_control.record_line(logs)
@@ -151,7 +180,7 @@ class Stopping(TrainerCallback):
         run.record_urgency(highest(run.urgency(), self.device))
         ends = run.requested is not None or run.is_spent  # the same on all ranks: they have gathered the reasons
         if ends and not self._moves and self._snapshot is not None:
-            self.restore(self._snapshot)
+            self.trl.restore(self._snapshot)
         step = self.settle()
         if ends:
             run.stop(step, is_new=step > self._first)
@@ -167,7 +196,7 @@ class Stopping(TrainerCallback):
 
     def settle(self) -> int:
         """What follows an optimizer step is done; random draws belong to the next. Returns the steps done."""
-        self._snapshot, self._moves = self.capture(), False
+        self._snapshot, self._moves = self.trl.capture(), False
         return self._snapshot.step
 
     def raise_if_asked(self) -> None:
@@ -188,16 +217,16 @@ class Stopping(TrainerCallback):
         try:
             yield
         except RunStopped:
-            self._save()
+            self.trl.save_checkpoint()
             raise
         except StopRequested as request:
-            self._save()
+            self.trl.save_checkpoint()
             raise RunStopped(
                 f"stopped by {request} after the last step. The same command with --resume_from_checkpoint auto does "
                 "what is left."
             ) from None
 
-    def save_after(self, error: BaseException, save: Callable[[], None]) -> BaseException:
+    def save_after(self, error: BaseException) -> BaseException:
         """Save a checkpoint of the last whole step, if the error that ends training allows it; a collective. Returns
         the error with which training ends: `RunStopped` after a request, else the same one, with a note of where to go
         on."""
@@ -205,7 +234,7 @@ class Stopping(TrainerCallback):
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._interrupted = self._snapshot, True
-        self.cut_off(STOPPED)
+        self.trl.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:
@@ -213,8 +242,8 @@ class Stopping(TrainerCallback):
                     return _lost(error, "the optimizer was moving the weights")
                 if not all_arrive(step):
                     return _lost(error, "other processes are not at the same place")
-                self.restore(snapshot)
-                save()
+                self.trl.restore(snapshot)
+                self.trl.save_checkpoint()
         except CheckpointError as failure:
             return failure if is_asked else _lost(error, str(failure))
         if not (is_asked or is_new):
@@ -244,40 +273,6 @@ def _store() -> distributed_c10d.Store | None:
     store: distributed_c10d.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(PATIENCE)
     return store
-
-
-@contextlib.contextmanager
-def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
-    equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
-    once, from another thread, with who asked another process first."""
-    key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
-    store = _store()
-    if store is None:
-        yield
-        return
-
-    def watch() -> None:
-        try:
-            while not over.wait(POLL_S):
-                reason = requested()
-                if reason is not None:
-                    store.set(key, reason)
-                    return
-                if store.check([key]):
-                    stop(store.get(key).decode())
-                    return
-        except RuntimeError as error:  # the first process is gone, so that collectives fail too
-            why = type(error).__name__
-            logger.warning(f"other processes can't be notified of a stop ({why}). They stop at the end of a step.")
-
-    thread = threading.Thread(target=watch, name="stop notice", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def all_arrive(step: int) -> bool:

@@ -1,7 +1,6 @@
 """What both models need of their weights: adapters in float32, and a check that vLLM samples from them."""
 
 import logging
-from collections.abc import Callable
 
 import torch
 from accelerate import PartialState
@@ -10,7 +9,6 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.kl.penalty import loss_mask
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +65,13 @@ class WeightCheck:
         self.is_done = True
         log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
 
-    def check(self, output: dict[str, torch.Tensor], logps_of: Callable[..., torch.Tensor]) -> None:
-        """Check one of TRL's generation batches; a collective. `logps_of` returns the trainer's log-probs of it, (B,
-        T), where TRL has not computed them. Raises `WeightSyncError` where log-probs are too far apart, or NaN."""
-        sampled = output.get("sampling_per_token_logps")
-        if sampled is None:
+    def check(self, ours: torch.Tensor | None, sampled: torch.Tensor | None, mask: torch.Tensor) -> None:
+        """Check the log-probs of a generation batch, shape (B, T); a collective. Raises `WeightSyncError` where they
+        are too far apart, or NaN. `None`: vLLM gave none."""
+        if ours is None or sampled is None:
             self.skip("these rollouts come without log-probs")
-            return
-        ours = output.get("old_per_token_logps")
-        sums = logp_difference(logps_of(output) if ours is None else ours, sampled, loss_mask(output))
-        self.record(reduce(sums, "sum"))
+        else:
+            self.record(reduce(logp_difference(ours, sampled, mask), "sum"))
 
     def record(self, sums: torch.Tensor) -> None:
         """Judge the sums of `logp_difference` over all ranks, shape (3,), as `check` does."""

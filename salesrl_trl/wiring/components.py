@@ -3,12 +3,10 @@ the order in which they are built, and what happens when a run fails. Holds no t
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
@@ -34,8 +32,9 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
+from salesrl_trl.wiring.part import Part, PartContext, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
+from salesrl_trl.wiring.trl_access import Hooks
 
 logger = get_logger(__name__)
 
@@ -90,13 +89,7 @@ class Components:
         size = args.per_device_train_batch_size * args.steps_per_generation
         # 2. the end of a run, the reference, and what both models need
         self.stopping = Stopping(
-            run_control=self.run_control,
-            cut_off=self._cut_off,
-            device=trl.accelerator.device,
-            capture=trl.capture,
-            restore=trl.restore,
-            drop_gradients=trl.drop_gradients,
-            can_undo=not trl.is_deepspeed,
+            run_control=self.run_control, trl=trl, device=trl.accelerator.device, can_undo=not trl.is_deepspeed
         )
         self.reference = Reference(trl.model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
@@ -147,11 +140,6 @@ class Components:
             *self.parts,
         ]
 
-    def _cut_off(self, reason: str) -> None:
-        self.reward_loop.cut_off(reason)
-        for part in self.parts:
-            part.cancel(reason)
-
     def _who_generates(self) -> str:
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
@@ -192,13 +180,10 @@ class Components:
             sampler=self.sampler,
             reward_loop=self.reward_loop,
             timeline=self.timeline,
-            decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
-            group=trl.group,
-            reward_arguments=trl.reward_arguments,
+            decoder=decoder,
+            trl=trl,
             inside_trl=inside_trl is not None,
-            play=trl.play if self.reward.is_played else None,
-            go_on=trl.go_on,
+            plays=self.reward.is_played,
         )
         self.pipeline = Pipeline(
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
@@ -213,11 +198,16 @@ class Components:
             instruments=self.instruments,
             run_control=self.run_control,
             settings=from_fields(
-                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights,
+                ScoringSettings,
+                args,
+                branches=self.branches,
+                weights=trl.reward_weights,
                 answered=trl.reward_answered,
             ),
-            device=trl.accelerator.device, score=trl.score, advantages=trl.advantages, parts=self.parts,
-        )  # fmt: skip
+            device=trl.accelerator.device,
+            trl=trl,
+            parts=self.parts,
+        )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self._args, self.converses or self.reward.is_played
@@ -267,7 +257,7 @@ class Components:
         collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
         with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(padded(sampled, self._trl, self._args), self._trl.logps_of)
+            self._trl.check_weights(self._trl.padded(sampled))
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
@@ -292,17 +282,17 @@ class Components:
         return figures
 
     @contextlib.contextmanager
-    def running(self, save: Callable[[], None]) -> Iterator[None]:
-        """Inside the block a run goes on. If it fails, measurements are kept, and `save` saves a checkpoint. Raises
-        the reason of a stop."""
+    def running(self) -> Iterator[None]:
+        """Inside the block a run goes on. If it fails, measurements are kept, and a checkpoint is saved. Raises the
+        reason of a stop."""
         self.instruments.start(self._trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
-            with self.stopping.watched(save):
+            with self.stopping.watched():
                 try:
                     yield
                 except BaseException as error:
-                    last = self.stopping.save_after(error, save)
+                    last = self.stopping.save_after(error)
                     if last is error:
                         raise
                     raise last from error
@@ -335,7 +325,3 @@ class Components:
         self.instruments.close()
         for part in self.parts:
             part.close()
-
-
-def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, torch.Tensor]:
-    return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

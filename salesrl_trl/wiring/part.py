@@ -3,92 +3,33 @@ each of them on. A part of your own goes into `SalesGRPOTrainer(parts=[...])`.""
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING
 
-import torch
-from accelerate import Accelerator
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Generate, Handle, Sampler, Start
+from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.rollout_scoring import CompletedBatch, Output, RolloutScoring
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.stopping import StepSnapshot
 
 if TYPE_CHECKING:
-    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM, which takes seconds
+    from salesrl_trl.wiring.trl_access import Hooks  # imports vLLM, which takes seconds
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hooks:
-    """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
-
-    model: torch.nn.Module
-    ref_model: torch.nn.Module | None
-    step: Callable[[], int]
-    accelerator: Accelerator
-    is_deepspeed: bool
-    updates: bool  # whether steps change the policy
-    engine: "SalesVLLMGeneration | GenerationConfig"
-    """The engine, or the settings with which the policy itself generates."""
-    has_rollout_func: bool
-    tools: str | None
-    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
-    tool_names: Sequence[str]
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: Sequence[int]
-    chat_template: str | None
-    reward_weights: Sequence[float]
-    reward_names: Sequence[str]  # under which TRL logs the functions of these weights
-    reward_answered: Sequence[bool]
-    group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
-    reward_arguments: Callable[[], Mapping[str, object]]
-    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
-    has_entropy_bonus: bool
-    has_aux_loss: bool
-    num_generations_eval: int
-    generate: Generate
-    ask: Start  # the same by vLLM, each completion reported when it is finished
-    converse: Start  # the same for completions that may call tools
-    play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
-    go_on: Callable[[], None]  # generates the next turns of those that are out
-    reads_pictures: bool
-    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
-    score: Callable[[Rollout], Output]
-    advantages: Callable[[], MutableSequence[float]]
-    set_aside: Callable[[], AbstractContextManager[None]]
-    """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
-    drop_gradients: Callable[[], None]
-    save: Callable[[Path], None]
-    log: Callable[[Mapping[str, float | None]], None]
-    """Adds an entry to the log, without the figures that TRL gathers for a step."""
-    callbacks: CallbackHandler
-    eval_dataset: object
-    position: Callable[[], tuple[int, bool]]
-    """Returns the micro-steps done, and whether a generation batch is there to go on with."""
-    capture: Callable[[], StepSnapshot]
-    restore: Callable[[StepSnapshot], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +37,7 @@ class PartContext:
     """What a part may use of a trainer. TRL's own is behind `trl`."""
 
     args: SalesGRPOConfig
-    trl: Hooks
+    trl: "Hooks"
     branches: Branches
     reward_loop: RewardLoop
     figures: RewardFigures
@@ -230,7 +171,7 @@ def built_in(run: PartContext) -> list[Part]:
     return parts
 
 
-def layer(module: str, asked_by: str = "") -> Any:
+def layer(module: str, asked_by: str = "") -> ModuleType:
     """A module of a layer, or one that a run may do without. Raises `ConfigError` where its layer, or a package of
     its, is not installed."""
     try:
@@ -249,7 +190,6 @@ def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
 
 EXTRAS = ("agents", "demo")  # layers with packages that the core does not bring
 
-AGENTS = "agents"  # name of the part of tools and episodes
 BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
 
 

@@ -8,15 +8,20 @@ from typing import Any
 import transformers.trainer as transformers_trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
+from trl import GRPOTrainer
 
-from salesrl_trl.checkpoint.keeper import fitted
+from salesrl_trl.checkpoint.keeper import Batches, fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.names import SAVING_FOLDER
 from salesrl_trl.telemetry.logs import spared
-from salesrl_trl.wiring.trl_access import TRLAccess
+from salesrl_trl.wiring.components import Components
 
 
-class SavingTrainer(TRLAccess):
+class SavingTrainer(GRPOTrainer):
+    args: SalesGRPOConfig
+    components: Components
+    _buffered_inputs: Batches | None
     push_in_progress: PushInProgress | None = None
 
     def _save_checkpoint(self, model: object, trial: object) -> None:

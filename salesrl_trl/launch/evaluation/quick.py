@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -24,7 +24,10 @@ from salesrl_trl.kl.penalty import penalty
 from salesrl_trl.launch.evaluation.quick_record import OWN_FIGURES, QuickEvalHistory, QuickEvaluation, evaluation_of
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Answered, Example, Outcome
-from salesrl_trl.wiring.part import Hooks, Part, PartContext
+from salesrl_trl.wiring.part import Part, PartContext
+
+if TYPE_CHECKING:
+    from salesrl_trl.wiring.trl_access import Hooks  # imports vLLM, which takes seconds
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +206,7 @@ class BestPolicy:
     """The folder of the best policy, selected by the figure `by`. All ranks save, the main one renames. A policy is
     saved beside the one before, and then takes its place. So the folder is always whole."""
 
-    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState, trl: Hooks) -> None:
+    def __init__(self, output_dir: Path, by: str | None, ranks: PartialState, trl: "Hooks") -> None:
         self.folder = output_dir / names.BEST_FOLDER
         self._by, self._ranks, self._trl = by, ranks, trl
 

@@ -110,6 +110,10 @@ class Later:
         self.given_up += 1
 
 
+def decoded(ids, *, skip_special_tokens):
+    return str(ids)
+
+
 def examples(*rows, each=1):
     return [{"prompt": f"p{row}", "row": row} for row in rows for _ in range(each)]
 
@@ -123,8 +127,8 @@ class Run:
     ):  # fmt: skip
         self.loop, self.step, self._first, self.rows = Loop(), start, start, []
         launcher = Launcher(
-            sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decode=str, behaviour_logps=behaviour,
-            group=lambda: each,
+            sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decoder=SimpleNamespace(decode=decoded),
+            trl=SimpleNamespace(group=lambda: each, reward_arguments=dict, behaviour_logps=behaviour),
         )  # fmt: skip
         self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
         self.buffer = self.pipeline.buffer
