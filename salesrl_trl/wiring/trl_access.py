@@ -35,10 +35,9 @@ class Hooks(TRLGeneration):
         self.accelerator: Accelerator = trainer.accelerator
         self.is_deepspeed: bool = trainer.is_deepspeed_enabled
         self.updates: bool = trainer.updates  # whether steps change the policy
-        self.engine: SalesVLLMGeneration | GenerationConfig = trainer.generation_config
-        """The engine, or the settings with which the policy itself generates."""
-        if trainer.use_vllm:
-            self.engine = trainer.vllm_generation
+        self.engine: SalesVLLMGeneration | GenerationConfig = (
+            trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+        )  # the settings with which the policy itself generates
         self.has_rollout_func = trainer.rollout_func is not None
         has_environments = trainer.environment_factories is not None
         self.tools = "an environment" if has_environments else "tools" if trainer.tools else None
