@@ -6,7 +6,7 @@ import itertools
 import re
 import string
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from salesrl_trl.types import Outcome
 
 TRAIN = "train/"  # transformers puts this before the tag of every training figure
 REWARD = "reward"  # TRL's own tag: mean reward over all completions that were scored
-Tag = Callable[[str], str]  # from a branch, for example
-TagOfTwo = Callable[[str, str], str]
 
 
 class StartUp(StrEnum):
@@ -51,7 +49,7 @@ class Phase(StrEnum):
     UNACCOUNTED = "unaccounted"  # time that belongs to no other phase
 
 
-time_of: Tag = "time/{}_s".format  # of a phase: mean over ranks
+time_of = "time/{}_s".format  # of a phase: mean over ranks
 STEP_SECONDS = "time/step_s"
 EPOCH_TOTALS = "epoch_totals/"  # before an epoch's steps, tokens, failures, seconds, and mean reward of each branch
 
@@ -66,17 +64,17 @@ class Stage(StrEnum):
 
 
 STAGE_SHARES = {"p50": 0.5, "p95": 0.95, "max": 1.0}  # of a stage's seconds, over completions that had it
-stage_of: TagOfTwo = "time/{}_{}_s".format  # stage, share
+stage_of = "time/{}_{}_s".format  # stage, share
 REWARD_SECONDS = "time/reward_s"
 REWARD_EXPOSED = "time/reward_exposed_s"
 REWARD_HIDDEN = "time/reward_hidden_s"
 JUDGE_SECONDS = "time/judge_s"
 
-reward_of: Tag = "reward/{}".format
-reference_of: Tag = "reference/{}".format
-component_of: TagOfTwo = "rewards/{}/{}".format  # component, branch
-mean_of: Tag = "rewards/{}/mean".format  # a reward function, by TRL
-outcome_of: Tag = "outcome/{}".format
+reward_of = "reward/{}".format
+reference_of = "reference/{}".format
+component_of = "rewards/{}/{}".format  # component, branch
+mean_of = "rewards/{}/mean".format  # a reward function, by TRL
+outcome_of = "outcome/{}".format
 RIGHT_DOCUMENT = "retrieval/right_document"
 SKIPPED_UPDATE = "failures/skipped_update"
 REFERENCE_MISSING = "failures/reference_missing"
@@ -90,16 +88,16 @@ USAGE = ("verdicts", "prompt_tokens", "completion_tokens", "usd")  # of a judge 
 CACHES = ("answers", "references")
 BUDGET_CALLS = "budget/calls"
 BUDGET_USD = "budget/usd"
-usage_of: TagOfTwo = "judge/{}/{}".format  # provider, kind
+usage_of = "judge/{}/{}".format  # provider, kind
 OVERLOAD_SHARE = "overload_share"
-traffic_of: TagOfTwo = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`
-saved_by: Tag = "cache/{}_saved".format
+traffic_of = "services/{}/{}".format  # service, and one of `transport.TRAFFIC`, `slots` or `OVERLOAD_SHARE`
+saved_by = "cache/{}_saved".format
 
 TOOL_FIGURES = ("calls", "failures", "errors", "seconds")  # of a tool, in a generation batch
-tool_figure: TagOfTwo = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
+tool_figure = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
 
 EPISODE_FIGURES = ("calls", "rewritten", "untrained")  # of episodes, in a generation batch
-episode_figure: Tag = "episodes/{}".format  # one of `EPISODE_FIGURES`
+episode_figure = "episodes/{}".format  # one of `EPISODE_FIGURES`
 
 
 def kl_of(branch: str, kind: str = "") -> str:
@@ -107,7 +105,7 @@ def kl_of(branch: str, kind: str = "") -> str:
     return f"kl/{branch}{kind}"
 
 
-beta_of: Tag = "beta/{}".format
+beta_of = "beta/{}".format
 ALL_KL = "kl"
 
 STALENESS = "rollout/staleness"
@@ -121,7 +119,7 @@ def is_largest(name: str) -> bool:
     return name == STALENESS_MAX or (name.startswith("time/") and name.endswith("_max_s"))
 
 
-perf_of: Tag = "perf/{}_s".format
+perf_of = "perf/{}_s".format
 PERF_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.DATA_LOADING)
 DATA_LOADING_RATIO = "perf/data_loading_ratio"
 COMPUTE_RATIO = "perf/compute_ratio"
@@ -142,9 +140,9 @@ MEMORY = ("memory/gpu_allocated_gib", GPU_RESERVED, GPU_PEAK, HOST_MEMORY)
 
 QUICK_EVAL = "quick_eval/"  # before the tag of every figure of a quick evaluation
 QUICK_SECONDS = f"{QUICK_EVAL}seconds"
-quick_of: TagOfTwo = (QUICK_EVAL + "{}/{}").format  # branch, kind
+quick_of = (QUICK_EVAL + "{}/{}").format  # branch, kind
 
-agreement_of: Tag = "judge_meter/agreement/{}".format  # branch
+agreement_of = "judge_meter/agreement/{}".format  # branch
 JUDGE_ALARMS = "judge_meter/alarms"
 BY_SECOND_JUDGE = "judge_meter/by_second_judge"
 

@@ -32,7 +32,8 @@ from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, needs_loop
 from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
-from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
+from salesrl_trl.rollout.pipeline import LoaderAhead
+from salesrl_trl.rollout.reading_ahead import OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import show_lines, tell
@@ -208,7 +209,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
         """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
+        return OrderByEpoch(super()._get_train_sampler(dataset), self.components.pipeline.updates)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
         """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
@@ -394,8 +395,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
         """Generates later batches while rewards are out. Leaves those without a scored completion out of the loss."""
-        ahead = functools.partial(self.components.pipeline.evaluations, update=self.state.global_step)
-        dataloader = LoaderAhead(dataloader, ahead)
+        dataloader = LoaderAhead(dataloader, self.components.pipeline, self.state.global_step)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:

@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from salesrl_trl.ground.process import patched
 
-_Place = tuple[Any, str]
-"""A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""
+_Place = tuple[torch.nn.Module, str]
+"""A layer with an adapter, and the name of a parameter in its base layer."""
 
 
 @contextlib.contextmanager
-def merged_beside(model: Any) -> Iterator[None]:
+def merged_beside(model: PeftModel) -> Iterator[None]:
     """While active, a merge of the adapter leaves the base as it is.
 
     Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights in place of the base's, and
@@ -28,8 +29,8 @@ def merged_beside(model: Any) -> Iterator[None]:
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
-    def merged(*args: object, **kwargs: object) -> Iterator[tuple[str, torch.Tensor]]:
-        return _merged(named_parameters(*args, **kwargs), model)
+    def merged(prefix: str = "", recurse: bool = True, **kwargs: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        return _merged(named_parameters(prefix, recurse, **kwargs), model)
 
     with contextlib.ExitStack() as until_unmerged:
 
@@ -41,7 +42,7 @@ def merged_beside(model: Any) -> Iterator[None]:
             yield
 
 
-def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
+def why_in_place(model: torch.nn.Module, fsdp_version: int | None) -> str | None:
     """Why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version`: 1 or 2 if FSDP shards it."""
     if fsdp_version == 1:
         return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
@@ -53,17 +54,17 @@ def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
 def _merged(
     parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     adapters: set[torch.Tensor] = set()
     for layer in layers:
-        adapters |= set(layer.parameters()).difference(layer.base_layer.parameters())
+        adapters |= set(layer.parameters()).difference(layer.get_base_layer().parameters())
     places: dict[torch.Tensor, list[_Place]] = {}
     for layer in layers:
-        for name, parameter in layer.get_base_layer().named_parameters(recurse=False):
+        for name, weight in layer.get_base_layer().named_parameters(recurse=False):
             has_bias = any(getattr(layer, "lora_bias", {"": True}).values())
             is_merged = getattr(layer, "parameter_name", name) == name and (name != "bias" or has_bias)
             if is_merged:
-                places.setdefault(parameter, []).append((layer, name))
+                places.setdefault(weight, []).append((layer, name))
     for name, parameter in parameters:
         if parameter in places:
             # peft has an embedding with trainable tokens under a further name, which TRL does not take off

@@ -5,16 +5,16 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl.generation.vllm_generation as upstream_vllm
-import trl.trainer.grpo_trainer as upstream_trainer
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
@@ -37,9 +37,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     nothing. `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy.
     """
 
-    vllm_client: Any
+    vllm_client: VLLMClient
     enable_sleep_mode: bool
-    processing_class: Any = None
+    processing_class: PreTrainedTokenizerBase = None
     loop: EngineLoop | ServerLoop
     batch: TaskBatch | None = None
     _merges_beside = False
@@ -158,7 +158,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         return []
 
     def _begin_on_server(
-        self, batch: TaskBatch, prompts: list[list[int]], images: list[Any] | None, group: int, profiler: object
+        self, batch: TaskBatch, prompts: list[list[int]], images: list[object] | None, group: int, profiler: object
     ) -> tuple[object, ...]:
         first = self.accelerator.process_index * len(prompts)
         send = self.vllm_client.generate
@@ -181,22 +181,15 @@ class SalesVLLMGeneration(VLLMGeneration):
         with (
             patched(self.vllm_client, "generate", begin),
             patched(self, "accelerator", _ALONE),
-            patched(upstream_vllm, "gather_object", lambda value: value),
-            patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
+            patched(upstream_vllm, "gather_object", _own),
+            patched(upstream_vllm, "broadcast_object_list", _own),
         ):
             waits = None if batch.ahead else profiler
             return super().generate(prompts, images, 1, waits)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator[None]:
-    """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
-
-    def build(*args: Any, **kwargs: Any) -> SalesVLLMGeneration:
-        return SalesVLLMGeneration(*args, engine_options=options(), **kwargs)
-
-    with patched(upstream_trainer, "VLLMGeneration", build):
-        yield
+def _own(value: object, from_process: int = 0) -> object:
+    return value
 
 
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:

@@ -5,7 +5,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -107,15 +107,16 @@ def choose(
     scored = [(group, group.is_scored) for group in groups]  # before anything else: the next may be in by then
     candidates = [(group, is_in) for group, is_in in scored if policy.may_train(group)]
     latest, is_in = [group.version + policy.max_age for group, _ in candidates], [is_in for _, is_in in candidates]
-    chosen = first_in(latest, is_in, following, count, lambda number: policy.key(candidates[number][0]))
+    keys = [policy.key(group) if is_in else 0.0 for group, is_in in candidates]
+    chosen = first_in(latest, is_in, following, count, keys)
     return [candidates[number][0] for number in sorted(chosen)]
 
 
 def first_in(
     latest: Sequence[int], is_in: Sequence[bool], following: Sequence[int], count: int,
-    key: Callable[[int], float] | None = None,
+    keys: Sequence[float] | None = None,
 ) -> list[int]:  # fmt: skip
-    """The `count` groups in flight that are trained on now: those that can't wait, then the first by `key` that are
+    """The `count` groups in flight that are trained on now: those that can't wait, then the first by `keys` that are
     in, by default the oldest. Empty while one of them is not in. `latest`: the last step that may train on each;
     `is_in`: whether it is scored.
 
@@ -126,7 +127,7 @@ def first_in(
     oldest = sorted(range(len(latest)), key=latest.__getitem__)
     musts = max((sum(last < step for last in latest) - j * count for j, step in enumerate(following)), default=0)
     chosen, others = oldest[: max(musts, 0)], [group for group in oldest[max(musts, 0) :] if is_in[group]]
-    chosen = [*chosen, *(others if key is None else sorted(others, key=key))][:count]
+    chosen = [*chosen, *(others if keys is None else sorted(others, key=keys.__getitem__))][:count]
     return chosen if len(chosen) == count and all(is_in[group] for group in chosen) else []
 
 

@@ -5,7 +5,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import is_tensor
@@ -16,6 +16,8 @@ from salesrl_trl.generation.sampler import Handle, Sampled
 from salesrl_trl.kl.penalty import MicroBatch
 from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.types import Example
+
+T = TypeVar("T")
 
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:
@@ -46,7 +48,8 @@ class ScoredGroups:
         self.remaining = parts(size, micro_batch, group)  # parts without a micro-batch in the queue so far
         self.complete = bool(recorded.parts)  # whether every reward was in, on every rank, at the last `record`
         if recorded.parts:
-            self.remaining.sort(key=lambda part: recorded.parts.index(part.start))
+            by_start = {part.start: part for part in self.remaining}
+            self.remaining = [by_start[start] for start in recorded.parts]
         self._released: list[int] = []
         self._seen = [*recorded.seen]
         self._taken = 0  # micro-batches that were trained on
@@ -136,7 +139,7 @@ class Rollout:
     """The completions as TRL has them, B of them, once it has asked for their rewards."""
     scored: torch.Tensor | None = None
     """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
-    failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    failed: torch.Tensor = field(init=False)
     """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
     is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
     group: int = 1  # completions of a prompt. They are neighbours.
@@ -146,6 +149,7 @@ class Rollout:
     left: list[range] = field(init=False)  # places of the groups that nobody has trained on yet
 
     def __post_init__(self) -> None:
+        self.failed = torch.zeros(0, dtype=torch.bool)
         self.left = parts(len(self.inputs), 1, self.group)
 
     @property
@@ -200,7 +204,7 @@ class PromptGroup(NamedTuple):
         """Whether all rewards are in and the same number, so that the group has no advantage."""
         return self.rollout.rewards.is_equal(self.places)
 
-    def cut(self, column: Sequence[Any]) -> list[Any]:
+    def cut(self, column: Sequence[T]) -> list[T]:
         return [column[place] for place in self.places]
 
 

@@ -1,13 +1,13 @@
 """When rollouts begin: prompts are read ahead, turns that are due are launched, and an evaluation's batches too."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from salesrl_trl.names import Phase
 from salesrl_trl.rollout.buffer import Buffer
 from salesrl_trl.rollout.in_flight import KeptRollouts, Rollout
-from salesrl_trl.rollout.reading_ahead import MicroBatches, RolloutSchedule, Update, UpdatesAhead
+from salesrl_trl.rollout.reading_ahead import MicroBatches, Pull, RolloutSchedule, Update, UpdatesAhead
 from salesrl_trl.rollout.rollout_launcher import Launcher
 from salesrl_trl.types import Example
 
@@ -47,9 +47,7 @@ class Pipeline:
         self._evaluated = []
         self.buffer.cancel()
 
-    def next_update(
-        self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], steps_left: int
-    ) -> Update:
+    def next_update(self, epoch: int, iterator: Iterator[object], pull: Pull, steps_left: int) -> Update:
         """The micro-batches of the next optimizer step. Those of later steps are read too: their generation batches
         are scheduled, and their reference answers asked for."""
         self.buffer.begin_step()
@@ -106,3 +104,20 @@ class Pipeline:
         finally:  # of an evaluation that was left: nobody will ask for them
             self.launcher.reward_loop.give_up([rollout.rewards for rollout in self._evaluated])
             self._evaluated = []
+
+
+class LoaderAhead:
+    """A dataloader of an evaluation, whose batches come by way of a pipeline. All else is the dataloader's."""
+
+    def __init__(self, loader: Iterable[list[Example]], pipeline: Pipeline, update: int) -> None:
+        self._loader: Any = loader
+        self._pipeline, self._update = pipeline, update
+
+    def __iter__(self) -> Iterator[list[Example]]:
+        return self._pipeline.evaluations(self._loader, self._update)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)

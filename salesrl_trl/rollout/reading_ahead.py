@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import Sampler
@@ -14,10 +14,11 @@ from trl.trainer.utils import RepeatSampler
 from salesrl_trl.types import Example
 
 R = TypeVar("R")
-T = TypeVar("T")
 MicroBatches = list[list[Example]]
 Update = tuple[MicroBatches, object]
 """Micro-batches of one optimizer step, and the number of items in them, as transformers counts it."""
+Pull = Callable[[Iterator[object]], Update]
+"""Takes the micro-batches of one step; none at the end."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -104,11 +105,9 @@ class UpdatesAhead:
         self._pulled.clear()
         self._iterator, self.dataloader = None, ()
 
-    def next(
-        self, epoch: int, iterator: Iterator[object], pull: Callable[[Iterator[object]], Update], left: int
-    ) -> Update:
+    def next(self, epoch: int, iterator: Iterator[object], pull: Pull, left: int) -> Update:
         """Micro-batches of the next optimizer step. `epoch` is in training, `iterator` has its micro-batches, and
-        `left` steps are to come, with this one. `pull` takes the micro-batches of one step; none at the end."""
+        `left` steps are to come, with this one."""
         # 1. the epoch that is read: it may be later than the one in training, whose iterator is left aside then
         if self._iterator is None or self.epoch < epoch:
             self._iterator, self.epoch = iterator, epoch
@@ -140,34 +139,16 @@ class UpdatesAhead:
         return itertools.chain(first, micro_batches)
 
 
-class LoaderAhead:
-    """A dataloader whose batches come by way of `ahead`. All else is the dataloader's."""
-
-    def __init__(self, loader: Iterable[T], ahead: Callable[[Iterable[T]], Iterator[T]]) -> None:
-        self._loader: Any = loader
-        self._ahead = ahead
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._ahead(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class OrderByEpoch(Sampler[int]):
     """TRL's sampler, shuffled anew from `seed + epoch` at the start of each epoch. Epoch 0 is TRL's. TRL's goes on
     with its generator from epoch to epoch, so a run resumed in its second would get the order of the first again."""
 
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
-        self._sampler = sampler
-        self._epoch = epoch
+    def __init__(self, sampler: RepeatSampler, updates: UpdatesAhead) -> None:
+        self._sampler, self._updates = sampler, updates
 
     def __iter__(self) -> Iterator[int]:
         if self._sampler.shuffle:
-            self._sampler.generator.manual_seed(self._sampler.seed + self._epoch())
+            self._sampler.generator.manual_seed(self._sampler.seed + self._updates.epoch)
         yield from self._sampler
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
@@ -13,7 +12,7 @@ from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of,
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.generation.vllm import vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
 from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
@@ -51,8 +50,11 @@ class Policy:
                 is_loaded = True
             return loaded
 
+        def engine(*positional: object, **kwargs: object) -> SalesVLLMGeneration:
+            return SalesVLLMGeneration(*positional, engine_options=engine_options(args, self.model), **kwargs)
+
         with (
-            vllm_engine_options(lambda: engine_options(args, self.model)),
+            patched(upstream_trainer, "VLLMGeneration", engine),
             patched(args, "beta", 1.0 if self._has_kl else 0.0),
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
@@ -81,7 +83,7 @@ class Reference:
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
         self._ref_model = ref_model
         tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-        self._tuner: Any = next(tuners, None)  # peft publishes no types
+        self._tuner = next(tuners, None)
         self.has_adapter = self._tuner is not None  # whether an adapter is trained
         for one_model in (model, ref_model):
             if one_model is not None:  # a compiled one has no truth value
@@ -98,8 +100,8 @@ def leave_out_no_pictures(model: torch.nn.Module) -> None:
     pictures, TRL gives the tower an empty tensor, and it fails."""
 
     def leave_out(
-        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        _: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor | None]
+    ) -> tuple[tuple[object, ...], dict[str, torch.Tensor | None]] | None:
         pixels = kwargs.get("pixel_values")
         if pixels is None or pixels.numel():
             return None

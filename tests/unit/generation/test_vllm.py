@@ -11,7 +11,8 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.vllm import SalesVLLMGeneration, vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
+from salesrl_trl.wiring.policy import Policy
 
 IDLE = SimpleNamespace(pushing=nullcontext)  # a loop with nothing under way
 
@@ -25,7 +26,8 @@ def bare(**members):
 
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     stock = upstream_trainer.VLLMGeneration
-    with pytest.raises(RuntimeError), vllm_engine_options(lambda: {"seed": 1}):
+    policy = Policy(SimpleNamespace(beta=0.0, max_sampling_logp_difference=0.5), has_kl=False, gets_adapter=False)
+    with pytest.raises(RuntimeError), policy.building("a-model"):
         assert upstream_trainer.VLLMGeneration is not stock
         raise RuntimeError
     assert upstream_trainer.VLLMGeneration is stock
