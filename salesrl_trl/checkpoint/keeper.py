@@ -10,12 +10,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 
@@ -75,7 +76,7 @@ class Keeper:
         agreed(lambda: put_run_aside(self._output_dir, self._last, [model]) if self._is_main else None)
         if self._leads_node:
             put_run_aside(self._output_dir, self._last)  # what is left there, without a shared disk
-        self.run = agreed(lambda: _run_of(self._last, self._output_dir))
+        self.run = agreed(_run_of, self._last, self._output_dir)
         self._clear()
         self._states = {}
         return None if self._last is None else str(self._last)
@@ -95,11 +96,13 @@ class Keeper:
         fresh = self._output_dir / SAVING_FOLDER / folder.name
         self._clear()
         PartialState().wait_for_everyone()
-        with patched(self.args, "output_dir", str(fresh.parent)):
-            self._on_all_ranks(folder, write)
-        self._on_all_ranks(folder, lambda: self._finish(fresh, folder, state) if self._is_main else None)
-        # With a shared disk, the folder is in its place now. Else each machine has one of its own left.
-        self._on_all_ranks(folder, lambda: self._finish(fresh, folder, state) if self._leads_node else None)
+        with patched(self.args, "output_dir", str(fresh.parent)), self._on_all_ranks(folder):
+            write()
+        # With a shared disk, the folder is in its place after the first. Else each machine has one of its own left.
+        for finishes in (self._is_main, self._leads_node):
+            with self._on_all_ranks(folder):
+                if finishes:
+                    self._finish(fresh, folder, state)
         self._last = folder
         if self._leads_node:
             self._rotate(state.best_model_checkpoint)
@@ -188,11 +191,12 @@ class Keeper:
         if self._leads_node:
             shutil.rmtree(self._output_dir / SAVING_FOLDER, ignore_errors=True)
 
-    def _on_all_ranks(self, folder: Path, work: Callable[[], None]) -> None:
-        """Call `work`. If it fails on one rank, raise on all, with the operating system's error if it is the cause."""
+    @contextlib.contextmanager
+    def _on_all_ranks(self, folder: Path) -> Iterator[None]:
+        """If the block fails on one rank, raise on all, with the operating system's error if it is the cause."""
         error, reason = None, None
         try:
-            work()
+            yield
         except Exception as failure:
             cause: BaseException | None = failure
             while cause is not None and not isinstance(cause, OSError):
@@ -233,13 +237,14 @@ class Keeper:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def why_not_kept(dataset: Any) -> str | None:
+def why_not_kept(dataset: Dataset) -> str | None:
     """Why a checkpoint can't hold rows like the first one; `None` if it can."""
     torch.save(dataset[0], saved := io.BytesIO())
     is_held = not torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getvalue()))
     return None if is_held else "a checkpoint holds no rows with values such as dates: make texts or numbers of them"
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -251,11 +256,10 @@ def choose_on_all_ranks(
     checkpoint."""
     with_digests = args.local_process_index == 0
     allowed = args.allow_changed_resume
-    chosen = agreed(lambda: find(asked, args.output_dir, with_digests=with_digests, without_manifest=allowed))
+    chosen = agreed(find, asked, args.output_dir, with_digests=with_digests, without_manifest=allowed)
     if chosen is None:
         return None
-    checkpoint: Path = chosen
-    note = agreed(lambda: check_identity(checkpoint, identity, allowed))
+    note = agreed(check_identity, chosen, identity, allowed)
     if note is not None:
         logger.warning(note)
     manifest = read(chosen)
@@ -275,12 +279,12 @@ def _run_of(checkpoint: Path | None, output_dir: Path) -> str:
     return (manifest.run if isinstance(manifest, Manifest) else "") or uuid.uuid4().hex
 
 
-def agreed(work: Callable[[], T]) -> T:
+def agreed(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The first rank's result. Raises the `ConfigError` of any rank on all of them."""
     result: T | None = None
     refused: str | None = None
     try:
-        result = work()
+        result = work(*args, **kwargs)
     except ConfigError as error:
         refused = str(error)
     gathered = gather_object([(result, refused)])

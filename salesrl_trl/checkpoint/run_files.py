@@ -29,18 +29,13 @@ def found(folder: Path, patterns: Iterable[str]) -> set[Path]:
     return {path for pattern in patterns for path in folder.glob(pattern)}
 
 
-def holds_run(folder: Path, resumed: _Path | None) -> bool:
-    """Whether the folder has results of another run than the one that begins there, or resumes from a checkpoint."""
-    is_its_own = resumed is not None and Path(resumed).resolve().parent == folder.resolve()
-    return not is_its_own and bool(found(folder, FILES["results"]))
-
-
 def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | None] = ()) -> None:
     """Move the files of another run into `run-N` below the folder, where a run begins. Answers that are used again
     stay, as do files of others. Raises `ConfigError` if the run needs one that moves: `used`, such as its model."""
     for unfinished in folder.glob(f"{names.PUSHING_FOLDER}*"):  # of a run that was killed
         shutil.rmtree(unfinished, ignore_errors=True)
-    if not holds_run(folder, resumed):
+    is_its_own = resumed is not None and Path(resumed).resolve().parent == folder.resolve()
+    if is_its_own or not found(folder, FILES["results"]):
         return
     is_saved = (folder / "training_args.bin").exists()  # by a trainer: else such files may be anyone's
     saved = (*SAVED, *[CARD] * may_write_card(folder)) if is_saved else ()

@@ -100,26 +100,22 @@ class Sampled:
         return tensors
 
 
-class Generate(Protocol):
-    """TRL's `_generate`: encodes prompts, generates, decodes and measures."""
-
-    def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """Generate one completion for each of B prompts. `tokens` takes the place of TRL's engines."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Upstream:
+class Upstream(Protocol):
     """The parts of TRL that a sampler of your own may use."""
 
-    generate: Generate
-    """TRL's own generation around the sampler's tokens."""
-    model: Callable[[], PreTrainedModel]
-    """Returns the current policy, without the wrappers of distributed training."""
-    step: Callable[[], int]
-    """Returns the number of optimizer steps done. The weights change with it."""
     temperature: float
     max_completion_length: int
     eos_token_ids: tuple[int, ...]
+
+    def generate(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
+        """TRL's `_generate`: encodes B prompts, generates one completion for each, decodes and measures. `tokens`
+        takes the place of TRL's engines."""
+
+    def model(self) -> PreTrainedModel:
+        """The current policy, without the wrappers of distributed training."""
+
+    def step(self) -> int:
+        """The number of optimizer steps done. The weights change with it."""
 
 
 @runtime_checkable
@@ -151,29 +147,37 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A `Handle` of a generation that is under way, or over."""
+class Ready:
+    """The `Handle` of a generation that is over."""
 
-    result: Callable[[], Sampled]
-    give_up: Callable[[], None]
-    is_ready: bool = False
+    sampled: Sampled
+    is_ready = True
 
+    def result(self) -> Sampled:
+        return self.sampled
 
-def ready(sampled: Sampled) -> Begun:
-    return Begun(lambda: sampled, lambda: None, is_ready=True)
-
-
-Start = Callable[[Sequence[object], Finished, bool], Handle]  # `Sampler.start`
+    def give_up(self) -> None:
+        pass
 
 
-class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: no completion is reported before."""
+ready = Ready  # as engines of a user's own call it
 
-    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig") -> None:
-        self._generate, self._owner = generate, owner
+
+Start = Callable[[Sequence[object], Finished, bool], Handle]
+"""Begins a batch, whose completions or conversations are reported when they are finished (`engine_loop`). It may be
+under way while the trainer trains."""
+
+
+class TRLSampler:
+    """TRL's own engine. Without `begin` it generates a whole batch at once: no completion is reported before."""
+
+    def __init__(
+        self, trl: Upstream, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start | None = None
+    ) -> None:
+        self._trl, self._owner, self._begin = trl, owner, begin
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return ready(self._generate(prompts))
+        return Ready(self._trl.generate(prompts)) if self._begin is None else self._begin(prompts, finished, ahead)
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
@@ -187,18 +191,6 @@ class WholeBatch:
         kwargs = {name: value for name, value in self._owner.generation_kwargs.items() if name not in SAMPLING_KWARGS}
         with patched(self._owner, "temperature", 0.0), patched(self._owner, "generation_kwargs", kwargs):
             yield
-
-
-class Streamed(WholeBatch):
-    """Each completion, or conversation, is reported when it is finished (`engine_loop`). `begin` begins a batch; it
-    may be under way while the trainer trains."""
-
-    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start) -> None:
-        super().__init__(generate, owner)
-        self._begin = begin
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return self._begin(prompts, finished, ahead)
 
 
 VISION_FIELDS = (

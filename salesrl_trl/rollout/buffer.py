@@ -155,7 +155,7 @@ class Buffer:
     micro-steps as TRL counts them, and optimizer steps done."""
 
     launcher: Launcher
-    turns: RolloutSchedule[Rollout]
+    turns: RolloutSchedule
     updates: UpdatesAhead  # has the rows that may replace others
     policy: BufferPolicy = field(default_factory=InOrder)
     seed: int = 0  # of the rows that replace others

@@ -6,7 +6,7 @@ trains gives the old log-probs too."""
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,14 @@ from accelerate.utils import gather, reduce
 from torch import nn
 
 from salesrl_trl.ground.process import patched
-from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.kl.penalty import MicroBatch, loss_mask
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.shared_prompts.row_layout import Group
-from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, Pass, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 
-MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
 """Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
 most an eighth faster on an H200 (`benchmarks.passes`), as much with two and four times the tokens."""
@@ -220,7 +219,7 @@ class Passes:
         return batches[0]
 
     def log_probs(
-        self, inputs: MutableMapping[str, object] | None, upstream: Callable[..., LogProbs], *args: Any, **kwargs: Any
+        self, inputs: MutableMapping[str, object] | None, upstream: Pass, *args: Any, **kwargs: Any
     ) -> LogProbs:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
         if inputs is None or not torch.is_grad_enabled():
@@ -232,7 +231,7 @@ class Passes:
 
     def _log_probs(
         self,
-        upstream: Callable[..., LogProbs],
+        upstream: Pass,
         model: nn.Module,
         *columns: Any,
         compute_entropy: bool = False,

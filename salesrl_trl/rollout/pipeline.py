@@ -24,7 +24,7 @@ class Pipeline:
         self, launcher: Launcher, *, window: int, lookahead: int, most_lookahead: int = 0, seed: int = 0
     ) -> None:
         self.launcher = launcher
-        self._turns: RolloutSchedule[Rollout] = RolloutSchedule(lookahead, window)
+        self._turns = RolloutSchedule(lookahead, window)
         # The 32B answers of a step are asked for one step earlier.
         self.updates = UpdatesAhead(max(lookahead, most_lookahead) + 1, self._schedule)
         self.buffer = Buffer(launcher=launcher, turns=self._turns, updates=self.updates, seed=seed)

@@ -5,15 +5,14 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 from trl.trainer.utils import RepeatSampler
 
+from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.types import Example
 
-R = TypeVar("R")
 MicroBatches = list[list[Example]]
 Update = tuple[MicroBatches, object]
 """Micro-batches of one optimizer step, and the number of items in them, as transformers counts it."""
@@ -22,26 +21,26 @@ Pull = Callable[[Iterator[object]], Update]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class GenerationWindow(Generic[R]):
+class GenerationWindow:
     first: int  # micro-step at which it is first trained on
     update: int  # optimizer steps done by then
     inputs: list[Example]
-    rollout: R | None = None
+    rollout: Rollout | None = None
 
 
-class RolloutSchedule(Generic[R]):
+class RolloutSchedule:
     """Generation batches in the order they are trained on. `lookahead`: optimizer steps by which a rollout may be
     ahead of the step that trains on it. `window`: micro-steps between two generation batches."""
 
     def __init__(self, lookahead: int, window: int) -> None:
         self.lookahead = lookahead
         self._window = window
-        self._windows: deque[GenerationWindow[R]] = deque()
+        self._windows: deque[GenerationWindow] = deque()
         self._micro_step = 0
         self._update = 0
         self._generates = True  # the next micro-step, whatever its number
 
-    def restart(self, micro_step: int, update: int, has_batch: bool) -> list[R]:
+    def restart(self, micro_step: int, update: int, has_batch: bool) -> list[Rollout]:
         """Begin after these micro-steps and optimizer steps. Returns rollouts that nobody will train on. `has_batch`:
         a generation batch is there to go on with. If not, as after a resume, the first micro-step generates, whatever
         its number."""
@@ -50,9 +49,9 @@ class RolloutSchedule(Generic[R]):
         self._micro_step, self._update, self._generates = micro_step, update, not has_batch
         return left
 
-    def add(self, micro_batches: Sequence[list[Example]]) -> list[GenerationWindow[R]]:
+    def add(self, micro_batches: Sequence[list[Example]]) -> list[GenerationWindow]:
         """The next optimizer step will have these micro-batches. Returns the generation batches among them."""
-        new: list[GenerationWindow[R]] = [
+        new = [
             GenerationWindow(first=number, update=self._update, inputs=inputs)
             for number, inputs in enumerate(micro_batches, start=self._micro_step)
             if number % self._window == 0 or (self._generates and number == self._micro_step)
@@ -63,7 +62,7 @@ class RolloutSchedule(Generic[R]):
         self._generates = False
         return new
 
-    def due(self, micro_step: int, update: int) -> list[GenerationWindow[R]]:
+    def due(self, micro_step: int, update: int) -> list[GenerationWindow]:
         """The batches to generate before `micro_step` of optimizer step `update`, the earliest first. Without
         lookahead it is the one that this micro-step trains on, so that random numbers are drawn in TRL's order."""
         waiting = (window for window in self._windows if window.rollout is None)
@@ -76,11 +75,11 @@ class RolloutSchedule(Generic[R]):
         """Optimizer steps done before each batch that nobody has taken yet, as far as they are read."""
         return [window.update for window in self._windows]
 
-    def launched(self) -> dict[int, R]:
+    def launched(self) -> dict[int, Rollout]:
         """The rollouts that nobody has taken yet, by their first micro-step."""
         return {window.first: window.rollout for window in self._windows if window.rollout is not None}
 
-    def take(self, micro_step: int, inputs: object) -> R | None:
+    def take(self, micro_step: int, inputs: object) -> Rollout | None:
         while self._windows and self._windows[0].first < micro_step:
             self._windows.popleft()
         if not self._windows or self._windows[0].first != micro_step or self._windows[0].inputs is not inputs:

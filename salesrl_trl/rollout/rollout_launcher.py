@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Sampler, ready
+from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import Completion, Origin
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -82,7 +82,7 @@ class Launcher:
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
         """A rollout of an earlier start of the run, with its completions. Its rewards start anew, from the cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
-        rollout.handle, rollout.behaviour_logps, rollout.steps = ready(sampled), kept.behaviour_logps, kept.steps
+        rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)
         return rollout
 

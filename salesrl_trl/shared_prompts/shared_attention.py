@@ -25,6 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
 
+Attention = Callable[..., tuple[torch.Tensor, object]]  # in transformers' form
+
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256  # channels of a head that the kernels take
 AMPERE = (8, 0)  # compute capability of the oldest GPUs that they run on
@@ -44,14 +46,15 @@ def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float) -> tuple[Any, ...]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float
+) -> tuple[torch.Tensor, ...]:
     """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
     float32, and the state of its random generator."""
-    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
-    outputs: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, False, scale=scale
-    )
-    return outputs[:4]
+    *ends, is_causal = bounds
+    return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
+        q, k, v, *ends, 0.0, is_causal, False, scale=scale
+    )[:4]
 
 
 def backward(
@@ -62,12 +65,12 @@ def backward(
     out: torch.Tensor,
     normaliser: torch.Tensor,
     bounds: Bounds,
-    state: tuple[torch.Tensor, torch.Tensor],
+    state: Sequence[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
+    *ends, is_causal = bounds
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
+        grad, q, k, v, out, normaliser, *ends, 0.0, is_causal, *state, scale=scale
     )
 
 
@@ -79,7 +82,6 @@ class SharedFlash(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
-        out: torch.Tensor
         out, normaliser, *state = forward(query, key, value, layout.parts, scale)
         crossing_state: list[torch.Tensor] = []
         if layout.prefixes:
@@ -100,12 +102,12 @@ class SharedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, normaliser, *states = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        own = backward(grad, query, key, value, out, normaliser, layout.parts, tuple(states[:2]), scale)
+        own = backward(grad, query, key, value, out, normaliser, layout.parts, states[:2], scale)
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             crossing = backward(
                 grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
-                normaliser[:, head:tail].contiguous(), layout.crossings, tuple(states[2:]), scale,
+                normaliser[:, head:tail].contiguous(), layout.crossings, states[2:], scale,
             )  # fmt: skip
             for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
                 total[rows] += part
@@ -139,7 +141,7 @@ def install(name: str) -> None:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, object]:
         layout: Layout | None = kwargs.pop(LAYOUT, None)
         if layout is not None:
             return shared_attention(with_mask, module, query, key, value, layout, **kwargs), None
@@ -152,7 +154,7 @@ def install(name: str) -> None:
 
 
 def shared_attention(
-    inner: Callable[..., tuple[torch.Tensor, Any]],
+    inner: Attention,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -173,28 +175,16 @@ def shared_attention(
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return SharedFlash.apply(*rows, layout, scale)[None]  # type: ignore[no-any-return, no-untyped-call]
-    attend = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
-    return _over_padded(attend, query, key, value, layout)
-
-
-def _over_padded(
-    attend: Callable[..., tuple[torch.Tensor, Any]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-) -> torch.Tensor:
-    """By two calls of `attend` with batches that are padded on the right: the prefixes, shape (groups with a prefix,
-    heads, longest prefix, channels); and the segments, with keys and values of each one's prefix and itself."""
-    padded = layout.padded
-    parts = []
+    # Two batches that are padded on the right: the prefixes, shape (groups with a prefix, heads, longest prefix,
+    # channels); and the segments, with keys and values of each one's prefix and itself.
+    padded, given, parts = layout.padded, {"dropout": dropout, "scaling": scaling, **kwargs}, []
     if layout.prefixes:
         batch = [_gathered(tensor, padded.prefixes) for tensor in (query, key, value)]
-        parts.append(attend(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
+        parts.append(inner(module, *batch, None, is_causal=True, **given)[0].flatten(0, 1)[padded.prefix_places])
     queries = _gathered(query, padded.segments)
     keys, values = (_gathered(tensor, padded.keys) for tensor in (key, value))
-    parts.append(attend(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
-    return torch.cat(parts)[None]
+    outputs = inner(module, queries, keys, values, padded.mask, **given)[0]
+    return torch.cat([*parts, outputs.flatten(0, 1)[padded.segment_places]])[None]
 
 
 def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

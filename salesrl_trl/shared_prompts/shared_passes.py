@@ -33,6 +33,8 @@ logger = get_logger(__name__)
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Log-probs (B, C) in nats, entropies (B, C) in nats if asked for, and the router's loss of a mixture if asked for."""
+Pass = Callable[..., LogProbs]
+"""TRL's `_get_per_token_logps_and_entropies`."""
 MOST_TOKENS = 16_384
 """Tokens of a pass without gradients. It keeps no activations, and larger ones are no faster."""
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -54,7 +56,7 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 class PassSettings:
     is_on: bool  # `shared_prompts: auto`
     reason: str | None = None
-    autocast: Callable[[], AbstractContextManager[Any]]
+    autocast: Callable[[], AbstractContextManager[object]]
     most_tokens: int | None = None  # of a pass without gradients. `MOST_TOKENS` when not given.
     highest: Callable[[int], int]
     """The highest number of the ranks that make their passes together; a collective if there are several."""
@@ -100,7 +102,7 @@ class SharedPrompts:
 
     def log_probs(
         self,
-        upstream: Callable[..., LogProbs],
+        upstream: Pass,
         model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -108,7 +110,7 @@ class SharedPrompts:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **vision: Any,
+        **vision: object,
     ) -> LogProbs:
         """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. Some batches go TRL's way."""
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
@@ -124,7 +126,7 @@ class SharedPrompts:
         return _sum(logps), _sum(entropies), aux_losses[0]
 
     def groups(
-        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
+        self, upstream: Pass, model: nn.Module, batch: "Columns", vision: Mapping[str, object]
     ) -> list[Group] | None:
         """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
         TRL's way, and one after each of the first updates."""
@@ -170,9 +172,7 @@ class SharedPrompts:
         size, columns = ids.shape
         layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
         row = Row.of(layout, ids, mask, width)
-        arguments: dict[str, Any] = {LAYOUT: layout}
-        if compute_aux_loss:
-            arguments["output_router_logits"] = True
+        arguments = {LAYOUT: layout, **({"output_router_logits": True} if compute_aux_loss else {})}
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
@@ -187,9 +187,7 @@ class SharedPrompts:
         return row.spread(outputs.log_probs, size, width), entropy, aux_loss
 
     @torch.no_grad()
-    def _compare(
-        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
-    ) -> None:
+    def _compare(self, upstream: Pass, model: nn.Module, batch: "Columns", groups: Sequence[Group]) -> None:
         """Compare two completions of a prompt with TRL's way, if a batch has some. Each rank makes as many passes."""
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
@@ -261,7 +259,7 @@ class Columns(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
+    def of(cls, batches: Sequence[Mapping[str, torch.Tensor]]) -> "Columns":
         ids, mask = (
             torch.cat([torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for batch in batches])
             for kind in ("ids", "mask")
@@ -289,7 +287,8 @@ def _apart(ours: torch.Tensor, theirs: torch.Tensor, counted: torch.Tensor) -> f
 
 
 def _split_off(packs: list[list[Group]]) -> list[Group]:
-    largest = max(packs, key=lambda pack: sum(len(group.rows) for group in pack))
+    rows = [sum(len(group.rows) for group in pack) for pack in packs]
+    largest = packs[rows.index(max(rows))]
     if len(largest) > 1:
         half = len(largest) // 2
         taken, largest[half:] = largest[half:], []
@@ -318,7 +317,7 @@ def _every_copy_counted(layout: Layout) -> Iterator[None]:
 
     counted = mixtral.load_balancing_loss_func
 
-    def weighted(logits: Any, experts: int, per_token: int, _: object) -> Any:
+    def weighted(logits: object, experts: int, per_token: int, _: object) -> object:
         return counted(logits, experts, per_token, layout.weight[None])
 
     with patched(mixtral, "load_balancing_loss_func", weighted):

@@ -1,23 +1,16 @@
 """What both models need of their weights: adapters in float32, and a check that vLLM samples from them."""
 
-import logging
-
 import torch
-from accelerate import PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import reduce
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from salesrl_trl.errors import WeightSyncError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
-def log_on_main(level: int, line: str) -> None:
-    if PartialState().is_main_process:
-        logger.log(level, line)
 
 
 class OutsideAutocast:
@@ -63,7 +56,7 @@ class WeightCheck:
     def skip(self, reason: str) -> None:
         """Log why there is nothing to compare, and end the check."""
         self.is_done = True
-        log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
+        logger.info(f"off: the check that vLLM samples from the weights in training, because {reason}")
 
     def check(self, ours: torch.Tensor | None, sampled: torch.Tensor | None, mask: torch.Tensor) -> None:
         """Check the log-probs of a generation batch, shape (B, T); a collective. Raises `WeightSyncError` where they
@@ -92,10 +85,9 @@ class WeightCheck:
                 f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or in another "
                 f"number format, than the ones in training. {self._hints}"
             )
-        log_on_main(
-            logging.INFO,
+        logger.info(
             f"[Weights] vLLM samples from the weights in training: log-probs differ by {mean:.4f} nats on average "
-            f"over {tokens:.0f} tokens",
+            f"over {tokens:.0f} tokens"
         )
 
 

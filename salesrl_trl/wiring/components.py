@@ -16,7 +16,7 @@ from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.generation.sampler import Sampled, Sampler, Streamed, Upstream, WholeBatch
+from salesrl_trl.generation.sampler import Sampled, Sampler, TRLSampler, Upstream
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
@@ -91,9 +91,10 @@ class Components:
         self.stopping = Stopping(
             run_control=self.run_control, trl=trl, device=trl.accelerator.device, can_undo=not trl.is_deepspeed
         )
-        self.reference = Reference(trl.model, trl.ref_model)
+        model = trl.model()
+        self.reference = Reference(model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            self.policy.raise_adapters(trl.model)
+            self.policy.raise_adapters(model)
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
@@ -116,8 +117,7 @@ class Components:
         if args.scored_groups_first and reason is not None:
             logger.info(f"off: `scored_groups_first`, because {reason}")
         # 4. the passes of an update, and the phases around them
-        unwrapped = trl.accelerator.unwrap_model(trl.model)
-        self.passes = rollouts.passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
+        self.passes = rollouts.passes_of(args, trl.accelerator, model, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             engine: Any = trl.engine
@@ -228,21 +228,14 @@ class Components:
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
         if self.reward.is_played:
-            return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
+            return TRLSampler(trl, trl.engine)  # looks at the engine's weights alone
         if self.converses:
-            return Streamed(trl.generate, trl.engine, trl.converse)
-        if build is None:
-            if whole is None:
-                return Streamed(trl.generate, trl.engine, trl.ask)
+            return TRLSampler(trl, trl.engine, trl.converse)
+        if build is not None:
+            return build(trl)
+        if whole is not None:
             logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
-            return WholeBatch(trl.generate, trl.engine)
-        return build(
-            Upstream(
-                generate=trl.generate, model=lambda: trl.accelerator.unwrap_model(trl.model), step=trl.step,
-                temperature=args.temperature, max_completion_length=args.max_completion_length,
-                eos_token_ids=tuple(trl.eos_token_ids),
-            )
-        )  # fmt: skip
+        return TRLSampler(trl, trl.engine, trl.ask if whole is None else None)
 
     def _begin(self) -> None:
         trl, (micro_step, has_batch) = self._trl, self._trl.position()

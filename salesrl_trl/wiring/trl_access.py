@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import CallbackHandler
 from trl import GRPOTrainer
 
@@ -30,7 +30,6 @@ class Hooks(TRLGeneration):
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         super().__init__(trainer)
-        self.model: torch.nn.Module = trainer.model
         self.ref_model: torch.nn.Module | None = trainer.ref_model
         self.accelerator: Accelerator = trainer.accelerator
         self.is_deepspeed: bool = trainer.is_deepspeed_enabled
@@ -44,7 +43,9 @@ class Hooks(TRLGeneration):
         """What completions may call while TRL generates them."""
         self.tool_names = [each.__name__ for each in trainer.tools]
         self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
-        self.eos_token_ids: Sequence[int] = trainer.eos_token_ids
+        self.eos_token_ids: tuple[int, ...] = tuple(trainer.eos_token_ids)
+        self.temperature: float = trainer.args.temperature
+        self.max_completion_length: int = trainer.args.max_completion_length
         self.reward_weights: Sequence[float] = trainer.reward_weights.tolist()
         self.reward_names: Sequence[str] = trainer.reward_func_names  # under which TRL logs these functions
         self.reward_answered = [isinstance(function, RewardColumn) for function in trainer.reward_funcs]
@@ -54,6 +55,10 @@ class Hooks(TRLGeneration):
         self.reads_pictures: bool = trainer._is_vlm
         self.callbacks: CallbackHandler = trainer.callback_handler
         self.eval_dataset: object = trainer.eval_dataset
+
+    def model(self) -> PreTrainedModel:
+        """The policy, without the wrappers of distributed training."""
+        return self.accelerator.unwrap_model(self._trainer.model)
 
     def step(self) -> int:
         return self._trainer.state.global_step
@@ -125,7 +130,7 @@ class Hooks(TRLGeneration):
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
-        trainer, was_training = self._trainer, self.model.training
+        trainer, was_training = self._trainer, self._trainer.model.training
         trainer.model.eval()
         try:
             with (

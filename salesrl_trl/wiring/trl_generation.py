@@ -5,6 +5,7 @@ import functools
 from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from trl.trainer.utils import start_event_loop_in_daemon
 
 from salesrl_trl.generation.engine_loop import CompletionTasks, Prompt, Rounds, TaskBatch, TurnLoop
 from salesrl_trl.generation.sampler import (
-    Begun,
     Encoded,
     Finished,
     Handle,
@@ -28,6 +28,28 @@ from salesrl_trl.generation.sampler import (
 from salesrl_trl.ground.process import patched
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The `Handle` of a batch that has begun."""
+
+    trainer: GRPOTrainer
+    batch: TaskBatch
+    sample: Callable[[], Sampled]
+    is_ready: bool
+
+    def result(self) -> Sampled:
+        trainer, batch = self.trainer, self.batch
+        with batch.cancelled_by_errors():
+            if batch.by_new_weights and trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
+                trainer.vllm_generation.sync_weights()
+                trainer._last_loaded_step = trainer.state.global_step
+            batch.loop.run(batch)
+            return self.sample()
+
+    def give_up(self) -> None:
+        self.batch.cancel()
 
 
 class TRLEngine:
@@ -91,16 +113,7 @@ class TRLEngine:
                 batch.begin(prompts, [None] * len(prompts))
                 batch.loop.run(batch)
 
-        def end() -> Sampled:
-            step = trainer.state.global_step
-            with batch.cancelled_by_errors():
-                if batch.by_new_weights and trainer.use_vllm and step != trainer._last_loaded_step:
-                    trainer.vllm_generation.sync_weights()
-                    trainer._last_loaded_step = step
-                batch.loop.run(batch)
-                return sample()
-
-        return Begun(end, batch.cancel, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
+        return Begun(trainer, batch, sample, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
 
     def sample(self, prompts: Sequence[object], made: Made) -> Sampled:
         """TRL's own `_generate` around what is made; a collective. Its measurements go with the completions, to be

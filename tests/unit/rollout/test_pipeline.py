@@ -12,7 +12,7 @@ from accelerate import PartialState
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Sampled, ready
+from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
@@ -90,7 +90,7 @@ class Now:
     def start(self, prompts, finished, *, ahead):
         self.asked.append((list(prompts), ahead))
         finished(0, [7])
-        return ready(sampled(prompts, self.logprobs))
+        return Ready(sampled(prompts, self.logprobs))
 
 
 class Later:
