@@ -379,7 +379,7 @@ class SalesGRPOTrainer(SavingTrainer):
             mode = self._mode
             is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
             if is_measured:
-                self._metrics[mode] |= {name: [value] for name, value in self.components.figures(mode).items()}
+                self._metrics[mode] |= {name: [value] for name, value in self.components.log_line(mode).items()}
             has_table = self.log_completions and is_measured
             try:
                 with patched(self, "log_completions", has_table):

@@ -1,11 +1,11 @@
 """The identity of a run: the inputs that its checkpoints depend on. A resumed run with others is refused, as it would
 repeat or lose a prompt, or change the reference: rows, branches, settings that order prompts, first weights."""
 
-import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 
@@ -54,16 +54,13 @@ def shape_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     return f"{size / 1e6:,.2f} M ({hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:12]})"
 
 
-@contextlib.contextmanager
-def _gathered(weight: torch.Tensor) -> Iterator[None]:
+def _gathered(weight: torch.Tensor) -> AbstractContextManager[object]:
     """While active, this process has the whole weight. ZeRO-3 splits a model over the processes while it is loaded."""
     if not hasattr(weight, "ds_id"):
-        yield
-        return
+        return nullcontext()
     import deepspeed  # a run without DeepSpeed does without it
 
-    with deepspeed.zero.GatheredParameters([weight]):
-        yield
+    return deepspeed.zero.GatheredParameters([weight])  # type: ignore[no-any-return]
 
 
 def identity_of(

@@ -196,7 +196,8 @@ def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> l
 
 def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
     """A dataclass whose fields have names of `source`, but for those in `others`."""
-    taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
+    wanted = [field.name for field in fields(kind) if field.init and field.name not in others]
+    taken = {name: getattr(source, name) for name in wanted}
     return kind(**taken, **others)
 
 

@@ -101,7 +101,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
-    reasons = {
+    return first({
         str(whole_batch): whole_batch is not None,
         "a micro-batch and a group share no border before the batch's end, so that it has one part":
             len(places) <= 1,
@@ -114,8 +114,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
             args.deepspeed_plugin is not None,
         f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
             several,
-    }  # fmt: skip
-    return first(reasons)
+    })  # fmt: skip
 
 
 def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
@@ -152,7 +151,7 @@ def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool,
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
     """The first reason why an update depends on the order of its completions, or on their micro-batches. `None` if
     they may come in another order than TRL's. `entropy_bonus` and `aux_loss`: whether the loss has these terms."""
-    reasons = {
+    return first({
         "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
         "an update has a part of a generation batch (`steps_per_generation`)":
             args.gradient_accumulation_steps % args.steps_per_generation != 0,
@@ -161,8 +160,7 @@ def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool
         "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
         "the entropy bonus is taken over a micro-batch": entropy_bonus,
         "the router's auxiliary loss is taken over a micro-batch": aux_loss,
-    }  # fmt: skip
-    return first(reasons)
+    })  # fmt: skip
 
 
 def passes_of(

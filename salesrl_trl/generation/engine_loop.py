@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -306,15 +307,12 @@ class EngineLoop(TurnLoop):
             return self._add(request_id, {**prompt, "cache_salt": str(self._salt)}, *args, **kwargs)
         return self._add(request_id, prompt, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def pushing(self) -> Iterator[None]:
+    def pushing(self) -> AbstractContextManager[object]:
         """While active, weights are pushed. vLLM does not empty a cache that requests under way use."""
         if not self.under_way:
-            yield
-            return
+            return contextlib.nullcontext()
         self._salt += 1
-        with patched(self._llm, "reset_prefix_cache", bool):
-            yield
+        return patched(self._llm, "reset_prefix_cache", bool)
 
 
 def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:

@@ -46,7 +46,7 @@ class LookaheadPart(Part):
 
     def on_log(self, _: object, __: object, ___: object, logs: Mapping[str, float], **____: object) -> None:
         """Moves the number by the figures of a step's line. It is the same on all ranks, as these figures are."""
-        self._pipeline.move_lookahead(self.next(logs))
+        self._pipeline.turns.lookahead = self.next(logs)
 
     def next(self, figures: Mapping[str, float]) -> int:
         """The number for the steps to come, after a step with these figures. Says when it changes."""

@@ -33,7 +33,7 @@ class RolloutSchedule:
     ahead of the step that trains on it. `window`: micro-steps between two generation batches."""
 
     def __init__(self, lookahead: int, window: int) -> None:
-        self.lookahead = lookahead
+        self.lookahead = lookahead  # may move in the midst of a run. What is in flight stays in flight
         self._window = window
         self._windows: deque[GenerationWindow] = deque()
         self._micro_step = 0

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -99,12 +99,13 @@ class RolloutScoring:
     settings: ScoringSettings
     device: torch.device
     trl: TRLScoring
-    rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
-    in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
-    parts: "Sequence[LooksOn]" = ()
-    figure_columns: Sequence[str] = ()  # of held-out rows, which figures of evaluations read
-    _waiting: Rollout | None = None
-    _has_scored: bool = False  # whether any completion of the run has a reward
+    parts: "Sequence[LooksOn]"
+    rollout: Rollout | None = field(default=None, init=False)  # the rollout that TRL is at work on; `None` in between
+    in_parts: bool = field(default=False, init=False)
+    """Whether the generation batch in training was begun before all its rewards were in."""
+    figure_columns: Sequence[str] = field(default=(), init=False)  # of held-out rows, which figures read
+    _waiting: Rollout | None = field(default=None, init=False)
+    _has_scored: bool = field(default=False, init=False)  # whether any completion of the run has a reward
 
     @property
     def current(self) -> Rollout:

@@ -88,7 +88,6 @@ class Stopping(TrainerCallback):
 
     run_control: RunControl
     trl: Undoing
-    device: torch.device
     can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
     survived: BaseException | None = None  # after this error a checkpoint was saved
     _snapshot: StepSnapshot | None = None
@@ -177,7 +176,7 @@ class Stopping(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Stop if any rank was asked to, or if the budget is spent; undo the step if that cut it off. A collective."""
         run = self.run_control
-        run.record_urgency(highest(run.urgency(), self.device))
+        run.record_urgency(highest(run.urgency(), PartialState().device))
         ends = run.requested is not None or run.is_spent  # the same on all ranks: they have gathered the reasons
         if ends and not self._moves and self._snapshot is not None:
             self.trl.restore(self._snapshot)
@@ -201,7 +200,7 @@ class Stopping(TrainerCallback):
 
     def raise_if_asked(self) -> None:
         """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
-        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
+        self.run_control.record_urgency(highest(self.run_control.urgency(), PartialState().device))
         if self.run_control.requested is not None:
             raise StopRequested(self.run_control.requested)
         if self.run_control.is_spent:

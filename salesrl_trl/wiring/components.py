@@ -3,7 +3,7 @@ the order in which they are built, and what happens when a run fails. Holds no t
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.wiring.part import Part, PartContext, connect_parts
+from salesrl_trl.update.weights import raise_adapters, spare_casts
+from salesrl_trl.wiring.part import Part, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 from salesrl_trl.wiring.trl_access import Hooks
 
@@ -49,7 +50,7 @@ class Components:
     ) -> None:  # fmt: skip
         show_lines()
         hide_lines()
-        self._args = args
+        self.args = args
         self._rewards = rewards
         self._own_parts = parts
         self.parts: list[Part] = []  # once TRL's trainer is built: the built-in ones, then those given
@@ -68,11 +69,11 @@ class Components:
         targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_settings.windows, args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
-        self.figures_of_rewards = RewardFigures(args.branches, reward.names)
+        self.figures = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
         further = [line for line, setting in lines.items() if setting]
         own = [name for part in parts for name in part.figure_names]
-        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
+        self.ledger = Ledger(self.figures, with_kl=bool(targets), further=further, own=own)
         self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
         self.keeper = Keeper(args, self.kl, self.run_control, self.parts)
 
@@ -81,20 +82,19 @@ class Components:
         policy: BufferPolicy | None = None,
     ) -> list[TrainerCallback]:  # fmt: skip
         """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
-        self._trl, args = trl, self._args
+        self.trl, args = trl, self.args
         # 1. settings and rewards that do not go with what TRL was given are refused
         own = sampler or load_sampler(args.sampler)
         inside_trl = self._why_inside_trl(trl, own is not None)
         rollouts.check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
         # 2. the end of a run, the reference, and what both models need
-        self.stopping = Stopping(
-            run_control=self.run_control, trl=trl, device=trl.accelerator.device, can_undo=not trl.is_deepspeed
-        )
+        self.stopping = Stopping(run_control=self.run_control, trl=trl, can_undo=not trl.is_deepspeed)
         model = trl.model()
         self.reference = Reference(model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            self.policy.raise_adapters(model)
+            raise_adapters(model, args.bf16 or args.fp16)
+            spare_casts(model, args.device.type)  # that autocast takes back
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
@@ -126,14 +126,9 @@ class Components:
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
-        run = PartContext(
-            args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
-            figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
-            scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
-            least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
-            recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
-        )  # fmt: skip
-        connect_parts(run, self.parts, self._own_parts)
+        self.recorded_weights: Mapping[str, float] = self._rewards.recorded_weights
+        self.quick_eval = quick_eval
+        connect_parts(self, self.parts, self._own_parts)
         return [
             self.stopping,
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
@@ -143,15 +138,13 @@ class Components:
     def _who_generates(self) -> str:
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
-        if self._args.use_vllm:
-            return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
-        return (
-            f"{self._args.sampler or 'transformers'} generates on the {self._args.device.type.upper()}, without vLLM"
-        )
+        if self.args.use_vllm:
+            return f"vLLM generates{' on its server' * (self.args.vllm_mode == 'server')}"
+        return f"{self.args.sampler or 'transformers'} generates on the {self.args.device.type.upper()}, without vLLM"
 
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
         """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
-        args = self._args
+        args = self.args
         if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
@@ -171,46 +164,26 @@ class Components:
     def _connect_rollouts(
         self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: str | None
     ) -> None:
-        args = self._args
-        is_served = self._is_served = bool(args.use_vllm) and args.vllm_mode == "server"
+        args = self.args
+        is_served = bool(args.use_vllm) and args.vllm_mode == "server"
         self.sampler = self._sampler(trl, build)
+        self.least_lookahead = int(is_served or self.partial_rollouts > 0)
         # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        launcher = Launcher(
-            sampler=self.sampler,
-            reward_loop=self.reward_loop,
-            timeline=self.timeline,
-            decoder=decoder,
-            trl=trl,
-            inside_trl=inside_trl is not None,
-            plays=self.reward.is_played,
-        )
+        inside, plays = inside_trl is not None, self.reward.is_played
+        launcher = from_fields(Launcher, self, decoder=decoder, inside_trl=inside, plays=plays)
         self.pipeline = Pipeline(
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
             seed=args.seed,
         )  # fmt: skip
         self.keeper.buffer = self.pipeline.buffer
-        self.scoring = RolloutScoring(
-            pipeline=self.pipeline,
-            reward_loop=self.reward_loop,
-            figures=self.figures_of_rewards,
-            ledger=self.ledger,
-            instruments=self.instruments,
-            run_control=self.run_control,
-            settings=from_fields(
-                ScoringSettings,
-                args,
-                branches=self.branches,
-                weights=trl.reward_weights,
-                answered=trl.reward_answered,
-            ),
-            device=trl.accelerator.device,
-            trl=trl,
-            parts=self.parts,
+        settings = from_fields(
+            ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
         )
+        self.scoring = from_fields(RolloutScoring, self, settings=settings, device=trl.accelerator.device)
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
-        args, talks = self._args, self.converses or self.reward.is_played
+        args, talks = self.args, self.converses or self.reward.is_played
         templates = ("response_template", "response_schema")
         parses = any(getattr(trl.tokenizer, name, None) is not None for name in templates)
         whole = rollouts.first({  # why completions can't be reported one by one
@@ -219,11 +192,11 @@ class Components:
             "`rollout_func` generates a whole batch at once": trl.has_rollout_func,
             "the tokenizer's response template parses the completions of a whole batch at once": parses,
         })  # fmt: skip
-        self._partial = 0.0  # `partial_rollouts`, where it has an effect
+        self.partial_rollouts = 0.0  # `partial_rollouts`, where it has an effect
         if args.partial_rollouts:
             reason = rollouts.why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
-                self._partial = args.partial_rollouts
+                self.partial_rollouts = args.partial_rollouts
                 trl.engine.loop.most_unfinished = args.most_unfinished
             elif args.most_lookahead:  # else the settings have said so
                 logger.info(f"`partial_rollouts` has no effect here, because {reason}")
@@ -238,7 +211,7 @@ class Components:
         return TRLSampler(trl, trl.engine, trl.ask if whole is None else None)
 
     def _begin(self) -> None:
-        trl, (micro_step, has_batch) = self._trl, self._trl.position()
+        trl, (micro_step, has_batch) = self.trl, self.trl.position()
         if trl.is_deepspeed:  # its optimizer steps inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
@@ -249,13 +222,13 @@ class Components:
         """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
         collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
-        with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self._trl.check_weights(self._trl.padded(sampled))
+        with self.trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
+            self.trl.check_weights(self.trl.padded(sampled))
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
         """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
-        trl = self._trl
+        trl = self.trl
         totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
         betas, shares = kl.control.betas, kl.control.shares
         if mode == "train":
@@ -264,21 +237,21 @@ class Components:
 
     def step_is_over(self) -> None:
         for part in self.parts:
-            part.after_step(self._trl.step())
+            part.after_step(self.trl.step())
 
-    def figures(self, mode: str) -> dict[str, float]:
+    def log_line(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
         for part in self.parts:
             figures |= part.figures(mode)
         if mode == "train":
-            figures |= self.instruments.figures(self._trl.accelerator)
+            figures |= self.instruments.figures(self.trl.accelerator)
         return figures
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Inside the block a run goes on. If it fails, measurements are kept, and a checkpoint is saved. Raises the
         reason of a stop."""
-        self.instruments.start(self._trl.accelerator.is_main_process)
+        self.instruments.start(self.trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
             with self.stopping.watched():

@@ -4,10 +4,9 @@ each of them on. A part of your own goes into `SalesGRPOTrainer(parts=[...])`.""
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from transformers import TrainerCallback, TrainerState
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartContext:
+class PartContext(Protocol):
     """What a part may use of a trainer. TRL's own is behind `trl`."""
 
     args: SalesGRPOConfig
@@ -52,7 +50,7 @@ class PartContext:
     partial_rollouts: float  # the setting, 0 where it has no effect
     recorded_weights: Mapping[str, float]  # of several reward functions
     quick_eval: QuickEvalSettings | None
-    parts: "Sequence[Part]"  # all of them, in their order
+    parts: "list[Part]"  # all of them, in their order
 
 
 class Part(TrainerCallback):
@@ -136,7 +134,9 @@ def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> N
 def built_in(run: PartContext) -> list[Part]:
     """The parts that the settings ask for, in the order of their collectives. Nothing is imported for the others."""
     args, reward = run.args, run.reward_loop.reward
-    has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
+    held_out = run.trl.eval_dataset
+    datasets = held_out.values() if isinstance(held_out, dict) else [held_out]
+    has_bbq = any(BBQ_COLUMN in (getattr(each, "column_names", None) or ()) for each in datasets)
     has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
     # what asks for it comes last; without, a run does without it where its layer is not there
     wanted = (
@@ -191,8 +191,3 @@ def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
 EXTRAS = ("agents", "demo")  # layers with packages that the core does not bring
 
 BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
-
-
-def _columns(dataset: object) -> list[Sequence[str]]:
-    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return [getattr(each, "column_names", None) or () for each in datasets]

@@ -14,7 +14,7 @@ from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
-from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
+from salesrl_trl.update.weights import WeightCheck
 
 
 class Policy:
@@ -38,16 +38,13 @@ class Policy:
         policy, or its id, by which TRL loads it. TRL loads a reference, and takes its log-probs, if `beta` is not 0.
         Alone TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one device."""
         args, load = self._args, upstream_trainer.create_model_from_path
-        is_loaded = not isinstance(model, str)
         if not isinstance(model, str):
             self._look(model)
 
         def on_one_device(*positional: object, **kwargs: object) -> PreTrainedModel:
-            nonlocal is_loaded
             loaded = load(*positional, **{"device_map": None, **kwargs})
-            if not is_loaded:  # the first one is the policy, the next one its reference
+            if not hasattr(self, "model"):  # the first one is the policy, the next one its reference
                 self._look(loaded)
-                is_loaded = True
             return loaded
 
         def engine(*positional: object, **kwargs: object) -> SalesVLLMGeneration:
@@ -70,10 +67,6 @@ class Policy:
     def identity_of(self, rows: object, branches: Branches) -> Identity:
         """The identity of a run that trains on these rows."""
         return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
-
-    def raise_adapters(self, model: torch.nn.Module) -> None:
-        raise_adapters(model, self._args.bf16 or self._args.fp16)
-        spare_casts(model, self._args.device.type)  # that autocast takes back
 
 
 class Reference:

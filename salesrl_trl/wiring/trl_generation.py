@@ -181,13 +181,11 @@ class TRLGeneration(TRLEngine):
 
     def converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
         """The same for completions that may call tools."""
-        handle: Handle = self.agents.converse(self, prompts, finished, ahead)
-        return handle
+        return self.agents.converse(self, prompts, finished, ahead)
 
     def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Play an episode with each row."""
-        handle: Handle = self.agents.play(self, rows, finished, ahead)
-        return handle
+        return self.agents.play(self, rows, finished, ahead)
 
     def go_on(self) -> None:
         """Generate the turns that conversations have asked for, unless the engine's weights are older than ours."""

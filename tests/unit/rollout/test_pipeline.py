@@ -231,7 +231,7 @@ def test_groups_that_later_steps_train_on_have_log_probs_whatever_the_lookahead_
     """Of a run that moves it, and of one that goes on with another one."""
     seen = []
     run = Run(Now(), 1, lambda each: seen.append(each) or torch.ones(1, 1), policy=ByArrival(4))
-    run.pipeline.move_lookahead(0)
+    run.pipeline.turns.lookahead = 0
     assert run.buffer.launch(examples(1), 0).behaviour_logps is not None
     run.buffer.policy = InOrder()
     assert run.buffer.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1
