@@ -162,7 +162,7 @@ class Metric(NamedTuple):
 
 CATEGORIES = ("Rewards by branch", "KL with band and beta", "Step time by phase", "Failures by reason")  # of charts
 FIGURES = tuple(
-    Metric(**figure) for figure in tomllib.loads(Path(__file__).with_name("figures.toml").read_text("utf-8"))["figure"]
+    Metric(**figure) for figure in tomllib.loads(Path(__file__).with_name("figures.toml").read_text("utf-8"))["metric"]
 )
 """Every figure beside TRL's own, under `train/`, and as far as they are of completions under `eval/`."""
 

@@ -386,8 +386,7 @@ class Streams:
 
     def __init__(self, services, trainer):
         self.services, self.ends = services, []
-        sampler = trainer.components.sampler
-        generate = sampler._generate
+        generate = trainer._hooks.generate
 
         def timed(prompts):
             self.services.first_asked.clear()
@@ -396,7 +395,7 @@ class Streams:
             finally:
                 self.ends.append((self.services.first_asked.get("8b"), time.monotonic()))
 
-        sampler._generate = timed
+        trainer._hooks.generate = timed
 
 
 @pytest.mark.slow
