@@ -1,4 +1,4 @@
-"""The policy while TRL builds its trainer: loaded or given, looked at, and handed to vLLM. `components` calls it."""
+"""The policy while TRL builds its trainer: loaded or passed in, inspected, and handed to vLLM."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from salesrl_trl.update.weights import WeightCheck
 
 
 class Policy:
-    """The policy of one trainer. `has_kl`: the loss has a KL, so that a reference is needed. `gets_adapter`: TRL will
-    put an adapter on the model."""
+    """The policy of one trainer. `has_kl`: the loss has a KL term, so a reference is needed. `gets_adapter`: TRL will
+    add an adapter to the model."""
 
     model: PreTrainedModel  # not set before TRL has loaded it
-    weight_check: WeightCheck  # compares vLLM's weights with those in training, once
+    weight_check: WeightCheck  # compares vLLM's weights with those being trained, once
     first_weights: str | None
-    """A digest of the weights of the reference policy, or of an adapter's base: a resumed run must have the same."""
-    shape: str  # number of weights, and a digest of their names and shapes
+    """Digest of the reference policy's, or an adapter's base, weights, which must match on resume."""
+    shape: str  # number of weights and a digest of their names and shapes
 
     def __init__(self, args: SalesGRPOConfig, has_kl: bool, gets_adapter: bool) -> None:
         self._args = args
@@ -34,16 +34,16 @@ class Policy:
 
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
-        """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
-        policy, or its id, by which TRL loads it. TRL loads a reference, and takes its log-probs, if `beta` is not 0.
-        Alone TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one device."""
+        """While active, a TRL trainer under construction uses our engine options and reference policy. `model`: the
+        policy or its id. TRL loads a reference and computes its log-probs if `beta` is not 0. By itself TRL would
+        spread models over all visible GPUs (`device_map="auto"`); here they are loaded onto one device."""
         args, load = self._args, upstream_trainer.create_model_from_path
         if not isinstance(model, str):
             self._look(model)
 
         def on_one_device(*positional: object, **kwargs: object) -> PreTrainedModel:
             loaded = load(*positional, **{"device_map": None, **kwargs})
-            if not hasattr(self, "model"):  # the first one is the policy, the next one its reference
+            if not hasattr(self, "model"):  # the policy is loaded first, then its reference
                 self._look(loaded)
             return loaded
 
@@ -65,12 +65,12 @@ class Policy:
         self.shape = shape_of(model.named_parameters())
 
     def identity_of(self, rows: object, branches: Branches) -> Identity:
-        """The identity of a run that trains on these rows."""
+        """The identity of a run trained on these rows."""
         return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
 
 
 class Reference:
-    """Tells the reference policy from the one in training. `model` is the policy, with its adapter if there is one.
+    """Distinguishes the reference policy from the one being trained. `model` is the policy, including any adapter;
     `ref_model` is TRL's copy. With an adapter there is no copy: the policy without its adapter is the reference."""
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
@@ -79,7 +79,7 @@ class Reference:
         self._tuner = next(tuners, None)
         self.has_adapter = self._tuner is not None  # whether an adapter is trained
         for one_model in (model, ref_model):
-            if one_model is not None:  # a compiled one has no truth value
+            if one_model is not None:  # a compiled model has no truth value
                 leave_out_no_pictures(one_model)
 
     def is_active(self, model: torch.nn.Module) -> bool:
@@ -89,8 +89,8 @@ class Reference:
 
 
 def leave_out_no_pictures(model: torch.nn.Module) -> None:
-    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
-    pictures, TRL gives the tower an empty tensor, and it fails."""
+    """Skip the model's vision tower for micro-batches without images. If other micro-batches of the rollout have some,
+    TRL passes the tower an empty tensor, which fails."""
 
     def leave_out(
         _: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor | None]

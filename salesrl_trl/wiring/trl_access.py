@@ -1,4 +1,4 @@
-"""What components use of TRL's trainer. They do not get the trainer itself."""
+"""The components' access to TRL's trainer, which they never hold themselves."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Hooks(TRLGeneration):
-    """Values of TRL's trainer, and what it does for components."""
+    """Values and operations of TRL's trainer."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         super().__init__(trainer)
@@ -40,14 +40,14 @@ class Hooks(TRLGeneration):
         self.has_rollout_func = trainer.rollout_func is not None
         has_environments = trainer.environment_factories is not None
         self.tools = "an environment" if has_environments else "tools" if trainer.tools else None
-        """What completions may call while TRL generates them."""
+        """What completions may call while TRL generates them, if anything."""
         self.tool_names = [each.__name__ for each in trainer.tools]
         self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
         self.eos_token_ids: tuple[int, ...] = tuple(trainer.eos_token_ids)
         self.temperature: float = trainer.args.temperature
         self.max_completion_length: int = trainer.args.max_completion_length
         self.reward_weights: Sequence[float] = trainer.reward_weights.tolist()
-        self.reward_names: Sequence[str] = trainer.reward_func_names  # under which TRL logs these functions
+        self.reward_names: Sequence[str] = trainer.reward_func_names  # the names under which TRL logs these functions
         self.reward_answered = [isinstance(function, RewardColumn) for function in trainer.reward_funcs]
         self.has_entropy_bonus: bool = trainer._entropy_bonus_enabled
         self.has_aux_loss: bool = trainer.aux_loss_enabled
@@ -64,7 +64,7 @@ class Hooks(TRLGeneration):
         return self._trainer.state.global_step
 
     def position(self) -> tuple[int, bool]:
-        """Returns the micro-steps done, and whether a generation batch is there to go on with."""
+        """The micro-steps done, and whether a generation batch is in progress."""
         return self._trainer._step, self._trainer._buffered_inputs is not None
 
     def capture(self) -> StepSnapshot:
@@ -75,19 +75,19 @@ class Hooks(TRLGeneration):
     def restore(self, snapshot: StepSnapshot) -> None:
         trainer = self._trainer
         trainer._step, trainer._buffered_inputs = snapshot.restore()
-        trainer._metrics["train"].clear()  # of the step that is undone
+        trainer._metrics["train"].clear()  # belongs to the undone step
         trainer.components.passes.forget()
         trainer.components.normaliser.forget()
 
     def drop_gradients(self) -> None:
         """Set all gradients to `None`."""
         if self.accelerator.scaler is not None:
-            with contextlib.suppress(RuntimeError):  # clipping has done it
-                self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
+            with contextlib.suppress(RuntimeError):  # clipping already did it
+                self.accelerator.unscale_gradients()  # otherwise the scaler rejects a step without gradients
         self._trainer.optimizer.zero_grad(set_to_none=True)
 
     def cut_off(self, reason: str) -> None:
-        """End rewards and calls of tools that are out, with this reason code."""
+        """Cancel pending rewards and tool calls, with this reason code."""
         self._trainer.components.reward_loop.cut_off(reason)
         for part in self._trainer.components.parts:
             part.cancel(reason)
@@ -96,14 +96,14 @@ class Hooks(TRLGeneration):
         self._trainer._save_checkpoint(self._trainer.model, None)
 
     def save(self, folder: Path) -> None:
-        self._trainer.save_model(str(folder), _internal_call=True)  # pushes to no hub
+        self._trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
 
     def log(self, figures: Mapping[str, float | None]) -> None:
-        """Add an entry to the log, without the figures that TRL gathers for a step."""
+        """Add a log entry, without the metrics that TRL collects for a step."""
         Trainer.log(self._trainer, figures)
 
     def score(self, rollout: Rollout) -> Output:
-        """TRL's own method. Its figures and tables are kept only when all rewards are in."""
+        """Calls TRL's own scoring. Keeps its metrics and tables only once all rewards have arrived."""
         trainer, mode = self._trainer, rollout.mode
         before = (trainer._metrics[mode], trainer._logs)
         output: Output = GRPOTrainer._generate_and_score_completions(trainer, rollout.inputs)
@@ -113,23 +113,24 @@ class Hooks(TRLGeneration):
             not trainer.components.policy.weight_check.is_done
             and trainer.vllm_generation.temperature == trainer.temperature
         ):
-            self.check_weights(output)  # not of an evaluation, which answers greedily
+            self.check_weights(output)  # not for greedy evaluations
         return output
 
     def check_weights(self, output: Output) -> None:
-        """Check that vLLM samples from the weights in training, by one of TRL's generation batches; a collective."""
+        """Check on one of TRL's generation batches that vLLM samples from the weights being trained; a collective."""
         ours, sampled = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
         if ours is None and sampled is not None:
             ours = self.logps_of(output)
         self._trainer.components.policy.weight_check.check(ours, sampled, loss_mask(output))
 
     def advantages(self) -> MutableSequence[float]:
-        """This column of TRL's table of completions, whose last rows are those of the batch."""
+        """The advantages column of TRL's table of completions; its last rows are the batch's."""
         return self._trainer._logs["advantages"]
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
+        """While active, the policy is in evaluation mode with one completion per prompt; other metrics and tables are
+        unaffected."""
         trainer, was_training = self._trainer, self._trainer.model.training
         trainer.model.eval()
         try:

@@ -1,4 +1,4 @@
-"""TRL's trainer as it generates: batches begin on the engine loop, and TRL's `_generate` runs around them."""
+"""Generation through TRL's trainer: batches run on the engine loop, with TRL's `_generate` around them."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ from salesrl_trl.update.run_control import highest
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The `Handle` of a batch that has begun."""
+    """The `Handle` of a batch in progress."""
 
     trainer: GRPOTrainer
     batch: TaskBatch
@@ -53,13 +53,13 @@ class Begun:
 
 
 class TRLEngine:
-    """TRL's engine, on which conversations take their turns."""
+    """TRL's engine, on which conversations run their turns."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
-        self.functions: Sequence[Callable[..., object]] = trainer.tools  # with the methods of environments
+        self.functions: Sequence[Callable[..., object]] = trainer.tools  # including environments' methods
         self.chat_template: str | None = trainer.chat_template
-        self.most_turns: int = trainer.max_tool_calling_iterations  # after which tools are called
+        self.most_turns: int = trainer.max_tool_calling_iterations  # turns after which tools may be called
         self.has_logprobs: bool = trainer.use_vllm
         self.keeps_records = bool(trainer.args.record)
 
@@ -73,7 +73,7 @@ class TRLEngine:
 
     @functools.cached_property
     def tools_loop(self) -> AbstractEventLoop:
-        """The event loop on which tools run: TRL has one if any of its functions is async."""
+        """The event loop for tools: TRL's, which exists if any function is async, or a new one."""
         if (loop := getattr(self._trainer, "async_loop", None)) is None:
             _, loop, ready = start_event_loop_in_daemon(name="tools")
             ready.wait()
@@ -86,7 +86,7 @@ class TRLEngine:
 
     @property
     def form(self) -> Mapping[str, Any]:
-        """The other fields of `agents.chat_turns.ChatForm`."""
+        """The remaining fields of `agents.chat_turns.ChatForm`."""
         trainer = self._trainer
         in_process = trainer.use_vllm and trainer.vllm_mode == "colocate"
         engine = trainer.vllm_generation.llm.llm_engine.model_config if in_process else None
@@ -100,8 +100,8 @@ class TRLEngine:
         return Encoded(*self._trainer._tokenize_prompts(copy.deepcopy(list(prompts))))
 
     def begin(self, batch: TaskBatch, encoded: Encoded, sample: Callable[[], Sampled], ahead: bool) -> Handle:
-        """Begin a batch on its loop, with changed weights as by TRL; a collective. `sample` is called when it is over.
-        `ahead`: training goes on before."""
+        """Begin a batch on its loop, after pushing changed weights as TRL does; a collective. `sample` is called once
+        it is finished. `ahead`: training continues before that."""
         trainer = self._trainer
         batch.ahead = ahead
         with batch.cancelled_by_errors():
@@ -116,8 +116,8 @@ class TRLEngine:
         return Begun(trainer, batch, sample, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
 
     def sample(self, prompts: Sequence[object], made: Made) -> Sampled:
-        """TRL's own `_generate` around what is made; a collective. Its measurements go with the completions, to be
-        logged when these train."""
+        """TRL's own `_generate` around precomputed results; a collective. Its metrics are kept with the completions
+        and logged when these are trained on."""
         trainer, measured = self._trainer, defaultdict[str, list[float]](list)
         was_training, seen = trainer.model.training, trainer.state.num_input_tokens_seen
         rollout_func = trainer.rollout_func if made.rollout is None else lambda *_: dict(made.rollout or {})
@@ -131,43 +131,43 @@ class TRLEngine:
             tokens_seen = trainer.state.num_input_tokens_seen - seen
         finally:
             trainer.state.num_input_tokens_seen = seen
-            trainer.model.train(was_training)  # transformers' continuous batching leaves it in training
+            trainer.model.train(was_training)  # transformers' continuous batching leaves it in training mode
         measured.pop("num_tokens")
-        if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
+        if (images := generated[6]) is not None:  # processors reject the `None` of rows without images
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def group(self) -> int:
-        """Completions of a prompt at the moment: in training, or in an evaluation."""
+        """Completions per prompt in the current mode, training or evaluation."""
         trainer = self._trainer
         return trainer.num_generations if trainer.model.training else trainer.num_generations_eval
 
     def sums(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sums over all ranks, which have the same names; a collective."""
+        """Sums over all ranks, which must use the same names; a collective."""
         accelerator = self._trainer.accelerator
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=accelerator.device)
         return dict(zip(mine, accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
     def tools_of(self, place: int) -> ToolsOf:
-        """The tools of the conversation at a place."""
+        """The tools of the conversation at this place in the batch."""
         trainer = self._trainer
         if trainer.environment_factories is None:
             return ToolsOf(trainer.tools, trainer._standalone_tools)
-        name = trainer._batch_environments[place]  # TRL has made these for the batch
+        name = trainer._batch_environments[place]  # created by TRL for the batch
         own = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
         return ToolsOf(trainer._env_tools[name], own)
 
 
 class TRLGeneration(TRLEngine):
-    """What begins the rollouts of a batch, one way or another."""
+    """Ways to generate a batch of rollouts."""
 
-    agents: Any  # the part of tools and episodes, where there is one
+    agents: Any  # the part for tools and episodes, if any
 
     def generate(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
         return self.sample(prompts, Made(tokens=tokens))
 
     def ask(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """The same by vLLM, each completion reported when it is finished."""
+        """Generate with vLLM, reporting each completion when it is finished."""
         encoded, loop = self.encode(prompts), self.loop
         batch = CompletionTasks(len(prompts), loop, finished)
 
@@ -180,7 +180,7 @@ class TRLGeneration(TRLEngine):
         return self.begin(batch, encoded, sample, ahead)
 
     def converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """The same for completions that may call tools."""
+        """Generate completions that may call tools."""
         return self.agents.converse(self, prompts, finished, ahead)
 
     def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
@@ -188,17 +188,17 @@ class TRLGeneration(TRLEngine):
         return self.agents.play(self, rows, finished, ahead)
 
     def go_on(self) -> None:
-        """Generate the turns that conversations have asked for, unless the engine's weights are older than ours."""
+        """Generate the turns requested by conversations, unless the engine's weights are outdated."""
         trainer = self._trainer
         if trainer.use_vllm and trainer.state.global_step == trainer._last_loaded_step:
             self.loop.resume()
 
     def reward_arguments(self) -> Mapping[str, object]:
-        """What reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
+        """Arguments available to reward functions besides columns (`reward.scorer.TRL_ARGUMENTS`)."""
         return {"trainer_state": self._trainer.state}
 
     def behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
-        """Log-probs of completions under the current policy, where the sampler gives none."""
+        """Log-probs of completions under the current policy, for samplers that return none."""
         return self.logps_of(self.padded(sampled))
 
     def logps_of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
