@@ -1,4 +1,4 @@
-"""Begins generation, and each completion's reward from the moment the completion is finished."""
+"""Starts generation, and each completion's reward as soon as it is finished."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from salesrl_trl.types import Example
 
 
 class Generation(Protocol):
-    """What `wiring.trl_generation` knows of a rollout."""
+    """The part of `wiring.trl_generation` used for rollouts."""
 
     def group(self) -> int: ...
     def reward_arguments(self) -> Mapping[str, object]: ...
@@ -33,23 +33,23 @@ class Launcher:
     sampler: Sampler
     reward_loop: RewardLoop
     timeline: Timeline
-    decoder: PreTrainedTokenizerBase  # of completions, called from the thread in which the sampler reports
+    decoder: PreTrainedTokenizerBase  # decodes completions, in the thread in which the sampler reports them
     trl: Generation
     inside_trl: bool = False
-    """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
-    plays: bool = False  # an episode with each row, in place of a completion of the sampler's
+    """Whether TRL's scoring generates: for prompts from an environment, and tools called in whole batches."""
+    plays: bool = False  # whether an episode is played for each row, instead of sampling a completion
 
     def prepare(self, inputs: Sequence[Example]) -> None:
-        """Ask for what the rewards of these rows need before their completions come."""
+        """Prefetch what the rewards of these rows need, before their completions arrive."""
         self.reward_loop.prepare(self._rows(inputs))
 
     def launch(
         self, inputs: list[Example], step: int, *, ahead: bool = False, needs_logps: bool = False,
         is_trained_on: bool = True, group: int | None = None,
     ) -> Rollout:  # fmt: skip
-        """Generate, or begin to where the trainer has other work before it asks for the result (`ahead`). `step`:
-        optimizer steps that the weights have taken. `needs_logps`: another policy may train on the completions.
-        `group`: completions of a prompt, by default the trainer's number."""
+        """Generate, or begin to if the trainer has other work before it asks for the result (`ahead`). `step`:
+        optimizer steps the weights have taken. `needs_logps`: a later policy may train on the completions. `group`:
+        completions per prompt, by default the trainer's."""
         rollout = self._begun(inputs, step, is_trained_on=is_trained_on, group=group)
         if self.inside_trl:
             return rollout
@@ -75,12 +75,13 @@ class Launcher:
         self._keep(rollout, sampled)
         if sampled.logprobs is None:
             raise ConfigError(
-                "completions were generated ahead of training, and the sampler gives no log-probs of them. Expected "
-                "log-probs, or a sampler that generates in `start`. Mend the sampler, or set `rollout_lookahead: 0`."
+                "completions were generated ahead of training, but the sampler returned no log-probs. Expected "
+                "log-probs, or a sampler that generates in `start`. Fix the sampler, or set `rollout_lookahead: 0`."
             )
 
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
-        """A rollout of an earlier start of the run, with its completions. Its rewards start anew, from the cache."""
+        """A rollout from an earlier start of the run, with its completions. Its rewards are computed again, from the
+        cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
         rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)
@@ -105,7 +106,7 @@ class Launcher:
         return Rollout(inputs=inputs, rewards=rewards, steps=steps, is_trained_on=is_trained_on, group=group)
 
     def _starts(self, rollout: Rollout, rows: Sequence[Example] = ()) -> Finished:
-        """What starts the reward of a completion that is finished. `rows`: the batch's, with more in them."""
+        """The callback that starts a finished completion's reward. `rows`: the batch's rows with extra columns."""
         in_messages = is_conversational({"prompt": prompts_of(rows or rollout.inputs)[0]})
         made = self._rows(rows) if rows else None
 
@@ -141,15 +142,15 @@ class Launcher:
         self.reward_loop.start_all(rollout.rewards, sampled.completions, sampled.completion_ids, made)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
-        """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
+        """The rows with images in their prompts, and with the extra arguments of reward functions."""
         further = self.trl.reward_arguments()
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
 
 
 def prompts_of(inputs: Sequence[Example]) -> list[object]:
-    """The prompts, with their pictures where TRL puts them: before the first user message."""
+    """The prompts, with images where TRL puts them: before the first user message."""
     pictures = [_pictures(example) for example in inputs]
-    prompts = [example.get("prompt") for example in inputs]  # an environment may have them
+    prompts = [example.get("prompt") for example in inputs]  # an environment may provide them
     if not any(pictures):
         return prompts
     return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]

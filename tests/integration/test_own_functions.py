@@ -323,7 +323,7 @@ def test_a_function_that_was_right_once_is_a_failure_of_later_batches(tiny, tmp_
 def test_rows_for_less_than_a_step_are_an_error(tiny, tmp_path, kind):
     rows = Dataset.from_list(ROWS[:3]).to_iterable_dataset() if kind == "streamed" else ROWS[:3]
     more = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": -1 if kind == "epochs" else 2}
-    with pytest.raises(DataError, match=r"has (3|too few) rows, and a generation batch takes 8 prompts: no step"):
+    with pytest.raises(DataError, match=r"has (3|too few) rows, but a generation batch needs 8 prompts: no step"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows, **more)
 
 

@@ -37,7 +37,7 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
-    assert "going on from checkpoint-2, step 2 of 8" in caplog.text
+    assert "resuming from checkpoint-2, step 2 of 8" in caplog.text
     assert caplog.text.count("salesrl_trl.trainer: the file has changed since this process imported it") == 1
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]

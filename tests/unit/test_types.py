@@ -21,7 +21,7 @@ def test_no_reward_holds_what_has_no_finite_square_in_float32(number):
 
 @pytest.mark.parametrize("score", [7.0, -0.1, float("nan"), "0.5", True, None])
 def test_no_verdict_holds_a_score_outside_its_range(score):
-    with pytest.raises(ValueError, match="no number in"):
+    with pytest.raises(ValueError, match="not a number in"):
         Verdict(candidate=score, reference=None, reason="")
 
 

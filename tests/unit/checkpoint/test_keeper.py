@@ -45,10 +45,10 @@ def course(optim, schedule, steps, rate=0.1, states=None, at=0, **more):
     ("given", "rate", "said"),
     [
         ({}, 0.025, None),  # 0.1 x (10 - 8) / (10 - 2)
-        ({"steps": 18}, 0.0625, "goes on at 0.0625, by this run's schedule. By the checkpoint's it was 0.025"),
-        ({"rate": 0.2}, 0.05, "goes on at 0.05"),
-        ({"schedule": "constant_with_warmup"}, 0.1, "goes on at 0.1"),
-        ({"optim": "sgd"}, 0.025, "the optimizer begins anew: the checkpoint's is of another kind"),
+        ({"steps": 18}, 0.0625, "continues at 0.0625, by this run's schedule; the checkpoint's was 0.025"),
+        ({"rate": 0.2}, 0.05, "continues at 0.05"),
+        ({"schedule": "constant_with_warmup"}, 0.1, "continues at 0.1"),
+        ({"optim": "sgd"}, 0.025, "the optimizer state is reset: the checkpoint's belongs to another kind"),
         ({"weight_decay": 0.5}, 0.025, None),
     ],
     ids=["the same", "longer", "rate", "constant", "optimizer", "decay"],

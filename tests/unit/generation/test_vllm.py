@@ -99,7 +99,7 @@ def test_vllm_gets_one_token_for_each_picture_and_puts_in_the_others(monkeypatch
 
 def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
     generation, _ = seeing_generation(monkeypatch, lambda ids: [1, 9, 9, 2])
-    with pytest.raises(ConfigError, match="prompt 0 as 4 tokens with the text, and the trainer as 5"):
+    with pytest.raises(ConfigError, match="prompt 0 with its images to 4 tokens, and the trainer to 5"):
         generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
 
 

@@ -184,7 +184,7 @@ def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
 
 
 def test_completions_of_earlier_weights_need_log_probs():
-    with pytest.raises(ConfigError, match="gives no log-probs"):
+    with pytest.raises(ConfigError, match="returned no log-probs"):
         Run(Later(logprobs=None), lookahead=1).make()
     seen = []
     Run(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1)).begin()
