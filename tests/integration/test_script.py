@@ -67,7 +67,7 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert "record       off: no completion is kept" in caplog.text
-    assert "`max_staleness` has no effect" in caplog.text and "groups that are scored first" not in caplog.text
+    assert "`max_staleness` is ignored" in caplog.text and "groups that are scored first" not in caplog.text
     train(tiny, tmp_path, max_steps=1, record=True)  # another run in this folder
     train(tiny, tmp_path, resume=str(tmp_path / "run-1/checkpoint-4"), max_steps=6, record=True)
     assert [each.step for each in recorded(tmp_path)] == [step for step in (5, 6) for _ in range(4)]

@@ -118,13 +118,13 @@ def test_other_settings_and_pieces_of_the_same_batch_are_no_difference(made_of, 
 
 
 def test_a_checkpoint_that_does_not_say_is_gone_on_from_and_that_is_told(made_of, tmp_path):
-    assert "holds no made_of.json" in check_identity(tmp_path, made_of(), allowed=False)
+    assert "lacks made_of.json" in check_identity(tmp_path, made_of(), allowed=False)
 
 
 @pytest.mark.parametrize("written", ["", '{"decides": {"seed"', "[]", "{}"])
 def test_a_checkpoint_that_was_half_written_is_refused_in_a_line(made_of, tmp_path, written):
     (tmp_path / IDENTITY_FILE).write_text(written)
-    with pytest.raises(ConfigError, match=r"made_of\.json can't be read"):
+    with pytest.raises(ConfigError, match=r"made_of\.json is unreadable"):
         check_identity(tmp_path, made_of(), allowed=True)
 
 
