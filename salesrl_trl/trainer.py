@@ -317,7 +317,7 @@ class SalesGRPOTrainer(SavingTrainer):
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Waits for the batch's rewards, or takes those available while the batch is trained on in parts."""
+        """Waits for the batch's rewards, or uses those available while the batch is trained on in parts."""
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         rewards, result = self.components.scoring.rewards(completions, of_trl)
         if result is None:  # logged once all have arrived

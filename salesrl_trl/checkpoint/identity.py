@@ -59,7 +59,7 @@ def _gathered(weight: torch.Tensor) -> AbstractContextManager[object]:
     """While active, this process has the whole weight, which ZeRO-3 partitions at load time."""
     if not hasattr(weight, "ds_id"):
         return nullcontext()
-    import deepspeed  # a run without DeepSpeed does without it
+    import deepspeed  # an optional dependency
 
     return deepspeed.zero.GatheredParameters([weight])  # type: ignore[no-any-return]
 

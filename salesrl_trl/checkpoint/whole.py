@@ -87,7 +87,7 @@ def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
         for name, (_, digest) in manifest.files.items()
         if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
     }
-    return f"{_files_are(changed)} not what was saved: the content changed" if changed else None
+    return f"{_files_are(changed)} different from when saved: the content changed" if changed else None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -125,7 +125,7 @@ def find(
 ) -> Path | None:  # fmt: skip
     """The checkpoint to resume from; `None` to start from scratch. `asked`: a folder, `True` for the newest intact one
     of `output_dir`, or `"auto"` for the same if any. `without_manifest` allows a named folder without a manifest.
-    Raises `ConfigError` if there is no such checkpoint, or it is damaged."""
+    Raises `ConfigError` if the checkpoint does not exist or is damaged."""
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
         return None

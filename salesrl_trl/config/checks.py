@@ -65,7 +65,7 @@ def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
 
 
 def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
-    """An instance of the class with this dotted path, created without arguments. `setting`: where the path came from.
+    """An instance of the class with this dotted path, created without arguments. `setting`: the setting with the path.
     `kind`: its required base class, possibly abstract. Raises `ConfigError` if it cannot be created."""
     loaded = load_object(path, setting)
     assert isinstance(kind, type)  # mypy accepts abstract classes as callables, but not as `type[T]`
@@ -85,7 +85,7 @@ def find_modules_in(folder: Path) -> None:
 
 def load_object(path: str, setting: str) -> object:
     """The class or function with this dotted path: `"my_package.my_module.MyClass"`. Its module may be in the working
-    folder. With arguments, `"my_module.make(limit=3)"`, its return value. `setting`: where the path came from. Raises
+    folder. With arguments, `"my_module.make(limit=3)"`, its return value. `setting`: the setting with the path. Raises
     `ConfigError` if it does not exist."""
     find_modules_in(Path.cwd())
     named, is_called, _ = path.partition("(")
@@ -102,8 +102,8 @@ def load_object(path: str, setting: str) -> object:
         return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
-            "finds elsewhere. Install it, or add its folder to PYTHONPATH."
+            f"{where}, but the module {error.name!r} does not exist. Expected one in the working folder or on "
+            "Python's path. Install it, or add its folder to PYTHONPATH."
         ) from error
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
         known = vars(sys.modules[module]) if module in sys.modules else {}

@@ -76,7 +76,7 @@ def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | N
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
-        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
+        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with additional terms"
         logger.info(
             f"an update uses parts of several generation batches, and {why} cannot be rescaled: with failed "
             "completions, each part keeps its full weight, so completions are not weighted equally"
@@ -113,7 +113,7 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
             args.multi_objective_aggregation != "sum_then_normalize",
         "a completion that fails later would stay in the normaliser: DeepSpeed's gradients cannot be rescaled":
             args.deepspeed_plugin is not None,
-        f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
+        f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update spans several":
             several,
     })  # fmt: skip
 

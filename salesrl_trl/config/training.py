@@ -241,8 +241,8 @@ class SalesGRPOConfig(GRPOConfig):
         self.kl_settings.law_of()
         check(
             not self.kl_targets() or self.kl_settings.estimator != "k1" or self.use_bias_correction_kl,
-            "the estimator k1 of `branch_kl` has no effect with `use_bias_correction_kl: false`: its gradient is zero "
-            "on average. Expected the correction, or k2 or k3.",
+            "the estimator k1 of `branch_kl` is ineffective with `use_bias_correction_kl: false`: its gradient is "
+            "zero on average. Expected the correction, or k2 or k3.",
         )
         check(
             self.sampler is None or not self.use_vllm,
@@ -352,8 +352,8 @@ class SalesGRPOConfig(GRPOConfig):
         )
         check(
             not self.beta or not self.branches or set(by_branch) != set(branches),
-            f"`beta` is {self.beta} and `branch_kl` names every branch, so that `beta` has no effect. Expected one of "
-            "them: leave out `beta`, or give `--branch_kl {}` for one coefficient.",
+            f"`beta` is {self.beta} and `branch_kl` names every branch, so `beta` would be ignored. Expected one of "
+            f"them: remove `beta`, or give `--branch_kl {{}}` for a single coefficient.",
         )
         targets = dict[str, KLTarget]()
         for branch in branches:

@@ -66,8 +66,8 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
     corrects = args.vllm_importance_sampling_correction
     check(
         lookahead == 0 or not args.use_vllm or corrects,
-        f"`rollout_lookahead` is {lookahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
-        "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
+        f"`rollout_lookahead` is {lookahead} with `vllm_importance_sampling_correction: false`: rollouts of earlier "
+        "weights would not be corrected for. Expected the correction, or a lookahead of 0. Set one of them.",
     )
     can_correct = args.vllm_mode == "colocate" and corrects and not args.use_cpu
     quantization = engine.get("quantization")
@@ -99,9 +99,9 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         effect = "is wrong, and multiplied over a completion it nearly cancels the loss"
     check(
         not reshaped or not (lookahead or sequences),
-        f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
-        f"trainer's those of the whole vocabulary, so their ratio {effect}. Expected sampling by `temperature` alone, "
-        "or `rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
+        f"completions are sampled with {reshaped}. vLLM's log-probs belong to the reshaped distribution, the "
+        f"trainer's to the whole vocabulary, so their ratio {effect}. Expected sampling by `temperature` alone, or "
+        "`rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
     )
 
 
@@ -155,7 +155,7 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bo
         is_bf16 = False
         notes.append("precision: float32, as TRL's default bf16 is slow on this device; `bf16: true` keeps bf16")
     if on_cpu and _is_on("ACCELERATE_USE_DEEPSPEED"):
-        import deepspeed.ops  # a run without DeepSpeed does without it
+        import deepspeed.ops  # an optional dependency
 
         # without this entry DeepSpeed would try to compile all operators, not just the one it needs
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}

@@ -141,7 +141,7 @@ class Rollout:
     scored: torch.Tensor | None = None
     """All ranks' rewards so far, encoded by `RewardFigures`: shape (world size x B, columns), on the CPU."""
     failed: torch.Tensor = field(init=False)
-    """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
+    """Which completions of all ranks are unscored so far: shape (world size x B,), bool."""
     is_in_parts: bool = False  # whether TRL processed the batch before all rewards had arrived
     group: int = 1  # completions per prompt, which are adjacent
     is_reported: bool = False

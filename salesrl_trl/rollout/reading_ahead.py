@@ -88,9 +88,9 @@ class RolloutSchedule:
 
 
 class UpdatesAhead:
-    """Prefetched micro-batches of the next `depth` optimizer steps, also across epochs. A resumed run reads again what
-    was prefetched but not trained on, so no prompt is lost or repeated. `record` is called with each step's
-    micro-batches once, in order."""
+    """Prefetched micro-batches of the next `depth` optimizer steps, also across epochs. A resumed run rereads
+    prefetched but untrained prompts, so none is lost or repeated. `record` is called with each step's micro-batches
+    once, in order."""
 
     def __init__(self, depth: int, record: Callable[[MicroBatches], None]) -> None:
         self.depth = depth

@@ -227,12 +227,12 @@ class SharedPrompts:
             self._tell(fault or _ON_ANOTHER_RANK, everywhere=fault is not None)
         elif is_first:
             dropout = "; with a single dropout draw for all of them" if self._has_dropout else ""
-            line = f"completions of a prompt go through the model with one copy of it{dropout}"
+            line = f"completions of a prompt share one copy of it in forward passes{dropout}"
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and any reason against such passes. An error is a reason, as
-        TRL's own passes may work. Running out of memory is not, as they need at least as much."""
+        """The log-probs of a pass over two completions, and any reason against such passes. An error is a reason,
+        since TRL may still succeed. Running out of memory is not, as they need at least as much."""
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
@@ -252,7 +252,7 @@ class SharedPrompts:
         if reason not in self._reported:
             self._reported.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
-            line = f"off: one pass for a group's prompt, because {reason}. Using TRL's own passes {what}"
+            line = f"off: sharing a group's prompt in forward passes, because {reason}. Using TRL's own passes {what}"
             logger.info(line, main_process_only=not everywhere)
 
 

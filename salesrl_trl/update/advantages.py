@@ -11,7 +11,7 @@ def partly_scored(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     group but not them, which TRL would count as 0. A function that scores no completion of a group is ignored there.
     `rewards`: shape (N, functions), over all ranks, group by group, NaN if unscored. Returns shape (N,), bool."""
     missing = rewards.isnan().view(-1, num_generations, rewards.size(1))  # (groups, n, functions)
-    scored = (~missing).any(dim=2, keepdim=True)  # (groups, n, 1): an entirely unscored completion is no evidence
+    scored = (~missing).any(dim=2, keepdim=True)  # (groups, n, 1): entirely unscored completions are ignored
     applies = (~missing).any(dim=1, keepdim=True)  # (groups, 1, functions)
     return (missing & applies & scored).any(dim=2).flatten()
 
@@ -30,7 +30,7 @@ def hybrid_advantages(
     With a shift, a zero-variance group is not divided by almost 0: its advantage is about sqrt(shift / std of the
     batch) where this is small, and at most 1. The same holds for a group with one scored completion, whose baseline is
     the reference's reward; without a reference its advantage is 0, as in GRPO. A single scored completion in the whole
-    batch also gets 0, as there is no std.
+    batch also gets 0, as the std is undefined.
 
     `rewards` and `references` have shape (N,), over all ranks, group by group, NaN if unavailable. Each group uses the
     mean of the reference rewards measured with its completions. `scale_rewards` is TRL's: `group`, `batch` or `none`.

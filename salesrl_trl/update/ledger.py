@@ -1,5 +1,5 @@
 """Metrics of the next log line, for training and evaluations: sums, and failures by reason. Already aggregated over
-ranks, so there are no collectives here."""
+ranks, so nothing here is a collective."""
 
 import contextlib
 import math

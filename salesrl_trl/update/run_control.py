@@ -125,7 +125,7 @@ class RunControl:
             f"{last}Failures in the last one: {_counted(self._missing)}. A checkpoint was saved. Fix the causes and "
             f"resume with {self._resume(step)}{more}."
         )
-        self.error.is_resumable = not is_last  # the same command would have no steps left
+        self.error.is_resumable = not is_last  # the same command would be finished
 
     def record_micro_batch(self) -> None:
         self._moves = self._moves or not self.is_skipping
@@ -142,7 +142,7 @@ class RunControl:
         if not isinstance(norm, float):  # a line of evaluation or failure reasons
             return
         broken = {} if math.isfinite(norm) else {GRADIENT_NORM: norm}
-        if isinstance(kl, float) and kl > MAX_KL:  # NaN if there were no tokens
+        if isinstance(kl, float) and kl > MAX_KL:  # NaN without tokens
             broken[ALL_KL] = kl
         self._broken_in_a_row = self._broken_in_a_row + 1 if broken else 0
         if self._broken_in_a_row >= BROKEN_LINES:

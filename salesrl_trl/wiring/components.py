@@ -117,7 +117,7 @@ class Components:
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"off: `scored_groups_first`, because {reason}")
-        # 4. the forward passes of an update, and their phases
+        # 4. the model computations of an update, and their phases
         self.passes = rollouts.passes_of(args, trl.accelerator, model, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class PartContext(Protocol):
-    """What a part may use of a trainer. `trl` gives access to TRL's."""
+    """What a part may use of a trainer. `trl` is the access to TRL's."""
 
     args: SalesGRPOConfig
     trl: "Hooks"

@@ -71,7 +71,7 @@ class Policy:
 
 class Reference:
     """Distinguishes the reference policy from the one being trained. `model` is the policy, including any adapter;
-    `ref_model` is TRL's copy. With an adapter there is no copy: the policy without its adapter is the reference."""
+    `ref_model` is TRL's copy. With an adapter, the reference is the policy without its adapter instead of a copy."""
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
         self._ref_model = ref_model
@@ -79,7 +79,7 @@ class Reference:
         self._tuner = next(tuners, None)
         self.has_adapter = self._tuner is not None  # whether an adapter is trained
         for one_model in (model, ref_model):
-            if one_model is not None:  # a compiled model has no truth value
+            if one_model is not None:  # compiled models lack a truth value
                 leave_out_no_pictures(one_model)
 
     def is_active(self, model: torch.nn.Module) -> bool:

@@ -53,7 +53,10 @@ def test_the_defaults_work():
         ({"branches": ["a", "a"]}, "each name once"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
         ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `law_settings` is 1.0. Expected a number above 1"),
-        ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "lacks a group baseline"),
+        (
+            {"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"},
+            "lacks a group baseline",
+        ),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
         ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
         ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),

@@ -164,7 +164,7 @@ def gpus(monkeypatch):
         (1, (9, 0), (False, None, False), (False, True, False), ""),
         (1, (9, 0), (False, None, True), (False, False, True), ""),
         (1, (9, 0), (True, True, False), (True, True, False), ""),
-        (1, (7, 5), (False, None, False), (False, False, False), "float32. TRL's default is bf16, slow"),
+        (1, (7, 5), (False, None, False), (False, False, False), "float32, as TRL's default bf16 is slow"),
         (1, (7, 5), (False, True, False), (False, True, False), ""),
     ],
 )

@@ -106,7 +106,7 @@ def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
                     for each in (functools.partial(prompts.log_probs, trls_own), trls_own)
                 )
                 assert torch.equal(ours, theirs)
-    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert caplog.text.count("off: sharing a group's prompt in forward passes") == 1
     assert re.search(reason, caplog.text)
 
 
@@ -233,7 +233,7 @@ def test_an_adapter_that_begins_as_nothing_is_compared_again_once_it_has_moved(u
             ours = prompts.log_probs(trls_own, model, *batch, WIDTH)[0]
             assert prompts.is_on == (update < updates)
     assert torch.equal(ours, trls_own(model, *batch, WIDTH)[0])
-    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert caplog.text.count("off: sharing a group's prompt in forward passes") == 1
     assert "log-probs differ" in caplog.text
 
 
