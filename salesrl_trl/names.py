@@ -39,9 +39,7 @@ class Phase(StrEnum):
     REFERENCE_LOGPROBS = "reference_logprobs"
     REWARD_WAIT = "reward_wait"
     ADVANTAGES = "advantages"
-    BATCHING = (
-        "batching"  # tokens to tensors, shuffling, splitting, and what else surrounds a step's forward and backward
-    )
+    BATCHING = "batching"  # tensors, shuffling, splitting, and the rest of a step around forward and backward
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"

@@ -101,9 +101,7 @@ class SalesGRPOTrainer(SavingTrainer):
                 "`SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or `None`. Expected a `SalesGRPOConfig`."
             )
         show_lines()
-        logger.info(
-            "plain `GRPOConfig`: using TRL's own trainer. Pass a `SalesGRPOConfig` for this package's features"
-        )
+        logger.info("plain `GRPOConfig`: using TRL's own trainer, without this package's features")
         return GRPOTrainer(model, reward_funcs, args, *more, **given)  # Python does not call `__init__` below for it
 
     def __init__(
@@ -114,9 +112,7 @@ class SalesGRPOTrainer(SavingTrainer):
         parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         if not isinstance(args, SalesGRPOConfig):
-            raise ConfigError(
-                "`args` is not a `SalesGRPOConfig`. Expected one; a plain `GRPOConfig` is for TRL's trainer."
-            )
+            raise ConfigError("`args` is not a `SalesGRPOConfig`. Expected one; TRL's trainer uses `GRPOConfig`.")
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
         if not args.branches:  # they are set from this trainer's rows, and must not leak into another trainer
             args = copy.copy(args)

@@ -112,9 +112,7 @@ class Keeper:
         """Write the package's own files. `update` and `micro_step`: steps done. `slices`: TRL's, of the current
         generation batch."""
         is_inside, flying = bool(micro_step % self.args.window), self.buffer.in_flight(micro_step, update)
-        moved = any(
-            rollout.inputs or not rollout.rows for rollout in flying.values()
-        )  # to other prompts of this process
+        moved = any(rollout.inputs or not rollout.rows for rollout in flying.values())  # to other prompts of a process
         if self.args.should_save:
             write_identity(folder, self._identity, is_inside or moved)
             if self.kl is not None:
@@ -242,11 +240,7 @@ def why_not_kept(dataset: Dataset) -> str | None:
     """Why a checkpoint cannot store rows like the first one, else `None`."""
     torch.save(dataset[0], saved := io.BytesIO())
     is_held = not torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved.getvalue()))
-    return (
-        None
-        if is_held
-        else "checkpoints cannot store rows with values such as dates: convert them to texts or numbers"
-    )
+    return None if is_held else "checkpoints cannot store values such as dates: convert them to texts or numbers"
 
 
 P = ParamSpec("P")
@@ -314,9 +308,7 @@ def fitted(optimizer: Any, schedule: Any, step: int) -> Iterator[None]:
         sizes = [[len(group["params"]) for group in every] for every in (groups, fresh)]
         others = {name for old in groups for name in old} - {"initial_lr", *(name for new in fresh for name in new)}
         if sizes[0] != sizes[1] or others:  # `initial_lr` belongs to a schedule
-            logger.warning(
-                "the optimizer state is reset: the checkpoint's belongs to another kind of optimizer or other weights"
-            )
+            logger.warning("the optimizer state is reset: the checkpoint's is of another kind or for other weights")
             return
         kept = [{name: new[name] for name in OF_SETTINGS if name in new} for new in fresh]
         load_optimizer({**state, "param_groups": [old | new for old, new in zip(groups, kept, strict=True)]})

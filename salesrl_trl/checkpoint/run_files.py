@@ -77,10 +77,7 @@ def one_policy(folder: Path, base: str, *, is_adapter: bool) -> Iterator[None]:
     adapter would be applied to them. `base`: folder or name of the adapter's base model."""
     stale = found(folder, FILES["whole" if is_adapter else "adapter"])
     is_its_base = is_adapter and Path(base).resolve() == folder.resolve()
-    if not is_its_base and {path.suffix for path in stale} & {
-        ".safetensors",
-        ".bin",
-    }:  # a config.json may be unrelated
+    if not is_its_base and {path.suffix for path in stale} & {".safetensors", ".bin"}:  # config.json may be another's
         _move(stale, folder, "weights of another policy")
     index = folder / "model.safetensors.index.json"
     if not is_adapter:

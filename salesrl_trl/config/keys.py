@@ -74,12 +74,7 @@ Kind = TypeVar("Kind", bound=type)
 
 FORMER: dict[str, str] = tomllib.loads(Path(__file__).with_name("former.toml").read_text("utf-8"))
 """Former name to the setting, with its entry after a dot."""
-_TEXTS = {
-    "dataset": "path",
-    "eval_dataset": "path",
-    "rag": "client",
-    "judge_mode": "mode",
-}  # entries set by a plain text
+_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}  # entries set by a text
 
 
 def takes_former_names(kind: Kind) -> Kind:

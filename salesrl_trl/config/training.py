@@ -114,14 +114,9 @@ class RecordSettings:
             return None
         clean = cast("Callable[[str], str]", load_object(self.filter, "record.filter"))
         try:
-            check(
-                isinstance(clean("a text"), str),
-                f"`record.filter` {self.filter!r} does not return a text. Expected one.",
-            )
+            check(isinstance(clean("a text"), str), f"`record.filter` {self.filter!r} must return a text.")
         except TypeError as error:
-            raise ConfigError(
-                f"`record.filter` {self.filter!r} does not accept a text: {error}. Expected a function of a text."
-            ) from error
+            raise ConfigError(f"`record.filter` {self.filter!r} must accept a text: {error}.") from error
         return clean
 
 

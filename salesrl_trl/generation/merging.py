@@ -107,9 +107,7 @@ def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Te
 def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
     if not weight.is_floating_point():  # 4 bits: peft replaces it with a requantised one
         packed = copy.copy(weight)
-        vars(packed).update(
-            dict.fromkeys(vars(packed).keys() & {"module"})
-        )  # otherwise bitsandbytes would modify its layer
+        vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would change its layer
         return packed
     if isinstance(weight, DTensor):  # peft assigns merged weights to `data`, which sharded tensors ignore
         weight = weight.full_tensor()

@@ -330,9 +330,7 @@ class Buffer:
             # ranks synchronise here rather than in a phase of the trainer's own work
             if on_any_rank(error is not None, PartialState().device):
                 name = type(policy).__name__
-                raise ConfigError(
-                    f"the buffer policy {name} failed to choose groups. Expected `key` to return a number"
-                ) from error
+                raise ConfigError(f"the buffer policy {name} failed. Expected `key` to return a number") from error
 
     def _best(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """As many groups as a turn has when too few are informative, with as few uniform ones as possible."""

@@ -211,9 +211,7 @@ class Passes:
         micro-batches of this update; `is_last`: whether it is the last. A collective for the first one of an update,
         as `SharedPrompts.begin_update`."""
         if self._held and self._held[0].batch is not batches[0]:
-            raise RuntimeError(
-                "another micro-batch arrived than the one already passed forward: its gradient would be lost"
-            )
+            raise RuntimeError("another micro-batch arrived than the precomputed one, whose gradient would be lost")
         if not self._left:
             self.prompts.begin_update()
         self._left = 0 if is_last else (self._left or update) - 1

@@ -141,9 +141,7 @@ class SharedPrompts:
         elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
-            reason = (
-                f"from {self._rope_limit} tokens on, the model's rotary embedding depends on a batch's longest row"
-            )
+            reason = f"from {self._rope_limit} tokens on, rotary embeddings depend on a batch's longest row"
         if self._settings.highest(reason is not None) and reason is None:
             reason = "another rank has a batch that cannot"
         if reason is not None or groups is None:
@@ -178,9 +176,7 @@ class SharedPrompts:
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
-                attention_mask=ids.new_ones(
-                    (1, 1, 1, 1), dtype=torch.bool
-                ),  # passed through, so that models do not build one
+                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),  # passed through: models build none
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,

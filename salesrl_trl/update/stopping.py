@@ -147,9 +147,7 @@ class Stopping(TrainerCallback):
                         return
             except RuntimeError as error:  # the first process is gone, so collectives fail too
                 why = type(error).__name__
-                logger.warning(
-                    f"other processes cannot be notified of a stop ({why}); they stop at the end of a step."
-                )
+                logger.warning(f"other processes cannot be notified of a stop ({why}); they end with their step.")
 
         thread = threading.Thread(target=watch, name="stop notice", daemon=True)
         thread.start()

@@ -48,7 +48,7 @@ def course(optim, schedule, steps, rate=0.1, states=None, at=0, **more):
         ({"steps": 18}, 0.0625, "continues at 0.0625, by this run's schedule; the checkpoint's was 0.025"),
         ({"rate": 0.2}, 0.05, "continues at 0.05"),
         ({"schedule": "constant_with_warmup"}, 0.1, "continues at 0.1"),
-        ({"optim": "sgd"}, 0.025, "the optimizer state is reset: the checkpoint's belongs to another kind"),
+        ({"optim": "sgd"}, 0.025, "the optimizer state is reset: the checkpoint's is of another kind"),
         ({"weight_decay": 0.5}, 0.025, None),
     ],
     ids=["the same", "longer", "rate", "constant", "optimizer", "decay"],
