@@ -87,7 +87,7 @@ def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
         for name, (_, digest) in manifest.files.items()
         if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
     }
-    return f"{_files_are(changed)} different from when saved: the content changed" if changed else None
+    return f"{_files_are(changed)} modified since the save" if changed else None
 
 
 def step_of(checkpoint: Path) -> int:

@@ -46,15 +46,18 @@ def touch(name):
 
 
 DAMAGES = {
-    "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was saved"),
+    "a flipped bit": (
+        lambda folder: flip(folder / "model.safetensors"),
+        "model.safetensors is modified since the save",
+    ),
     "a cut": (lambda folder: os.truncate(folder / "optimizer.pt", 17), "optimizer.pt is not as long as when it was"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
     "other weights": (touch("pytorch_model.bin"), "pytorch_model.bin is not part of the checkpoint"),
     "another's adapter": (touch("global_step3/adapter_model.safetensors"), "adapter_model.safetensors is not part of"),
-    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
-    "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
-    "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
+    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it lacks manifest.json"),
+    "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json is unreadable"),
+    "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json is unreadable"),
 }
 
 
@@ -99,7 +102,7 @@ def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_
     with pytest.raises(ConfigError, match="contains no intact checkpoint"):
         find("true", str(tmp_path))
     checkpoint(tmp_path, 20)
-    with pytest.raises(ConfigError, match=r"\S+ holds checkpoint-20\."):
+    with pytest.raises(ConfigError, match=r"\S+ contains checkpoint-20\."):
         find(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 

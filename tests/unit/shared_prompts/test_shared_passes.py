@@ -52,7 +52,7 @@ REFUSES = {
     "nemotron": (SMALL, "does not pass its keyword arguments|transformers' interface"),
     "llama": (
         {**SMALL, "max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
-         "rope_theta": 1e4}}, "from 20 tokens on, the model's rotary embedding"
+         "rope_theta": 1e4}}, "from 20 tokens on, rotary embeddings"
     ),
     "phi3": (
         {**SMALL, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
