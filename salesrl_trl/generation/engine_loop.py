@@ -1,6 +1,5 @@
 """The loop that turns prompts into tokens: tasks, their batches, and loops over a colocated vLLM, a vLLM server, and
-transformers' `generate`. docs/ARCHITECTURE.md documents the contract ("The engine loop").
-"""
+transformers' `generate`. docs/ARCHITECTURE.md documents the contract ("The engine loop")."""
 
 import contextlib
 import math
@@ -118,8 +117,7 @@ class TaskBatch:
         return self._size
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
-        """Submit the first tasks, or start what submits them. Only the batch's size of prompts from `first` on belong
-        to this rank."""
+        """Submit the first tasks, or start what submits them. This rank's prompts begin at `first`."""
         raise NotImplementedError
 
     def _submit(self, tasks: list[Task]) -> None:
@@ -219,12 +217,9 @@ LINGER_S = 0.05
 
 
 class EngineLoop(TurnLoop):
-    """The loop over a colocated vLLM `LLM`, which only the trainer's thread calls.
-
-    Other callers' `LLM.generate` runs alongside the pending tasks without seeing them. After a weight push, pending
-    tasks resume with the new weights on top of old keys and values; a `cache_salt` separates those from later
-    requests.
-    """
+    """The loop over a colocated vLLM `LLM`, called only by the trainer's thread. Other callers' `LLM.generate` does not
+    see its tasks. After a weight push, pending tasks resume with the new weights on top of old keys and values, which
+    a `cache_salt` separates from later requests."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
@@ -261,8 +256,7 @@ class EngineLoop(TurnLoop):
             self._feed()
 
     def step(self) -> list[Any]:
-        """One step of vLLM's engine. Returns outputs of requests that are not tasks. An exception leaves the engine in
-        an unknown state, so it fails all pending tasks."""
+        """One step of vLLM's engine. Returns the outputs of other requests. An exception fails all pending tasks."""
         try:
             outputs = self._step()  # of finished requests: vLLM returns no others
             others = [output for output in outputs if output.request_id not in self.under_way]
@@ -325,8 +319,7 @@ def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
 
 
 def _turn_of(output: Any) -> Turn:
-    """The turn in a finished vLLM output with `flat_logprobs`, whose first entry per token is the sampled token's. NaN
-    becomes `None` as in TRL, whose `extract_logprobs` is ten times slower."""
+    """The turn in a vLLM output. NaN becomes `None` as in TRL, whose `extract_logprobs` takes ten times as long."""
     sampled = output.outputs[0]
     ids, flat = list(sampled.token_ids), sampled.logprobs
     if flat is None:
@@ -340,8 +333,7 @@ MOST_REQUESTS = 1024
 
 
 class ServerLoop(TurnLoop):
-    """The loop over a vLLM server. A task's `params` are `VLLMClient.generate` and its arguments besides the prompt.
-    Threads are daemons, so a failure does not wait for the others."""
+    """The loop over a vLLM server. A task's `params`: `VLLMClient.generate`, and its arguments besides the prompt."""
 
     leaves_completions = True
 
@@ -428,8 +420,7 @@ Generate = Callable[[list[list[int]], None, dict[str, object], int], tuple[list[
 
 
 class Rounds(TurnLoop):
-    """The loop over transformers' `generate`. `most` returns a number's maximum over all ranks if a sharded policy
-    makes them generate together, else the number itself."""
+    """The loop over transformers' `generate`. `most`: returns the maximum over ranks that must generate together."""
 
     leaves_conversations = False
 

@@ -32,7 +32,6 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.update.weights import raise_adapters, spare_casts
 from salesrl_trl.wiring.part import Part, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
 from salesrl_trl.wiring.trl_access import Hooks
@@ -94,8 +93,7 @@ class Components:
         model = trl.model()
         self.reference = Reference(model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            raise_adapters(model, args.bf16 or args.fp16)
-            spare_casts(model, args.device.type)  # which autocast would undo
+            self.policy.raise_adapters(model)
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order

@@ -14,7 +14,7 @@ from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
-from salesrl_trl.update.weights import WeightCheck
+from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
 
 class Policy:
@@ -63,6 +63,10 @@ class Policy:
         has_base = self._has_kl or self._gets_adapter or hasattr(model, "peft_config")
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())
+
+    def raise_adapters(self, model: torch.nn.Module) -> None:
+        raise_adapters(model, self._args.bf16 or self._args.fp16)
+        spare_casts(model, self._args.device.type)  # which autocast would undo
 
     def identity_of(self, rows: object, branches: Branches) -> Identity:
         """The identity of a run trained on these rows."""

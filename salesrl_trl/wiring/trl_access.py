@@ -36,7 +36,7 @@ class Hooks(TRLGeneration):
         self.updates: bool = trainer.updates  # whether steps change the policy
         self.engine: SalesVLLMGeneration | GenerationConfig = (
             trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
-        )  # the settings with which the policy itself generates
+        )  # or the policy's own generation settings
         self.has_rollout_func = trainer.rollout_func is not None
         has_environments = trainer.environment_factories is not None
         self.tools = "an environment" if has_environments else "tools" if trainer.tools else None
@@ -47,7 +47,7 @@ class Hooks(TRLGeneration):
         self.temperature: float = trainer.args.temperature
         self.max_completion_length: int = trainer.args.max_completion_length
         self.reward_weights: Sequence[float] = trainer.reward_weights.tolist()
-        self.reward_names: Sequence[str] = trainer.reward_func_names  # the names under which TRL logs these functions
+        self.reward_names: Sequence[str] = trainer.reward_func_names  # as logged by TRL
         self.reward_answered = [isinstance(function, RewardColumn) for function in trainer.reward_funcs]
         self.has_entropy_bonus: bool = trainer._entropy_bonus_enabled
         self.has_aux_loss: bool = trainer.aux_loss_enabled
