@@ -217,7 +217,7 @@ LINGER_S = 0.05
 
 
 class EngineLoop(TurnLoop):
-    """The loop over a colocated vLLM `LLM`, called only by the trainer's thread. Other callers' `LLM.generate` does not
+    """The loop over a colocated vLLM `LLM`, called only by the trainer's thread. Others' `LLM.generate` does not
     see its tasks. After a weight push, pending tasks resume with the new weights on top of old keys and values, which
     a `cache_salt` separates from later requests."""
 
@@ -319,7 +319,7 @@ def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
 
 
 def _turn_of(output: Any) -> Turn:
-    """The turn in a vLLM output. NaN becomes `None` as in TRL, whose `extract_logprobs` takes ten times as long."""
+    """The turn in a vLLM output. NaN becomes `None` as in TRL, whose `extract_logprobs` is ten times slower."""
     sampled = output.outputs[0]
     ids, flat = list(sampled.token_ids), sampled.logprobs
     if flat is None:
