@@ -156,8 +156,8 @@ class SalesGRPOTrainer(SavingTrainer):
         Raises:
             `ConfigError`: the checkpoint has other rows, branches, weights, or another prompt order.
             `TooFewRewardsError`: `max_skipped_generations` in a row were skipped. A checkpoint was saved.
-            `RunStopped`: `request_stop` was called. A checkpoint was saved. `WeightSyncError`: vLLM samples from
-            weights other than those being trained.
+            `RunStopped`: `request_stop` was called. A checkpoint was saved.
+            `WeightSyncError`: vLLM samples from weights other than those being trained.
         """
         if self.args.process_index == 0:
             warn_of_changes()
