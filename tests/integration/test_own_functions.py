@@ -120,7 +120,7 @@ def test_what_trls_own_trainer_has_no_place_for_is_refused_with_a_plain_config(t
         pass
 
     for kind, given in ((SalesGRPOTrainer, {"parts": ()}), (Mine, {})):
-        with pytest.raises(ConfigError, match=r"Expected (a `SalesGRPOConfig`|one:)"):
+        with pytest.raises(ConfigError, match=r"Expected (a `SalesGRPOConfig`|one;)"):
             kind(str(tiny), length, GRPOConfig(**settings(tmp_path)), Dataset.from_list(ROWS), **given)
 
 
@@ -302,7 +302,7 @@ def too_few(completions, **kwargs):
     ids=["too few", "beside another"],
 )
 def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path, function, words):
-    expected = f"the reward function {words.format(file=__file__)}.*all 8 completions of the first batch"
+    expected = f"the reward function {words.format(file=__file__)}.*All 8 completions of the first batch"
     with pytest.raises(FunctionError, match=expected):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, function, tmp_path, save_strategy="steps", save_steps=1)
     assert not [*tmp_path.glob("checkpoint-*")]

@@ -49,7 +49,7 @@ def test_a_format_is_named_by_its_dotted_path(tmp_path):
     form = DataConfig(dataset={"format": "formats_of_a_user.Questions"}).sources[0].form()
     (row,) = load_rows(file, "", BRANCHES, form=form)
     assert (row.context, row.documents) == ("customer: The price?", ("5 yuan.",))
-    with pytest.raises(ConfigError, match=r"is 'formats_of_a_user.Other'. Expected a class that .*DatasetFormat"):
+    with pytest.raises(ConfigError, match=r"is 'formats_of_a_user.Other'. Expected a subclass of .*DatasetFormat"):
         DataConfig(dataset={"format": "formats_of_a_user.Other"}).sources[0].form()
 
 
