@@ -89,7 +89,7 @@ class SalesGRPOTrainer(SavingTrainer):
     _last_loaded_step: int
 
     def __new__(
-        cls, model: Any = None, reward_funcs: Any = None, args: object = None, *more: Any, **given: Any
+        cls, model: object = None, reward_funcs: object = None, args: object = None, *more: object, **given: object
     ) -> Any:
         """Returns TRL's own trainer if `args` is a plain `GRPOConfig` or `None`."""
         if cls is not SalesGRPOTrainer or model is None or isinstance(args, SalesGRPOConfig):

@@ -32,7 +32,7 @@ class Finished(Protocol):
         self,
         place: int,
         token_ids: Sequence[int],
-        messages: Sequence[object] | None = None,
+        messages: Sequence[Mapping[str, object]] | None = None,
         failed: str | None = None,
         columns: Mapping[str, object] | None = None,
     ) -> None: ...
@@ -71,7 +71,7 @@ class Sampled:
         return self.generated[1]  # type: ignore[no-any-return]
 
     @property
-    def completions(self) -> list[Any]:
+    def completions(self) -> list[str | list[dict[str, object]]]:
         return self.generated[3]  # type: ignore[no-any-return]
 
     @property

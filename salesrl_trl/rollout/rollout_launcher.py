@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -113,7 +113,7 @@ class Launcher:
         def finished(
             place: int,
             token_ids: Sequence[int],
-            messages: Sequence[Any] | None = None,
+            messages: Sequence[Mapping[str, object]] | None = None,
             failed: str | None = None,
             columns: Mapping[str, object] | None = None,
         ) -> None:
@@ -132,7 +132,7 @@ class Launcher:
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         rollout.sampled = sampled
-        extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
+        extra: Mapping[str, object] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [
                 {**row, **{name: value[place] if isinstance(value, list) else value for name, value in extra.items()}}
