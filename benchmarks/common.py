@@ -315,5 +315,5 @@ def run_in_rounds(
 def set_lookahead(trainer: Any, ahead: int) -> None:
     """For the next run of a trainer."""
     pipeline = trainer.components.pipeline
-    pipeline.move_lookahead(ahead)
+    pipeline.turns.lookahead = ahead
     pipeline.updates.depth = ahead + 1

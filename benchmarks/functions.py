@@ -59,7 +59,7 @@ from datasets import Dataset
 from transformers import Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-import salesrl_trl.generation.vllm as colocated
+import salesrl_trl.wiring.policy as colocated
 from benchmarks.common import parser, quiet, rows_of, save_model, set_lookahead, write_json
 from benchmarks.lengths import fix_lengths
 from benchmarks.pipeline import Clock, window

@@ -1,7 +1,7 @@
-"""salesrl_trl: GRPO for policies that are scored by slow, real RAG services and judges, on TRL.
+"""salesrl_trl: GRPO on TRL for policies scored by slow, real services and judges.
 
-The names of this module are the package's interface; docs/reference/api.md describes each. A name is imported when it is first
-asked for: `SalesGRPOTrainer` brings torch, which takes seconds, and the package alone brings nothing.
+This module's names are the public API. They are imported lazily: `SalesGRPOTrainer` imports torch, which takes
+seconds; the package alone imports nothing heavy.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ _NAMES = [
     ("config.training", "SalesGRPOConfig"),
     ("launch.reward_config", "RewardConfig"),
     ("config.quick_evaluations", "QuickEvalSettings"),
-    # reward functions of your own: docs/how-to/own-rewards.md
+    # your own reward functions: docs/how-to/own-rewards.md
     ("reward.functions", "per_completion", "per_group", "per_batch"),
     ("agents.episodes", "per_episode"),
     ("reward.functions", "RewardFunction"),
@@ -80,14 +80,14 @@ _NAMES = [
     ("service.transport", "Transport"),
     ("agents.tools", "tool"),
     ("judged.budget", "Budget", "Limit", "Price"),
-    # from rows to the packaged reward
+    # from rows to the built-in reward
     ("launch.data.sources", "load_rows", "build_dataset"),
     ("launch.data.form", "Form"),
     ("launch.assembly", "open_reward"),
     ("judged.chain", "SalesReward"),
     ("launch.assembly", "judge_reward"),
     ("judged.judge_reward", "JudgeReward"),
-    # parts of your own: docs/background/architecture.md, "Seams"
+    # your own components: docs/background/architecture.md, "Seams"
     ("launch.data.formats", "DatasetFormat"),
     ("config.quick_evaluations", "Figure"),
     ("judged.judge", "Judge"),
@@ -97,7 +97,7 @@ _NAMES = [
     ("judged.rag_client", "RagBackend"),
     ("judged.scoring", "RewardStage"),
     ("generation.sampler", "Sampler"),
-    # the values that pass between them
+    # the values exchanged between them
     ("types", "SalesRow", "Action", "InvalidAction", "Answer", "Criterion", "Verdict", "Outcome"),
     ("judged.scoring", "Case", "Added", "Missing"),
     ("timing", "TimingContext"),
@@ -105,12 +105,12 @@ _NAMES = [
     ("errors", "SalesRLError", "ConfigError", "DataError", "ServiceError", "TooFewRewardsError"),
     ("errors", "DivergedError", "JudgeAlarm", "WeightSyncError", "RunStopped"),
 ]
-"""A module below the package, and names of it. docs/reference/api.md has this order. A new name has a place here and above."""
+"""A submodule and names from it, in the order of the API page. Add new names here and above."""
 _MODULES = {name: module for module, *names in _NAMES for name in names}
 
 __all__ = ["__version__", *_MODULES]
 
-if not TYPE_CHECKING:  # to a type checker a name that is not above is an error
+if not TYPE_CHECKING:  # for type checkers, names not listed above are errors
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

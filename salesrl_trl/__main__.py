@@ -1,7 +1,7 @@
-"""`salesrl COMMAND [ARGUMENT ...]`: one word for each of the package's `python -m` commands.
+"""`salesrl COMMAND [ARGUMENT ...]`: a short name for each `python -m` command of the package.
 
-Owns the words. Standard library only: the process becomes that of the command, so it has the same arguments, working
-folder on the path, text and exit code as by `python -m`.
+Standard library only. The process is replaced by the command's, so arguments, module path, output and exit code are
+those of `python -m`.
 """
 
 import os
@@ -14,17 +14,17 @@ from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 
 COMMANDS = {
-    "train": ("salesrl_trl.launch.train", "train; without a recipe with the packaged one, as it stands"),
-    "preflight": ("salesrl_trl.launch.preflight", "say in seconds what of a run will not work"),
+    "train": ("salesrl_trl.launch.train", "train a policy; without a recipe, with the built-in one"),
+    "preflight": ("salesrl_trl.launch.preflight", "check in seconds whether a run will work"),
     "evaluate": ("salesrl_trl.launch.evaluate", "score a policy on held-out rows"),
-    "rejudge": ("salesrl_trl.record.rejudge", "judge a recorded run again, and compare"),
+    "rejudge": ("salesrl_trl.record.rejudge", "judge a recorded run again and compare"),
     "report": ("salesrl_trl.record.report", "write a page about a run"),
-    "view": ("salesrl_trl.record.view", "show a run's completions in a browser, as they come"),
-    "translate": ("salesrl_trl.launch.translate", "make a recipe of a verl configuration"),
+    "view": ("salesrl_trl.record.view", "show a run's completions live in a browser"),
+    "translate": ("salesrl_trl.launch.translate", "convert a verl configuration into a recipe"),
     "services": ("salesrl_trl.demo.services", "start the demo's RAG service and judge"),
-    "env": ("salesrl_trl.launch.env", "show code, versions, settings, and what two runs differ in"),
+    "env": ("salesrl_trl.launch.env", "show code, versions and settings, or how two runs differ"),
 }
-"""Each word, its module and what it does. A word without its module is not offered."""
+"""Each command with its module and description. Commands whose module is absent are hidden."""
 
 
 def main() -> NoReturn:

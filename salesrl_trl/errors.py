@@ -1,6 +1,6 @@
-"""The errors that this package raises on purpose.
+"""Errors raised by the package.
 
-A message says what was found, what was expected, and what to do. It never contains a key or a customer's text.
+Each message states what was found, what was expected and what to do. It never contains keys or customers' texts.
 """
 
 import difflib
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 
 
 class SalesRLError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of the package's errors."""
 
     is_resumable = False
-    """Whether the same command goes on where the run ended."""
+    """Whether rerunning the same command resumes the run."""
 
 
 class ConfigError(SalesRLError, ValueError):
-    """A setting, recipe or accelerate configuration that cannot work."""
+    """A setting, recipe or accelerate configuration is invalid."""
 
 
 class DataError(SalesRLError, ValueError):
-    """A dataset that is empty, lacks a column or holds a bad row."""
+    """A dataset is empty, lacks a column or has an invalid row."""
 
 
 class ModelNotFoundError(SalesRLError, FileNotFoundError):
@@ -31,17 +31,17 @@ class ServiceError(SalesRLError):
 
     Args:
         message (`str`):
-            What was found, what was expected, and what to do.
+            What was found, what was expected and what to do.
         code (`str`, *optional*):
-            Short code for metrics and logs, for example `"rag_8b_timeout"`. Defaults to the code of the class.
+            Short code for metrics and logs, e.g. `"rag_8b_timeout"`. Defaults to the class's code.
     """
 
     default_code = "service"
     worth_retrying = False
-    """Whether the same call may succeed the next time."""
+    """Whether retrying the same call may succeed."""
 
     def __init_subclass__(cls, *, code: str | None = None, worth_retrying: bool | None = None) -> None:
-        """A subclass without a code, or a word on retries, has those of its base."""
+        """Subclasses inherit `code` and `worth_retrying` unless they set them."""
         if code is not None:
             cls.default_code = code
         if worth_retrying is not None:
@@ -51,19 +51,19 @@ class ServiceError(SalesRLError):
         super().__init__(message)
         self.code = code or self.default_code
         self.status: int | None = None
-        """Status of the HTTP answer, if this was the failure."""
+        """HTTP status code, if the failure has one."""
 
 
 class ServiceUnavailable(ServiceError, code="unavailable", worth_retrying=True):
-    """Refused, unreachable or 5xx."""
+    """Connection refused, host unreachable, or a 5xx response."""
 
 
 class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
-    """The service asks for fewer or later calls: after `retry_after_s` seconds, if it said so."""
+    """The service asks for fewer or later requests (429), after `retry_after_s` seconds if it sent Retry-After."""
 
-    request: int | None = None  # its number in the limit of the service
+    request: int | None = None  # its number in the service's concurrency limit
     is_outage = False
-    """Whether the service is down and says when it expects to be back. If not, it limits calls."""
+    """Whether the service is down and announced when it will be back, rather than limiting the rate."""
 
     def __init__(self, message: str, code: str | None = None, *, retry_after_s: float | None = None) -> None:
         super().__init__(message, code)
@@ -71,96 +71,96 @@ class ServiceOverloaded(ServiceUnavailable, code="overloaded"):
 
 
 class ServiceTimeout(ServiceError, code="timeout", worth_retrying=True):
-    """No complete answer in time."""
+    """No complete response before the timeout."""
 
 
 class DeadlineExceeded(ServiceTimeout, code="deadline", worth_retrying=False):
-    """The deadline of the reward came first. This says nothing about the service."""
+    """The reward's deadline passed first. Not evidence against the service."""
 
     @classmethod
     def before_answer_of(cls, service: str) -> "DeadlineExceeded":
-        return cls(f"the deadline came before {service}'s answer")
+        return cls(f"the deadline passed before {service} answered")
 
 
 class ServiceRejected(ServiceError, code="rejected"):
-    """A 4xx that a retry does not repair: the request, the key or the address is wrong."""
+    """A 4xx that retrying cannot fix: the request, the key or the address is wrong."""
 
     marks: frozenset[str] = frozenset()
-    """The `code`, `type` and `status` that its body states, in lower case."""
+    """The `code`, `type` and `status` from the response body, in lower case."""
     refused: frozenset[str] = frozenset()
-    """The request's fields that the service does not take, by its own words."""
+    """The request fields that the service reports as unsupported."""
 
 
 class AccessDenied(ServiceRejected, code="access_denied", worth_retrying=True):
-    """The key is refused or the quota is used up.
+    """The key is rejected or the quota exhausted.
 
-    A single one between answers is a mistake of the service, and a retry may succeed. With several in a row, every
-    call will fail alike. The breaker decides which case it is.
+    A single one among successful calls is a glitch worth retrying; after several in a row every call would fail. The
+    circuit breaker distinguishes the two.
     """
 
 
 class BudgetSpent(ServiceError, code="budget_spent"):
-    """The request was not sent, as a limit of the run's spending is reached. This says nothing about a service."""
+    """The request was not sent because the run's budget is spent. Not evidence against the service."""
 
 
 class FunctionError(ServiceError, code="function_error"):
-    """A reward function raised an error, or returned what is no reward. This says nothing about a service."""
+    """A reward function raised an error or returned an invalid reward. Not evidence against a service."""
 
 
 class BadServiceResponse(ServiceError, code="bad_response"):
-    """An answer that breaks the service's contract."""
+    """The response violates the service's contract."""
 
 
 class ForeignReply(BadServiceResponse, code="foreign_reply", worth_retrying=True):
-    """Not, or not only, the reply to this request. Its connection is closed. A retry on another one may succeed."""
+    """The response belongs to another request. The connection is closed; a retry on a new one may succeed."""
 
 
 class ErrorInAnswer(BadServiceResponse, code="error_in_answer", worth_retrying=True):
-    """A 200 whose content says that it is an error. The rest of its content is no answer."""
+    """A 200 whose body contains an error instead of an answer."""
 
 
 class JudgeInvalid(BadServiceResponse, code="invalid_verdict"):
-    """The judge's answer is no verdict of the schema."""
+    """The judge's answer does not match the verdict schema."""
 
 
 class ForeignVerdict(JudgeInvalid, ForeignReply, code="foreign_verdict"):
-    """A verdict with the nonce of another request. A retry has its own nonce."""
+    """A verdict with another request's nonce. Each retry uses a new nonce."""
 
 
 class WeightSyncError(SalesRLError, RuntimeError):
-    """vLLM samples from other weights than the ones in training."""
+    """vLLM samples from weights other than those being trained."""
 
 
 class DivergedError(SalesRLError, ArithmeticError):
-    """Gradients or the KL are no usable numbers any more, several log lines in a row."""
+    """The gradient norm or the KL diverged for several log lines in a row."""
 
 
 class JudgeAlarm(SalesRLError, RuntimeError):
-    """The judge's score does not mean any more what it meant, and `judge_meter` ends the run then."""
+    """The judge's scores drifted, and `judge_meter` is set to end the run."""
 
 
 class TooFewRewardsError(SalesRLError, RuntimeError):
-    """Too few completions could be scored, several steps in a row. The run has saved its state. After its last
-    step the same command would learn nothing more, and `is_resumable` is `False`."""
+    """Too few completions could be scored for several steps in a row. A checkpoint was saved. After the last step no
+    training is left, so `is_resumable` is `False`."""
 
     is_resumable = True
 
 
 class CheckpointError(SalesRLError, OSError):
-    """A checkpoint could not be saved, for example on a full disk. The ones before it are whole."""
+    """A checkpoint could not be saved, e.g. because the disk is full. Earlier checkpoints are intact."""
 
 
 class RunStopped(SalesRLError):
-    """The run was told to stop, or an error in a step stopped it. Its state is saved, or there is none yet."""
+    """The run was asked to stop, or an error in a step ended it. A checkpoint was saved if any step was done."""
 
     is_resumable = True
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asks this process to stop. Raised in its main thread, wherever it is."""
+    """A signal asked this process to stop. Raised in the main thread at any point."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """For a message: `" Did you mean 'branch'?"`, with the space before it; empty if no known name is near."""
+    """Text for a message, e.g. `" Did you mean 'branch'?"` with its leading space; empty without a similar name."""
     near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,5 @@
-"""The import paths that documents of release 0.1 named, by today's. An old one warns; all go with the next release."""
+"""Import paths documented in release 0.1, and their current ones. Old paths warn, and the next release removes
+them."""
 
 import sys
 import warnings
@@ -19,7 +20,7 @@ MOVED = {
     "run.launch": "launch.process", "run": "launch", "train": "launch.train", "translate": "launch.translate",
     "view": "record.view",
 }  # fmt: skip
-"""Below the package, of modules and of packages with all that is in them. The first that fits counts."""
+"""Paths below the package, of modules and of whole packages. The first match counts."""
 
 
 class _Moved(MetaPathFinder):
@@ -37,7 +38,7 @@ class _Moved(MetaPathFinder):
 
 
 class _Now(Loader):
-    """Puts today's module in the place of an old path, and runs it by `python -m`."""
+    """Substitutes the current module for an old path, also for `python -m`."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         self._spec = spec
@@ -51,7 +52,7 @@ class _Now(Loader):
         return cast("CodeType | None", self._spec.loader.get_code(self._spec.name))  # type: ignore[union-attr]
 
     def _warn(self, name: str) -> None:
-        text = f"`{name}` is `{self._spec.name}` now; the old path goes with the next release"
+        text = f"`{name}` is now `{self._spec.name}`; the next release removes the old path"
         warnings.warn(text, FutureWarning, stacklevel=2)
 
 

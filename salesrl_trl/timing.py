@@ -1,4 +1,5 @@
-"""Timings of blocks, functions and coroutines. `telemetry.timeline` has phases of a step. Standard library only."""
+"""Timing of blocks, functions and coroutines; `telemetry.timeline` covers the phases of a step. Standard library
+only."""
 
 import functools
 import inspect
@@ -15,19 +16,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PHASES_TRACK = "phases"
-"""Track of the main thread's phases in a trace. Spans of other threads have tracks of their own."""
+"""Trace track for the main thread's phases. Other threads' spans use their own tracks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that began and ended: `Span(name="judge", started=12.0, ended=15.2, track="reward 3")`."""
+    """A finished interval: `Span(name="judge", started=12.0, ended=15.2, track="reward 3")`."""
 
     name: str
     started: float  # seconds on `time.perf_counter`'s scale
     ended: float  # the same scale; not before `started`
     track: str = PHASES_TRACK
-    """The row of the trace on which it is drawn. Spans of one track follow or enclose each other."""
-    failed: bool = False  # whether an exception ended it, or it was cut off
+    """The trace row it is drawn on. Spans on one track are sequential or nested."""
+    failed: bool = False  # whether it ended in an exception or was cut off
 
     @property
     def seconds(self) -> float:
@@ -35,13 +36,13 @@ class Span:
 
 
 def overlap(first: tuple[float, float], other: tuple[float, float]) -> float:
-    """Seconds that two intervals (started, ended) share."""
+    """Seconds of overlap between two intervals (started, ended)."""
     return max(0.0, min(first[1], other[1]) - max(first[0], other[0]))
 
 
 @dataclass(eq=False, slots=True)
 class Timing:
-    """One run of a timed block. `cost_time` may be read inside the block, after it, and after an exception."""
+    """One execution of a timed block. `cost_time` can be read inside the block, after it, and after an exception."""
 
     name: str
     started: float
@@ -58,7 +59,7 @@ _open: ContextVar[tuple[tuple["TimingContext", Timing], ...]] = ContextVar("timi
 
 
 class Spans(Protocol):
-    """Something that keeps spans, from any thread."""
+    """Collects spans from any thread."""
 
     def add(self, spans: Iterable[Span]) -> None: ...
 
@@ -66,8 +67,8 @@ class Spans(Protocol):
 class TimingContext:
     """Times a block, a function or a coroutine function.
 
-    Each entry has its own `Timing`. So one context may be entered again inside itself, and by many threads and tasks
-    at once. Exceptions pass through.
+    Each entry has its own `Timing`, so a context may be re-entered, also concurrently by threads and tasks. Exceptions
+    propagate.
 
     Example:
     ```python
@@ -82,12 +83,11 @@ class TimingContext:
 
     Args:
         name (`str`, *optional*):
-            Name of the timed work. Defaults to the decorated function's name, or to the place in the code:
-            `"prepare.py:42"`.
+            Name of the timed work. Defaults to the decorated function's name, or the code location: `"prepare.py:42"`.
         timeline (`Spans`, *optional*):
-            Gets a span for each entry, on the track of its thread: a `telemetry.timeline.Timeline`.
+            Receives a span for each entry, on its thread's track, e.g. a `telemetry.timeline.Timeline`.
         log (`Callable[[str], object]`, *optional*):
-            Gets a line at the end of each entry, `"[Timing] rerank: 1.204 s"`: `logger.info` or `print`, for example.
+            Receives a line at the end of each entry, `"[Timing] rerank: 1.204 s"`: e.g. `logger.info` or `print`.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class TimingContext:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         ended, under_way = time.perf_counter(), _open.get()
-        # A generator may leave its block in another context than the one in which it entered. Then the latest entry is
-        # taken. Generators that take turns need a context each.
+        # A generator may leave its block in a different context than it entered; then the latest entry is used.
+        # Interleaved generators need a context each.
         mine = next((entry for entry in reversed(under_way) if entry[0] is self), None)
         _open.set(tuple(entry for entry in under_way if entry is not mine))
         timing = self._latest if mine is None else mine[1]
@@ -136,8 +136,8 @@ class TimingContext:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{function.__qualname__} is a generator: calling it takes no time. Expected a function or a "
-                "coroutine function. Use the context inside it."
+                f"{function.__qualname__} is a generator, so timing the call measures nothing. Expected a function or "
+                "a coroutine function. Use the context inside it."
             )
         if not self._is_named:
             self.name = function.__qualname__

@@ -1,5 +1,5 @@
-"""The trainer: TRL's `GRPOTrainer` with overrides, in the order in which TRL comes to them; `wiring.saving` has those
-that write and push the policy. `wiring.trl_access` has what the components use of TRL.
+"""The trainer: overrides of TRL's `GRPOTrainer`, in the order in which TRL calls them; those that save and push the
+policy are in `wiring.saving`. `wiring.trl_access` is the components' access to TRL.
 """
 
 import copy
@@ -21,8 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.data.branches import check_not_taken, with_ids
-from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Sampler, Upstream, guard_parser
+from salesrl_trl.errors import ConfigError, DataError
+from salesrl_trl.generation.sampler import Made, Sampler, Upstream, guard_parser
 from salesrl_trl.ground.process import patched, warn_of_changes
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
@@ -32,69 +32,77 @@ from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, needs_loop
 from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
 from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
-from salesrl_trl.rollout.reading_ahead import LoaderAhead, OrderByEpoch
+from salesrl_trl.rollout.pipeline import LoaderAhead
+from salesrl_trl.rollout.reading_ahead import OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import show_lines, tell
-from salesrl_trl.telemetry.timeline import phased
+from salesrl_trl.telemetry.timeline import Timeline, phased
 from salesrl_trl.wiring.components import Components
 from salesrl_trl.wiring.part import Part, layer
 from salesrl_trl.wiring.saving import SavingTrainer
+from salesrl_trl.wiring.trl_access import Hooks
 
-warn_of_changes()  # nothing is older yet: it notes the files that are imported by now
+warn_of_changes()  # records the files imported so far
 
 logger = logging.getLogger(__name__)
 OWN_ARGUMENTS = ("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts")
 
 
 class SalesGRPOTrainer(SavingTrainer):
-    """TRL's `GRPOTrainer` for rewards that are slow and may fail. It takes what that takes.
+    """TRL's `GRPOTrainer` for slow rewards that may fail. Accepts the same arguments.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`):
             The policy, or its id.
         reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            As in TRL: functions, reward models or their ids. Beside them a `SalesReward`, and functions with
-            `@per_completion` or `@per_group`, whose rewards start before the batch is generated. Or one function with
-            `@per_episode`, an agent that asks the policy.
+            As in TRL: functions, reward models or their ids. Also a `SalesReward`, and functions with
+            `@per_completion` or `@per_group`, whose rewards start before the whole batch is generated; or a single
+            `@per_episode` function, an agent that queries the policy.
         args (`SalesGRPOConfig`):
-            Settings. With a plain `GRPOConfig`, or none, the trainer that is made is TRL's own.
+            Settings. With a plain `GRPOConfig`, or without one, you get TRL's own trainer.
         instruments (`Instruments`, *optional*):
-            Measurements of the run. Phases, heartbeats, and a trace of the first 50 steps when not given.
+            Measurements of the run. Defaults to phases, heartbeats, and a trace of the first 50 steps.
         quick_eval (`QuickEvalSettings`, *optional*):
-            Greedy evaluations every few steps on a sample of `eval_dataset`. None when not given.
+            Greedy evaluations every few steps on a sample of `eval_dataset`. Defaults to none.
         kl_law (`KLLaw`, *optional*):
-            Moves the KL coefficients in place of the law that `args` sets.
+            Controls the KL coefficients, instead of the controller set in `args`.
         sampler (`Callable[[Upstream], Sampler]`, *optional*):
-            Makes another generation engine than TRL's. A class, for example.
+            Creates a generation engine to use instead of TRL's, e.g. a class.
         buffer_policy (`BufferPolicy`, *optional*):
-            Chooses the groups that a step trains on, in place of `max_staleness` and `refill_groups`. One of your own
-            overrides `ByArrival`.
+            Chooses the groups that a step trains on, instead of `max_staleness` and `refill_groups`. Subclass
+            `ByArrival` for your own.
         parts (`Sequence[Part]`, *optional*):
-            Parts of your own, behind those that the settings ask for.
+            Your own parts, added after those enabled by the settings.
         more, kwargs:
-            Further arguments of `GRPOTrainer`. A `SalesReward` wants the dataset's column `row`.
+            Further arguments of `GRPOTrainer`. A `SalesReward` requires the dataset column `row`.
     """
 
     updates = True  # whether steps change the policy
-    train_dataset: Any
-    eval_dataset: Any
+    train_dataset: Dataset
+    eval_dataset: Dataset
+    beta: float | BranchPenalty
+    _timeline: Timeline
+    _logs: dict[str, Any]
+    _made = Made()  # precomputed results, while TRL's `_generate` runs around them
+    _loss_inputs: dict[str, object] | None = None  # the micro-batch whose loss TRL is computing
+    _last_loaded_step: int
 
     def __new__(
-        cls, model: Any = None, reward_funcs: Any = None, args: object = None, *more: Any, **given: Any
+        cls, model: object = None, reward_funcs: object = None, args: object = None, *more: object, **given: object
     ) -> Any:
-        """TRL's own trainer, where the settings are a plain `GRPOConfig` or none."""
+        """Returns TRL's own trainer if `args` is a plain `GRPOConfig` or `None`."""
         if cls is not SalesGRPOTrainer or model is None or isinstance(args, SalesGRPOConfig):
-            return super().__new__(cls)  # without a model it is a copy that is being made
+            return super().__new__(cls)  # called without a model when copied
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if given.keys() & {*OWN_ARGUMENTS} or any(map(needs_loop, functions)):
             raise ConfigError(
-                f"{', '.join(OWN_ARGUMENTS)}, a `RewardLoop` and a function with `@per_episode` go with a "
-                "`SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or none. Expected a `SalesGRPOConfig`."
+                f"{', '.join(OWN_ARGUMENTS)}, a `RewardLoop` and `@per_episode` functions require a "
+                "`SalesGRPOConfig`, and `args` is a plain `GRPOConfig` or `None`. Expected a `SalesGRPOConfig`."
             )
         show_lines()
-        logger.info("a plain `GRPOConfig`: this is TRL's own trainer. A `SalesGRPOConfig` adds what the package has")
-        return GRPOTrainer(model, reward_funcs, args, *more, **given)  # `__init__` below is not called for it
+        logger.info("plain `GRPOConfig`: using TRL's own trainer, without this package's features")
+        return GRPOTrainer(model, reward_funcs, args, *more, **given)  # Python does not call `__init__` below for it
 
     def __init__(
         self, model: str | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
@@ -104,9 +112,9 @@ class SalesGRPOTrainer(SavingTrainer):
         parts: Sequence[Part] = (), **kwargs: object,
     ) -> None:  # fmt: skip
         if not isinstance(args, SalesGRPOConfig):
-            raise ConfigError("`args` is no `SalesGRPOConfig`. Expected one: a plain `GRPOConfig` is TRL's trainer's.")
+            raise ConfigError("`args` is not a `SalesGRPOConfig`. Expected one; TRL's trainer uses `GRPOConfig`.")
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, None, args, *more, **kwargs).arguments
-        if not args.branches:  # they will be those of the rows: of these, and not of another trainer's
+        if not args.branches:  # they are set from this trainer's rows, and must not leak into another trainer
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
         rewards = RewardFuncs.of(
@@ -124,8 +132,8 @@ class SalesGRPOTrainer(SavingTrainer):
         self._timeline = components.timeline
         self._epoch = 0
         with components.policy.building(model):
-            super().__init__(model, [*rewards.functions], args, *more, **kwargs)  # to which TRL may add
-        if (args.record or components.reward.is_replay) and not has_more:  # an environment may not know the column
+            super().__init__(model, [*rewards.functions], args, *more, **kwargs)  # TRL may append to the list
+        if (args.record or components.reward.is_replay) and not has_more:  # an environment may not accept the column
             self.train_dataset = with_ids(self.train_dataset)
             self.eval_dataset = with_ids(self.eval_dataset, "held-out")
         self.data_collator = functools.partial(encodable, source="a batch of the dataset")
@@ -134,64 +142,78 @@ class SalesGRPOTrainer(SavingTrainer):
             _save_checkpoint=phased(self._timeline, Phase.CHECKPOINT, self._save_checkpoint),
         )
         guard_parser(self._tokenizer)
-        for stock in (PrinterCallback, ProgressCallback):  # they print all figures of a step, two hundred, and a bar
+        for stock in (PrinterCallback, ProgressCallback):  # they print all 200 metrics of a step, and a progress bar
             self.remove_callback(stock)
-        for callback in components.connect(self._hooks(), sampler, quick_eval, buffer_policy):
+        self._hooks = Hooks(self)
+        for callback in components.connect(self._hooks, sampler, quick_eval, buffer_policy):
             self.add_callback(callback)
 
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
     ) -> TrainOutput:
-        """Checks the checkpoint, keeps the measurements of a failed step, and raises the reason of a stop.
+        """Checks the checkpoint, keeps the measurements of a failed step, and raises the reason for a stop.
 
         Raises:
-            `ConfigError`: the checkpoint is of other rows, branches or weights, or of another order of prompts.
-            `TooFewRewardsError`: after `max_skipped_generations` skipped in a row. A checkpoint was saved before.
-            `RunStopped`: after `request_stop`. A checkpoint was saved before.
-            `WeightSyncError`: if vLLM samples from other weights than the ones in training.
+            `ConfigError`: the checkpoint has other rows, branches, weights, or another prompt order.
+            `TooFewRewardsError`: `max_skipped_generations` in a row were skipped. A checkpoint was saved.
+            `RunStopped`: `request_stop` was called. A checkpoint was saved.
+            `WeightSyncError`: vLLM samples from weights other than those being trained.
         """
         if self.args.process_index == 0:
             warn_of_changes()
         if isinstance(self.train_dataset, Sized):
             self._check_size(len(self.train_dataset))
-        self.components.forget_run()  # before all else: a stop that is asked for from here on is this run's
+        self.components.forget_run()  # first of all: any stop requested from here on is meant for this run
         for table in (*self._metrics.values(), *self._logs.values(), self._pending_extra_logs, self._pending_metrics):
             table.clear()
         self._current_train_step_time = 0.0
-        self._last_loaded_step = -1  # steps are counted anew, and weights have moved
-        with self.components.running(functools.partial(self._save_checkpoint, self.model, None)):
+        self._last_loaded_step = -1  # steps restart from 0, and weights have changed
+        with self.components.running():
             identity = self.components.policy.identity_of(self.train_dataset, self.components.branches)
             resumed = self.components.keeper.begin(resume_from_checkpoint, identity, self.model.name_or_path)
             for part in self.components.parts:
                 part.begin(resumed, self.components.keeper.run)
-            starts = self.args.eval_on_start and resumed is None  # a run that goes on was evaluated at its start
+            starts = self.args.eval_on_start and resumed is None  # a resumed run was evaluated at its start
             with patched(self.args, "eval_on_start", starts):
                 return super().train(resumed, *args, **kwargs)
 
     def _init_training_state(self, max_steps, *args, **kwargs):
-        """Counts micro-steps on from where the run stands: generation batches begin where they did. The steps between
-        log lines, evaluations and checkpoints are those of the settings: transformers takes the checkpoint's."""
-        epochs, micro_steps = super()._init_training_state(max_steps, *args, **kwargs)  # of the epoch to go on with
-        self._step, self._buffered_inputs = micro_steps, None  # TRL counts from 0, and epochs are whole windows
+        """Continues counting micro-steps, so that generation batches begin where they did. Intervals of logging,
+        evaluation and saving come from the settings, not from the checkpoint as in transformers."""
+        epochs, micro_steps = super()._init_training_state(max_steps, *args, **kwargs)  # of the epoch being resumed
+        self._step, self._buffered_inputs = micro_steps, None  # TRL counts from 0; epochs are whole windows
         self.state.compute_steps(self.args, max_steps)
         self.components.keeper.report(self.state)
         return epochs, micro_steps
 
+    def _check_size(self, rows: int) -> None:
+        prompts = self.args.generation_batch_size // self.num_generations
+        if rows < prompts:
+            raise DataError(
+                f"the training dataset has {rows or 'too few'} rows, but a generation batch needs {prompts} prompts: "
+                "no step can be done. Expected at least as many rows. Add some, or lower "
+                "`per_device_train_batch_size` or `gradient_accumulation_steps`."
+            )
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
     def request_stop(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. `reason`: what asked for it. From a signal handler too."""
+        """End training on all ranks, with a checkpoint. `reason`: who asked. May be called from a signal handler."""
         self.components.stopping.request(reason)
 
     def finish(self) -> None:
-        """Close the reward's connections and the instruments. The trainer can't score after this."""
+        """Close the reward's connections and the instruments. The trainer cannot score afterwards."""
         self.components.close()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> DatasetSampler[int]:
-        """Orders prompts by seed and epoch alone: TRL forgets the order on a resume after the first epoch."""
-        return OrderByEpoch(super()._get_train_sampler(dataset), lambda: self.components.pipeline.updates.epoch)
+        """Orders prompts by seed and epoch alone; TRL loses the order when resuming after the first epoch."""
+        return OrderByEpoch(super()._get_train_sampler(dataset), self.components.pipeline.updates)
 
     def _run_epoch(self, *args, epoch: int, train_dataloader, **kwargs):
-        """Gives the pipeline the prompts that come when this epoch is over. After the last step nothing is done."""
-        if self.state.global_step >= self.state.max_steps:  # of a finished run that is resumed
+        """Lets the pipeline read prompts beyond the end of this epoch. Does nothing after the last step."""
+        if self.state.global_step >= self.state.max_steps:  # when a finished run is resumed
             self.control.should_training_stop = True
             return
         self._epoch = epoch
@@ -199,9 +221,9 @@ class SalesGRPOTrainer(SavingTrainer):
         return super()._run_epoch(*args, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Pulls micro-batches of later steps ahead, over an epoch's end too. Refuses a stream without a step."""
+        """Prefetches micro-batches of later steps, also across epochs. Rejects a stream too short for one step."""
         pull = super().get_batch_samples
-        full = self.args.gradient_accumulation_steps  # an epoch's last step gets what is left
+        full = self.args.gradient_accumulation_steps  # an epoch's last step gets the remainder
         steps_left = self.state.max_steps - self.state.global_step
         with self._timeline.phase(Phase.DATA_LOADING):
             update = self.components.pipeline.next_update(
@@ -212,8 +234,8 @@ class SalesGRPOTrainer(SavingTrainer):
         return update
 
     def training_step(self, *args, **kwargs):
-        """Marks the phases of a step around its passes. Rescales the gradient where completions failed late."""
-        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
+        """Marks the phases around forward and backward. Rescales the gradient if completions failed late."""
+        with self._timeline.phase(Phase.BATCHING):  # excluding nested phases
             loss = super().training_step(*args, **kwargs)
         normaliser, control = self.components.normaliser, self.components.run_control
         is_last = self.accelerator.sync_gradients
@@ -221,31 +243,31 @@ class SalesGRPOTrainer(SavingTrainer):
         control.record_micro_batch()
         if is_last and normaliser.is_empty:
             control.drain_moves()
-        if is_last:  # what comes until the step's end: clipping, the optimizer, the schedule
+        if is_last:  # until the step's end: clipping, the optimizer, the schedule
             self._timeline.begin(Phase.OPTIMIZER)
         return loss
 
     def _prepare_inputs(self, generation_batch):
-        """Generates the rollouts that are due. Then a scored micro-batch replaces the next one in order."""
+        """Generates due rollouts. Then a scored micro-batch replaces the next one in order."""
         components, step = self.components, self.state.global_step
         if not self.model.training:
             batch = super()._prepare_inputs(generation_batch)
             components.normaliser.begin_evaluation(batch)
             return batch
-        # 1. generation begins before anything waits for the last rewards of the current batch
+        # 1. start generation before waiting for the current batch's last rewards
         components.pipeline.launch_due(self._step, step)
-        # 2. TRL's next micro-batch; where a generation batch begins, TRL scores it
+        # 2. TRL's next micro-batch; at the start of a generation batch, TRL scores it
         batch = super()._prepare_inputs(generation_batch)
         following = (self._buffered_inputs or [])[self._step % self.args.steps_per_generation + 1 :]
-        # 3. one whose groups are scored takes its place
+        # 3. a micro-batch with scored groups replaces it
         batches = components.scoring.next_micro_batches([batch, *following], step)
-        # 4. what is left of the update without failed completions, and the passes that it shares
+        # 4. the update's size without failed completions, and the forward passes it shares
         size, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
         components.normaliser.begin(batches, size, is_last=is_last, in_parts=components.scoring.in_parts)
         return components.passes.begin(batches, size, is_last=is_last)
 
     def _generate_and_score_completions(self, inputs):
-        """Scores the rollout of these inputs, which may have been launched before."""
+        """Scores the rollout of these inputs, which may already be in flight."""
         components, step = self.components, self.state.global_step
         if not self.model.training:
             return components.scoring.evaluate(inputs, step, for_loss=True)[1]
@@ -253,7 +275,7 @@ class SalesGRPOTrainer(SavingTrainer):
         return components.scoring.train_on(inputs, self._step, step, in_groups, components.passes.in_order)
 
     def _generate(self, prompts):
-        """Returns the completions of the rollout, which exist already unless TRL has set up environments for them."""
+        """Returns the rollout's completions, which already exist unless TRL had to set up environments first."""
         rollout = self.components.scoring.current
         if rollout.sampled is None:
             self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
@@ -275,45 +297,45 @@ class SalesGRPOTrainer(SavingTrainer):
         return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
 
     def _tool_call_loop(self, *args, **kwargs):
-        """Returns what conversations have become. Refuses tools that TRL does not know of."""
+        """Returns the finished conversations. Rejects tools that TRL was not given."""
         if not self.tools:
             raise ConfigError(
                 "a `rollout_func` calls tools that TRL was not given: completions are generated before TRL asks for "
-                "them. Expected `tools` or an `environment_factory` of the trainer."
+                "them. Expected the trainer's `tools` or `environment_factory`."
             )
         return self._made.talked or super()._tool_call_loop(*args, **kwargs)
 
     def _get_tool_suffix_ids(self, tool_messages):
-        """Spaces out marks with which a tool's result could open a turn, for rewards and the record too."""
-        foreign = self._agents.foreign
+        """Neutralises marks with which a tool's result could open a turn, also for rewards and the record."""
+        foreign = self._hooks.agents.foreign
         for message in tool_messages:
             message.update(foreign.message(message))
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """Waits for the rewards of the batch. While it is trained on part by part: takes those that are in."""
+        """Waits for the batch's rewards, or uses those available while the batch is trained on in parts."""
         of_trl = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         rewards, result = self.components.scoring.rewards(completions, of_trl)
-        if result is None:  # logged when all are in
+        if result is None:  # logged once all have arrived
             self._metrics["train"], self._logs = defaultdict(list), copied(self._logs)
             return rewards
         names = self.components.reward.names.components if self.args.log_completions else None
-        has_branch = any("branch" in reward.columns for reward in result.rewards)  # a function's own is logged by it
+        has_branch = any("branch" in reward.columns for reward in result.rewards)  # a function logs its own
         if names is not None and len(self.components.branches.names) > 1 and not has_branch:
             self._log_completion_extra("branch", [self.components.branches.of(row) for row in inputs])
         result.log(self._log_completion_extra, self._log_metric, names)
         return rewards
 
     def _compute_loss(self, model, inputs):
-        """Puts the penalty of the branches where TRL reads `beta`. Its sums over all ranks move the coefficients."""
+        """Substitutes the per-branch penalty for TRL's `beta`. Its sums over all ranks move the coefficients."""
         components, metrics, kl = self.components, self._metrics[self._mode], self.components.kl
-        # 1. advantages and coefficients make up for failed completions
+        # 1. advantages and coefficients compensate for failed completions
         factor, recorded = components.normaliser.factor, {name: len(values) for name, values in metrics.items()}
         if factor != 1:
             inputs = {**inputs, "advantages": inputs["advantages"] * factor}
         penalty = None if kl is None else kl.penalty(inputs, factor)
         inputs = inputs if penalty is None else penalty.inputs
-        # 2. TRL's loss, with the penalty in place of its own
+        # 2. TRL's loss, with our penalty instead of its own
         beta = patched(self, "beta", self.beta if penalty is None else penalty)
         with beta, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
@@ -321,10 +343,10 @@ class SalesGRPOTrainer(SavingTrainer):
                 kl.add(penalty)
         if FAILED in inputs:
             leave_out_empty(metrics, recorded)
-        # 3. at the end of a step its KL moves the coefficients of the next one
+        # 3. at the end of a step, its KL moves the next step's coefficients
         if kl is not None and self.accelerator.sync_gradients:
             components.end_kl_step(kl, self._mode)
-        # 4. what was trained on, for FLOPs; at the end of a generation batch, TRL's figures of the correction
+        # 4. trained lengths, for FLOPs; at the end of a generation batch, TRL's importance sampling metrics
         if self.model.training:
             passes = components.passes
             components.instruments.record_batch(inputs["prompt_mask"], inputs["completion_mask"], passes.has_prompt)
@@ -334,12 +356,12 @@ class SalesGRPOTrainer(SavingTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Sends a group's prompt through the model once. Keeps old and reference ones while TRL repeats a batch."""
+        """Sends a group's prompt through the model once. Caches old and reference log-probs while TRL repeats a
+        batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
-        passes = functools.partial(components.passes.log_probs, inputs, upstream, model, *args, **kwargs)
         if inputs is not None:
-            logps, *others = passes()
+            logps, *others = components.passes.log_probs(inputs, upstream, model, *args, **kwargs)
             return self.beta.record_logps(logps) if isinstance(self.beta, BranchPenalty) else logps, *others
         is_reference, rollout = components.reference.is_active(model), components.scoring.rollout
         if rollout is not None and is_reference in rollout.logps:
@@ -347,35 +369,35 @@ class SalesGRPOTrainer(SavingTrainer):
         if components.passes.leave_out_old(rollout, is_reference, components.policy.weight_check.is_done):
             return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
-            output = passes()
+            output = components.passes.log_probs(None, upstream, model, *args, **kwargs)
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the package's figures, under the same keys at every step."""
+        """Adds the package's metrics, with the same keys at every step."""
         with self._timeline.phase(Phase.LOGGING):
             mode = self._mode
-            is_measured = bool(self._metrics[mode])  # False for the summaries of transformers
+            is_measured = bool(self._metrics[mode])  # False for transformers' summaries
             if is_measured:
-                self._metrics[mode] |= {name: [value] for name, value in self.components.figures(mode).items()}
+                self._metrics[mode] |= {name: [value] for name, value in self.components.log_line(mode).items()}
             has_table = self.log_completions and is_measured
             try:
                 with patched(self, "log_completions", has_table):
                     super().log(logs, start_time)
             except Exception as error:
-                if not has_table or self._metrics[mode]:  # TRL clears them before it writes the table
+                if not has_table or self._metrics[mode]:  # TRL clears them before writing the table
                     raise
                 tell("the table of completions", error)
             failures = self.components.ledger.drain_failures(mode)
             if mode == "train" and is_measured and failures:
-                # A separate entry: a step's entry has the same keys at every step, but new reasons may come.
+                # A separate entry, because new reasons may appear and a step's keys must not change.
                 Trainer.log(self, {**failures})
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
-        """Generates later batches while rewards are out. Leaves those without a scored completion out of the loss."""
-        ahead = functools.partial(self.components.pipeline.evaluations, update=self.state.global_step)
-        dataloader = LoaderAhead(dataloader, ahead)
+        """Generates later batches while rewards are pending. Excludes batches without a scored completion from the
+        loss."""
+        dataloader = LoaderAhead(dataloader, self.components.pipeline, self.state.global_step)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
         if name in output.metrics:
@@ -390,15 +412,15 @@ class SalesGRPOTrainer(SavingTrainer):
 
 
 class RolloutTrainer(SalesGRPOTrainer):
-    """The trainer of `mode: rollouts`: it generates and scores as in training, and updates nothing.
+    """The trainer of `mode: rollouts`: generates and scores as in training, without updates.
 
-    There is no pass, so there are no gradients and no state of an optimizer.
+    Without forward passes there are neither gradients nor optimizer state.
     """
 
     updates = False
 
     def training_step(self, model, inputs, *_, **__):
-        with self._timeline.phase(Phase.BATCHING):  # less the phases inside it
+        with self._timeline.phase(Phase.BATCHING):  # excluding nested phases
             model.train()
             self._prepare_inputs(inputs)
             self._step += 1

@@ -1,5 +1,5 @@
-"""The values that pass between packages: rows, actions, answers, verdicts, rewards. Standard library only. All are
-frozen, so that the trainer's thread and the thread of the reward's event loop may share them."""
+"""Values exchanged between packages: rows, actions, answers, verdicts, rewards. Standard library only. They are frozen
+so that the trainer's thread and the reward's event loop can share them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,27 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 NOT_APPLICABLE = "not_applicable"
-"""Reason of a completion for which a function returned `None`."""
+"""Reason code for a completion to which a function returned `None`."""
 RESERVED_REASONS = frozenset({"budget_spent", "deadline", "no_passages", NOT_APPLICABLE})
-"""Reasons by which the package decides something, or says what to do. Code of a user's own may not give them."""
+"""Reason codes with a special meaning in the package; user code may not use them."""
 
 
-FORMAT = "format"  # component of an action: 1 for a valid one
+FORMAT = "format"  # component: 1 if the action is valid
 REFERENCE = "reference"
-"""Component: the reference's own score by the branch's rubric. Logged beside the others, never weighed."""
+"""Component: the reference's score by the branch's rubric. Logged but never weighted."""
 
 
 class Outcome(StrEnum):
-    """How the scoring of one completion ended. Only the first two have a number."""
+    """How scoring a completion ended. Only the first two yield a number."""
 
     OK = "ok"
-    """The services answered and the judge's verdict was valid."""
+    """The services answered and the judge returned a valid verdict."""
     INVALID_ACTION = "invalid_action"
-    """No valid action, or one whose answer says nothing. It is the policy's fault, so the low reward is real."""
+    """The action is invalid or its answer is empty. This is the policy's fault, so the low reward counts."""
     JUDGE_INVALID = "judge_invalid"
-    """The judge's answer was no verdict of the schema. No number."""
+    """The judge's answer did not match the schema. Unscored."""
     INFRA = "infra"
-    """A service failed, timed out or refused. No number."""
+    """A service failed, timed out or rejected the request. Unscored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestIds:
-    """The owners of a conversation, for a RAG service that separates tenants and customers."""
+    """The owners of a conversation, for RAG services that separate tenants and customers."""
 
     tenant_id: str = ""
     """The seller's organisation: `"t-01"`."""
@@ -60,60 +60,60 @@ class RequestIds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A picture of a row: a file, or the content of one."""
+    """An image in a row: a file or its content."""
 
     path: str = ""
     """The file: `"/data/images/0001.png"`. Empty if the dataset holds the content."""
     content: bytes | None = None
-    """The content of a PNG, JPEG or other file that Pillow reads."""
+    """The content of a PNG, JPEG or other format supported by Pillow."""
 
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
-"""What the policy reads, as TRL has it: a text, which is used as it is, or messages for the model's chat template."""
+"""The policy's prompt in TRL's format: a text, used verbatim, or messages for the model's chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Criterion:
-    """Something that a good answer to a row does: `Criterion(text="names the price", weight=2.0)`. Raises
-    `ValueError` for one without a text, or with a weight that is no number above 0."""
+    """A requirement for a good answer to a row: `Criterion(text="names the price", weight=2.0)`. Raises `ValueError`
+    unless it has a text and a weight above 0."""
 
     text: str
-    """What is asked for, in the judge's language."""
+    """The requirement, in the judge's language."""
     weight: float = 1.0
     """Its share of the score, relative to the row's other criteria."""
     name: str = ""
-    """Its name in metrics: `rewards/judge/<name>`. Without one only the record has its score."""
+    """Its name in metrics: `rewards/judge/<name>`. An unnamed criterion's score is only recorded."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip() or not isinstance(self.name, str):
-            raise ValueError("a criterion has no text")
+            raise ValueError("a criterion lacks its text")
         if not (type(self.weight) in (int, float) and 0 < self.weight < math.inf):
-            raise ValueError("a criterion's weight is no number above 0")
+            raise ValueError("a criterion's weight is not a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SalesRow(RequestIds):
-    """One row of the dataset: a prompt, or a sales conversation waiting for the seller's next answer, with its owners.
-    Raises `ValueError` for a row with neither."""
+    """A dataset row: a prompt, or a sales conversation awaiting the seller's next answer, with its owners. Raises
+    `ValueError` for a row with neither."""
 
     row_id: str
     """Identifies the row in logs and caches: `"train-0007"`."""
     branch: str
-    """The KL branch and judge rubric the row belongs to: `"fairness"`."""
+    """The branch (rubric, metrics and KL coefficient) the row belongs to: `"fairness"`."""
     conversation: tuple[Message, ...] = ()
-    """Oldest turn first; the last one is the customer's. Empty for a row that gives its prompt."""
+    """Oldest turn first; the last turn is the customer's. Empty for a row with a prompt."""
     prompt: Prompt | None = field(default=None, compare=False)
-    """The policy's prompt as the row gives it. `None` if a template makes it from the conversation."""
+    """The row's own prompt. `None` if a template builds it from the conversation."""
     documents: tuple[str, ...] = ()
-    """Texts of documents that are known to answer the row. The judge sees them. Empty if nobody marked any."""
+    """Texts of documents known to answer the row, shown to the judge. Empty if none are labelled."""
     images: tuple[Picture, ...] = ()
-    """Pictures that the policy reads before the conversation. Services and judge see the text alone."""
+    """Images shown to the policy before the conversation. Services and the judge only see text."""
     criteria: tuple[Criterion, ...] = ()
-    """What the judge scores one by one, in place of the answer as a whole. Empty for a row without any."""
+    """Criteria that the judge scores one by one instead of the whole answer. May be empty."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """Further columns of the dataset, for reward functions."""
+    """Additional dataset columns, for reward functions."""
     line: int | None = field(default=None, compare=False)
-    """Its line in a file of lines, for messages."""
+    """Its line number in a file of lines, for messages."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.conversation:
@@ -121,12 +121,13 @@ class SalesRow(RequestIds):
 
     @property
     def ids(self) -> RequestIds:
-        """The four identifiers of every request."""
+        """The four identifiers sent with every request."""
         return RequestIds(**self.as_dict())
 
     @property
     def context(self) -> str:
-        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`. Without one, the prompt."""
+        """The conversation as text, one line per turn: `"customer: ...\\nseller: ..."`; the prompt if there is
+        none."""
         if self.conversation or self.prompt is None:
             return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
         if isinstance(self.prompt, str):
@@ -140,7 +141,7 @@ class SalesRow(RequestIds):
 
 
 Example: TypeAlias = Mapping[str, Any]
-"""A row of the dataset that goes through the trainer: `prompt`, perhaps `images`, and any further columns."""
+"""A dataset row inside the trainer: `prompt`, optionally `images`, and any other columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,32 +149,32 @@ class ActionFormat:
     """The fields of an action."""
 
     fields: tuple[str, ...] = ("user_profile", "rewritten_query", "history_summary")
-    """Names of its texts, in the order of the prompt. By default:
+    """Names of its texts, in prompt order. By default:
 
     - relevant facts about the customer: `"office worker, free in the evenings"`;
-    - the customer's question, without need of its context: `"Python data analysis price"`;
+    - the customer's question, understandable without context: `"Python data analysis price"`;
     - a summary of the conversation so far: `"asked about Python data analysis"`.
     """
     query: str = "rewritten_query"
-    """The field with the search query. It is never empty."""
+    """The field with the search query, which must not be empty."""
 
 
 DEFAULT_FORMAT = ActionFormat()
 SALES = "sales"
-"""The packaged reward chain, in the setting `reward_funcs`."""
+"""The built-in reward pipeline, as named in `reward_funcs`."""
 JUDGE = "judge"
-"""The packaged judge of a policy that answers directly, in the setting `reward_funcs`; the service name of a judge."""
+"""The built-in judge for policies that answer directly, as named in `reward_funcs`; also a judge's service name."""
 SEARCH = "search"
-"""The packaged tool that asks the RAG service, in the setting `tools`."""
+"""The built-in tool that queries the RAG service, as named in `tools`."""
 ALL = "all"
-"""The branch of all rows, where neither the settings nor the dataset name any."""
+"""The only branch if neither the settings nor the dataset define branches."""
 DEFAULT_BRANCHES = ("fairness", "hallucination")
-"""Branches of a recipe that names none: those of the packaged demo."""
+"""Branches of a recipe that defines none: those of the built-in demo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """The policy's output. The 8B endpoint answers from it."""
+    """The policy's output, from which the 8B endpoint answers."""
 
     fields: Mapping[str, str]
     """The texts by name: `{"user_profile": "", "rewritten_query": "Python price", "history_summary": ""}`."""
@@ -193,15 +194,15 @@ class Action:
 
 
 NOTHING_WRITTEN = Action(fields={}, query_field="")
-"""The action of a policy that answers directly."""
+"""The empty action of a policy that answers directly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InvalidAction:
-    """A completion that is no valid action."""
+    """A completion that is not a valid action."""
 
     reason: str
-    """One of `salesrl_trl.judged.parsing.INVALID_REASONS`; never the text itself, which may quote a customer."""
+    """One of `salesrl_trl.judged.parsing.INVALID_REASONS`; never the text, which may quote a customer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,91 +213,89 @@ class Passage:
     """The document's id in the service's index."""
     text: str
     score: float
-    """Relevance, normalised by the service to [0, 1]."""
+    """Relevance in [0, 1], normalised by the service."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer of a RAG endpoint."""
+    """A RAG endpoint's answer."""
 
     text: str
     """Text for the customer."""
     passages: tuple[Passage, ...]
-    """The passages behind the answer, best first."""
+    """The passages used for the answer, best first."""
     took_ms: float
-    """Time that the service measured, in milliseconds."""
+    """Milliseconds, as measured by the service."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The judge's scores for one answer and for the reference beside it. Raises `ValueError` if a score is no number
-    in [0, 1].
-    """
+    """The judge's scores for an answer and for its reference. Raises `ValueError` unless each is in [0, 1]."""
 
     candidate: float
-    """Score of the answer made from the policy's action, in [0, 1]."""
+    """Score in [0, 1] of the answer generated from the policy's action."""
     reference: float | None
-    """Score of the frozen 32B endpoint's answer, in [0, 1]; `None` without such an answer."""
+    """Score in [0, 1] of the frozen 32B endpoint's answer; `None` without one."""
     reason: str
-    """The judge's words. Free text that may quote the customer: not for logs."""
+    """The judge's explanation. It may quote the customer, so it must not be logged."""
     provider: str = ""
-    """The provider that gave it, where there are several."""
+    """The provider, if there are several."""
     criteria: Sequence[float] = ()
-    """The candidate's scores by the row's criteria, in their order."""
+    """The candidate's scores for the row's criteria, in order."""
 
     def __post_init__(self) -> None:
         scores = (self.candidate, *(() if self.reference is None else (self.reference,)), *self.criteria)
         if not all(type(score) in (int, float) and 0 <= score <= 1 for score in scores):
-            raise ValueError("a verdict's score is no number in [0, 1]")
+            raise ValueError("a verdict's score is not a number in [0, 1]")
 
 
 LARGEST_REWARD = 1e18
-"""TRL has rewards in float32, and squares them for a group's standard deviation. A reward that becomes infinite there
-spoils the advantages of its whole group."""
+"""TRL squares float32 rewards for a group's standard deviation; a reward that overflows there would corrupt the
+advantages of its whole group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """The result of the chain for one completion.
+    """The reward pipeline's result for one completion.
 
-    Raises `ValueError` if `value` and `outcome` disagree (a failed call never has a number, and a scored one always
-    has), or if a number is NaN, infinite or beyond `LARGEST_REWARD`.
+    Raises `ValueError` if `value` and `outcome` disagree (scored completions have a number, failed ones never do), or
+    if a number is NaN, infinite or beyond `LARGEST_REWARD`.
     """
 
     outcome: Outcome
-    """How it ended."""
+    """How scoring ended."""
     value: float | None
-    """The number for GRPO; `None` for `JUDGE_INVALID` and `INFRA`."""
+    """The reward for GRPO; `None` for `JUDGE_INVALID` and `INFRA`."""
     reason: str = ""
-    """Short code for a missing verdict, safe in logs and metric names: `"rag_8b_timeout"`."""
+    """Short code for why it is unscored, safe for logs and metric names: `"rag_8b_timeout"`."""
     components: Mapping[str, float | None] = field(default_factory=dict)
-    """The components of the value; `None` for a missing component."""
+    """The value's components; `None` for one that is unavailable."""
     reference_value: float | None = None
-    """Reward of the frozen 32B endpoint's answer to the row, by the same law; `None` without such an answer."""
+    """Reward of the frozen 32B endpoint's answer, computed the same way; `None` without one."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time of each stage that ran, in seconds: `{"rag_8b": 0.8, "rag_32b": 1.1, "judge": 2.0}`."""
+    """Wall time in seconds of each stage that ran: `{"rag_8b": 0.8, "rag_32b": 1.1, "judge": 2.0}`."""
     by_function: Mapping[str, float | None] = field(default_factory=dict)
-    """Where several reward functions make the value: the number of each, without its weight; `None` from a function
-    that does not apply to the completion."""
+    """With several reward functions: each function's unweighted number, or `None` if it does not apply to the
+    completion."""
     columns: Mapping[str, object] = field(default_factory=dict)
-    """What a function logged for this completion by `log_extra`."""
+    """Values a function logged for this completion with `log_extra`."""
     metrics: tuple[tuple[str, float], ...] = ()
-    """What a function logged by `log_metric`. The first completion of a call has it."""
+    """Values a function logged with `log_metric`, attached to the call's first completion."""
     breach: str = ""
-    """What is wrong with the code of its function, where that left it without a number. Quotes no customer."""
+    """The bug in its reward function that left it unscored. Never quotes a customer."""
 
     @classmethod
     def scored(cls, value: float, *, reason: str = "", **components: float) -> "Reward":
-        """A number, with its parts: `Reward.scored(0.7, style=0.4, facts=1.0)`."""
+        """A number with its components: `Reward.scored(0.7, style=0.4, facts=1.0)`."""
         return cls(outcome=Outcome.OK, value=value, reason=reason, components=components)
 
     @classmethod
     def missing(cls, reason: str) -> "Reward":
-        """No number, because it could not be had: `Reward.missing("judge_busy")`. The reason is a short code. Raises
-        `ValueError` for one of `RESERVED_REASONS`.
+        """An unscored completion: `Reward.missing("judge_busy")`. The reason is a short code. Raises `ValueError` for
+        one of `RESERVED_REASONS`.
         """
         if reason in RESERVED_REASONS:
-            raise ValueError(f"{reason!r} is a reason of the package's own. Expected another code.")
+            raise ValueError(f"{reason!r} is reserved by the package. Expected another code.")
         return cls(outcome=Outcome.INFRA, value=None, reason=reason)
 
     def __post_init__(self) -> None:
@@ -304,32 +303,31 @@ class Reward:
             raise ValueError(f"outcome {self.outcome.value!r} does not go with value {self.value!r}")
         numbers = (self.value, self.reference_value, *self.components.values())
         if not all(number is None or abs(number) <= LARGEST_REWARD for number in numbers):
-            raise ValueError(f"a reward, or a part of it, is no number of at most {LARGEST_REWARD:g}")
+            raise ValueError(f"a reward or component is not a number of at most {LARGEST_REWARD:g}")
 
 
 @dataclass(kw_only=True, slots=True)
 class ProviderUsage:
-    """The usage of one provider since the last report."""
+    """A provider's usage since the last report."""
 
     verdicts: int = 0
-    prompt_tokens: int = 0  # as the provider counts them; 0 if it does not
-    completion_tokens: int = 0  # as the provider counts them, thoughts included
+    prompt_tokens: int = 0  # as counted by the provider; 0 if it reports none
+    completion_tokens: int = 0  # as counted by the provider, reasoning included
     usd: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeRecord:
-    """One valid verdict, to check whether the judge likes anything else than quality."""
+    """One valid verdict, for measuring the judge's position bias."""
 
     score: float
     candidate_first: bool | None
-    """Whether it stood before the reference, or of a group in the first half; `None` in the middle, or alone."""
+    """Whether it was shown before the reference, or in the first half of a group; `None` in the middle or alone."""
 
 
 class EvaluatedCompletion(NamedTuple):
-    """A completion of an evaluation, with its prompt. It may quote a customer: not for logs, unless asked for. Both
-    are texts or lists of messages, as TRL has them. `reward` is `None` if it could not be scored. `text` and `columns`
-    are what figures read of it and of its row."""
+    """An evaluated completion with its prompt: texts or lists of messages, as in TRL. It may quote a customer, so it
+    is only logged on request. `reward` is `None` if unscored. Metrics read `text` and its row's `columns`."""
 
     prompt: object
     completion: object
@@ -340,19 +338,19 @@ class EvaluatedCompletion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """One held-out row and the policy's greedy answer to it."""
+    """A held-out row and the policy's greedy answer."""
 
     branch: str
-    text: str  # the policy's answer, without special tokens. It may quote a customer: not for logs.
+    text: str  # without special tokens. It may quote a customer: not for logs
     reward: Reward
     tokens: int
-    truncated: bool  # whether it reached `max_completion_length` without an end
+    truncated: bool  # whether it reached `max_completion_length` before an end token
     kl: float | None = None
-    """Sum of the KL to the reference policy over the answer's tokens, in nats. `None` without a reference."""
+    """KL to the reference policy, summed over the answer's tokens, in nats. `None` without a reference."""
     kl_tokens: int = 0
-    columns: Example = field(default_factory=dict)  # the row's columns, without prompt and pictures
+    columns: Example = field(default_factory=dict)  # the row's columns, without prompt and images
 
 
 def missing(outcome: Outcome, reason: str) -> Reward:
-    """No number: a service or the judge failed. Out of the group's baseline, the loss and the reward metrics."""
+    """An unscored completion: a service or the judge failed. Excluded from baseline, loss and reward metrics."""
     return Reward(outcome=outcome, value=None, reason=reason)

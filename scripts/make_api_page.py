@@ -27,7 +27,7 @@ def names() -> dict[str, str]:
 
 
 def page() -> str:
-    """The text of docs/reference/api.md."""
+    """The text of the page."""
     sections, index = list[str](), list[str]()
     for name, module in names().items():
         path = f"salesrl_trl/{module.replace('.', '/')}.py"

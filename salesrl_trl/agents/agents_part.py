@@ -7,6 +7,7 @@ import copy
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
@@ -15,10 +16,13 @@ from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.engine_loop import GivenUp, Turn
-from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled, TurnAccess
+from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
 from salesrl_trl.types import Example
-from salesrl_trl.wiring.part import AGENTS, Part, PartContext, lacking
+from salesrl_trl.wiring.part import Part, PartContext, lacking
+
+if TYPE_CHECKING:
+    from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,34 +34,35 @@ class Played:
 
 
 class AgentsPart(Part):
-    name = AGENTS
+    name = "agents"
 
     def connect(self, run: PartContext) -> None:
         if run.reward_loop.reward.is_played and importlib.util.find_spec("openai") is None:
             raise lacking("agents", "a function with `@per_episode`", "openai")
         self._trl, self._loop = run.trl, run.reward_loop
+        run.trl.agents = self
         self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
 
-    def converse(self, access: TurnAccess, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+    def converse(self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
         """Start a conversation for each prompt; its turns may call tools."""
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state
         replay = reward if reward.is_replay and not has_state else None
-        calls = self._latest = ToolCalls((tool.__name__ for tool in access.tools), replay)
+        calls = self._latest = ToolCalls((tool.__name__ for tool in access.functions), replay)
         calls.stopped = self._loop.stopped
         self._under_way.add(calls)
         return self._tool_turns.start(prompts, finished, ahead, calls)
 
-    def play(self, access: TurnAccess, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+    def play(self, access: "TRLEngine", rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Start an episode for each row on the reward's event loop."""
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
-            self._form = ChatForm.of(access.tokenizer, access.template, **access.form)
+            self._form = ChatForm.of(access.thread_tokenizer, access.chat_template, **access.form)
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         prompts = [row["prompt"] for row in rows]

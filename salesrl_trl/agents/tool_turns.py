@@ -9,16 +9,19 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
-from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled, TurnAccess
+from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled
 from salesrl_trl.names import tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
+
+if TYPE_CHECKING:
+    from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
 
 T = TypeVar("T")
 
@@ -28,7 +31,7 @@ class Calls(Protocol):
         """Cancel running and later calls."""
 
 
-class Conversations(TaskBatch[T]):
+class Conversations(TaskBatch, Generic[T]):
     """The conversations of one batch. Each thread starts once its first turn has arrived.
 
     `talk` runs one conversation in its thread, given its place, its first turn and the function that requests more.
@@ -40,6 +43,7 @@ class Conversations(TaskBatch[T]):
     def __init__(self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls) -> None:
         super().__init__(size, loop)
         self._talk, self._calls = talk, calls
+        self._ends: dict[int, T] = {}
         self._params: Sequence[object] = ()
         self._ended: set[int] = set()
 
@@ -63,10 +67,9 @@ class Conversations(TaskBatch[T]):
         Thread(target=self._run, args=(place, first), name="conversation", daemon=True).start()
 
     def _run(self, place: int, first: Turn) -> None:
-        result: T | None = None
         error: BaseException | None = None
         try:
-            result = self._talk(place, first, partial(self._ask, place))
+            self._ends[place] = self._talk(place, first, partial(self._ask, place))
         except GivenUp:
             error = CancelledError()
         except BaseException as raised:  # raised by `results`
@@ -76,7 +79,7 @@ class Conversations(TaskBatch[T]):
         with self.loop.changed:
             self.under_way -= 1
             if error is None:
-                self._end(place, result)
+                self._end()
             else:
                 self._fail(error)
 
@@ -84,6 +87,11 @@ class Conversations(TaskBatch[T]):
         if self.is_cancelled or place in self._ended:
             raise GivenUp
         return self.loop.ask(Task(self, place, {"prompt_token_ids": ids}, self._params[place]))
+
+    def results(self) -> list[T]:
+        """One result for each prompt, once the batch is over."""
+        self.check()
+        return [self._ends[place] for place in range(len(self))]
 
     def cancel(self) -> None:
         super().cancel()
@@ -109,9 +117,9 @@ class Talked:
 
 
 class ToolTurns:
-    def __init__(self, access: TurnAccess, foreign: ForeignText) -> None:
+    def __init__(self, access: "TRLEngine", foreign: ForeignText) -> None:
         self._access = access
-        tokenizer, template = access.tokenizer, access.template  # TRL chose it for tools
+        tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
 
     def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
@@ -213,7 +221,7 @@ class ToolTurns:
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None
         sampled = access.sample(prompts, Made(encoded=encoded, tokens=lambda *_: turns, talked=loop))
-        traffic = run_coroutine_threadsafe(drain_traffic(access.tools), access.tools_loop).result()
+        traffic = run_coroutine_threadsafe(drain_traffic(access.functions), access.tools_loop).result()
         mine = {tool_figure(name, kind): count for name, of in calls.counts.items() for kind, count in of.items()}
         mine |= {traffic_of(name, kind): count for name, of in traffic.items() for kind, count in of.items()}
         figures = access.sums(mine)

@@ -1,1 +1,1 @@
-"""Checkpoints: whole or not there, and of which run. transformers decides when one is written."""
+"""Atomic checkpoints and the identity of their run. transformers decides when one is written."""

@@ -1,5 +1,5 @@
-"""The files of a run's folder by kind (`run_files.toml`): what a push uploads, which are the policy's, and which are
-an earlier run's and move into a folder of their own."""
+"""The files of a run's folder by kind (`run_files.toml`): the policy's, those uploaded by a push, and those of an
+earlier run, which are moved to a subfolder."""
 
 import contextlib
 import itertools
@@ -29,20 +29,15 @@ def found(folder: Path, patterns: Iterable[str]) -> set[Path]:
     return {path for pattern in patterns for path in folder.glob(pattern)}
 
 
-def holds_run(folder: Path, resumed: _Path | None) -> bool:
-    """Whether the folder has results of another run than the one that begins there, or resumes from a checkpoint."""
-    is_its_own = resumed is not None and Path(resumed).resolve().parent == folder.resolve()
-    return not is_its_own and bool(found(folder, FILES["results"]))
-
-
 def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | None] = ()) -> None:
-    """Move the files of another run into `run-N` below the folder, where a run begins. Answers that are used again
-    stay, as do files of others. Raises `ConfigError` if the run needs one that moves: `used`, such as its model."""
-    for unfinished in folder.glob(f"{names.PUSHING_FOLDER}*"):  # of a run that was killed
+    """Move another run's files to the subfolder `run-N` before a run begins. Reusable answers and unrelated files
+    stay. Raises `ConfigError` if the run needs a file that would move: `used`, e.g. its model."""
+    for unfinished in folder.glob(f"{names.PUSHING_FOLDER}*"):  # from a killed run
         shutil.rmtree(unfinished, ignore_errors=True)
-    if not holds_run(folder, resumed):
+    is_its_own = resumed is not None and Path(resumed).resolve().parent == folder.resolve()
+    if is_its_own or not found(folder, FILES["results"]):
         return
-    is_saved = (folder / "training_args.bin").exists()  # by a trainer: else such files may be anyone's
+    is_saved = (folder / "training_args.bin").exists()  # by a trainer; otherwise such files may be unrelated
     saved = (*SAVED, *[CARD] * may_write_card(folder)) if is_saved else ()
     moved = found(folder, (*FILES["results"], *FILES["settings"], *saved))
     moved = {path.parent if path.name.startswith("events.out") else path for path in moved}
@@ -50,7 +45,7 @@ def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | No
     for path in (Path(path).expanduser().resolve() for path in used if path is not None):
         if path == folder.resolve() or any(map(path.is_relative_to, going)):
             raise ConfigError(
-                f"{folder} holds an earlier run, whose files would move to a folder of their own, and this run needs "
+                f"{folder} contains an earlier run, whose files would be moved to a subfolder, but this run needs "
                 f"{path}. Expected another `output_dir`. Name one, or resume the earlier run with "
                 "`--resume_from_checkpoint auto`."
             )
@@ -66,35 +61,35 @@ def _move(paths: Iterable[Path], folder: Path, what: str) -> Path:
         place = aside / path.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.rename(place)
-    logger.warning(f"[Run] {what} in {folder} are in {aside} now")
+    logger.warning(f"[Run] moved {what} in {folder} to {aside}")
     return aside
 
 
 def may_write_card(folder: Path) -> bool:
-    """Whether a card may be written there: a user's own README.md stays."""
+    """Whether a card may be written there without overwriting a user's own README.md."""
     card = folder / CARD
     return not card.is_file() or "generated_from_trainer" in card.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
 def one_policy(folder: Path, base: str, *, is_adapter: bool) -> Iterator[None]:
-    """Inside the block a policy is saved into the folder. Another one's weights are moved to a folder of their own: an
-    adapter would be put on them. `base`: the folder or name of the model that it belongs to."""
+    """Context in which a policy is saved into the folder. Another policy's weights are moved to a subfolder, since an
+    adapter would be applied to them. `base`: folder or name of the adapter's base model."""
     stale = found(folder, FILES["whole" if is_adapter else "adapter"])
     is_its_base = is_adapter and Path(base).resolve() == folder.resolve()
-    if not is_its_base and {path.suffix for path in stale} & {".safetensors", ".bin"}:  # a config.json may be anyone's
+    if not is_its_base and {path.suffix for path in stale} & {".safetensors", ".bin"}:  # config.json may be another's
         _move(stale, folder, "weights of another policy")
     index = folder / "model.safetensors.index.json"
     if not is_adapter:
-        index.unlink(missing_ok=True)  # of shards, which go with the save; it writes another one for its own
+        index.unlink(missing_ok=True)  # index of shards that the save deletes; it writes one for its own shards
     yield
     if not is_adapter and index.exists():
-        (folder / "model.safetensors").unlink(missing_ok=True)  # it would be read in place of the shards
+        (folder / "model.safetensors").unlink(missing_ok=True)  # otherwise it would be read instead of the shards
 
 
 def staged(policy: Path, output_dir: Path, inside: str | None) -> Path:
-    """A folder with what may be uploaded of a saved policy: hard links, which outlive a checkpoint's rotation. With
-    `inside` it has a folder of this name with the checkpoint, to resume from. `unstaged` deletes it."""
+    """A folder with the uploadable files of a saved policy, as hard links that survive checkpoint rotation. With
+    `inside`, a subfolder of this name has the checkpoint to resume from. `unstaged` deletes the folder."""
     place = Path(tempfile.mkdtemp(prefix=names.PUSHING_FOLDER, dir=output_dir)) / output_dir.resolve().name
     _link(found(policy, PUBLIC), policy, place)
     if inside is not None:
@@ -113,12 +108,12 @@ def _link(files: Iterable[Path], folder: Path, place: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path, copy)
-        except OSError:  # a disk without hard links
+        except OSError:  # a file system without hard links
             shutil.copyfile(path, copy)
 
 
 def unstaged(place: Path, upload: Future[object]) -> None:
-    """Delete the folder of an upload that has ended. One that failed is logged: behind the training nobody asks."""
+    """Delete the folder of a finished upload, and log a failure, as nothing awaits background uploads."""
     shutil.rmtree(place.parent, ignore_errors=True)
     if (error := upload.exception()) is not None:
-        logger.warning(f"[Run] a push to the hub failed ({type(error).__name__}); the next one uploads every file")
+        logger.warning(f"[Run] a push to the hub failed ({type(error).__name__}); the next one will upload all files")

@@ -1,5 +1,5 @@
-"""Whole checkpoints, by their manifest: size and digest of each file, and the checkpoint's number among those of its
-folder. A run goes on from no folder that lacks a file of its manifest, or has other bytes."""
+"""Checkpoint integrity, based on a manifest with each file's size and digest and the checkpoint's sequence number.
+Folders with absent or modified files cannot be resumed."""
 
 import fnmatch
 import functools
@@ -18,28 +18,28 @@ from salesrl_trl.names import CHECKPOINT_FOLDERS, KL_STATE_FILE, MANIFEST_FILE, 
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"  # go on from the newest whole checkpoint, or from the start if there is none
-STATE_FILE = "trainer_state.json"  # transformers' file with the counts of steps
+AUTO = "auto"  # resume from the newest intact checkpoint, or start from scratch without one
+STATE_FILE = "trainer_state.json"  # transformers' file with the step counts
 READ_IF_THERE = (
     "*.safetensors", "*.bin", "*.index.json", "*.distcp", "*.pt", "*.pth", KL_STATE_FILE, PARTS_STATE_FILE,
 )  # fmt: skip
-"""Files that a run which goes on would read: transformers loads a model's weights in place of the adapter that the
-checkpoint holds, for example. Other foreign files do no harm."""
-_PIECE = 64 * 2**20  # bytes that are read and digested at a time
+"""Files that a resumed run would read if present: e.g., transformers would load a model's weights instead of the
+checkpoint's adapter. Other foreign files are harmless."""
+_PIECE = 64 * 2**20  # bytes read and hashed at a time
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    number: int  # orders the checkpoints of all runs of a folder, whatever the clock showed
+    number: int  # orders the checkpoints of all runs in a folder, independent of the clock
     processes: int
-    files: Mapping[str, tuple[int, str]]  # bytes and digest of each file, by its name
-    has_optimizer: bool  # whether it holds more than the model, so that a run can go on from it
-    run: str  # id of the run that saved it
+    files: Mapping[str, tuple[int, str]]  # size in bytes and digest of each file, by name
+    has_optimizer: bool  # whether it has more than the model, so that a run can resume from it
+    run: str  # id of the saving run
 
 
 def seal(folder: Path, processes: int, has_optimizer: bool, output_dir: Path | None = None, run: str = "") -> None:
-    """Write the manifest of a checkpoint whose files are complete. `output_dir` holds the checkpoints before it."""
+    """Write the manifest of a checkpoint whose files are complete. `output_dir`: folder of the earlier checkpoints."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     number = 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0)
     sizes = {name: (folder / name).stat().st_size for name in _names(folder)}
@@ -55,13 +55,13 @@ def _read(checkpoint: Path) -> Manifest | str:
         number, processes = int(content["number"]), int(content["processes"])
         return Manifest(number, processes, files, bool(content["has_optimizer"]), str(content["run"]))
     except FileNotFoundError:
-        return f"it has no {MANIFEST_FILE}: the run ended while it was saved, or something else saved it"
+        return f"it lacks {MANIFEST_FILE}: the run ended during the save, or something else saved it"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST_FILE} can't be read ({type(error).__name__})"
+        return f"its {MANIFEST_FILE} is unreadable ({type(error).__name__})"
 
 
 def read(checkpoint: Path) -> Manifest | str:
-    """The manifest of a checkpoint whose files are there and as long as it says, or why no run can go on from it."""
+    """The manifest of a checkpoint whose files exist with the right sizes, or why it cannot be resumed."""
     manifest = _read(checkpoint)
     if isinstance(manifest, str):
         return manifest
@@ -73,12 +73,12 @@ def read(checkpoint: Path) -> Manifest | str:
     if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
         return f"{_files_are(cut)} not as long as when it was saved"
     if not manifest.has_optimizer:
-        return "it holds the model alone (`save_only_model`)"
+        return "it only contains the model (`save_only_model`)"
     return manifest
 
 
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
-    """Why a run can't go on from this folder; `None` if it can. Without `with_digests` only sizes are compared."""
+    """Why this folder cannot be resumed, else `None`. Without `with_digests` only sizes are compared."""
     manifest = read(checkpoint)
     if isinstance(manifest, str) or not with_digests:
         return manifest if isinstance(manifest, str) else None
@@ -87,11 +87,11 @@ def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
         for name, (_, digest) in manifest.files.items()
         if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
     }
-    return f"{_files_are(changed)} not what was saved: other bytes" if changed else None
+    return f"{_files_are(changed)} modified since the save" if changed else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps before a checkpoint, by its name; 0 for another name."""
+    """Optimizer steps done, according to a checkpoint's name; 0 for other names."""
     number = checkpoint.name.removeprefix(CHECKPOINT_FOLDERS)
     return int(number) if number.isdecimal() else 0
 
@@ -101,21 +101,21 @@ def folders(output_dir: Path) -> list[Path]:
 
 
 def whole(output_dir: Path) -> dict[Path, Manifest]:
-    """The checkpoints with all of their files, in the order in which they were saved."""
+    """The checkpoints with all their files, in the order they were saved."""
     manifests = [(folder, read(folder)) for folder in folders(output_dir)]
     known = [(folder, manifest) for folder, manifest in manifests if isinstance(manifest, Manifest)]
     return dict(sorted(known, key=lambda each: each[1].number))
 
 
 def newest(output_dir: Path, *, with_digests: bool = True) -> Path | None:
-    """The checkpoint that was saved last and is whole. Logs which ones are passed over, and why."""
+    """The most recently saved intact checkpoint. Logs which ones are skipped, and why."""
     known = whole(output_dir)
     faulty = [folder for folder in folders(output_dir) if folder not in known]
     for folder in (*faulty, *reversed(known)):
         fault = fault_of(folder, with_digests=with_digests)
         if fault is None:
             return folder
-        logger.warning(f"{folder} is passed over: {fault}")
+        logger.warning(f"{folder} is skipped: {fault}")
     return None
 
 
@@ -123,9 +123,9 @@ def find(
     asked: str | os.PathLike[str] | bool | None, output_dir: str, *, with_digests: bool = True,
     without_manifest: bool = False,
 ) -> Path | None:  # fmt: skip
-    """The checkpoint to go on from; `None` for a run from the start. `asked`: a folder, `True` for the newest whole
-    one of `output_dir`, or `"auto"` for the same, which may find none. `without_manifest` allows a named folder
-    without a manifest. Raises `ConfigError` if there is no such checkpoint, or it is not whole."""
+    """The checkpoint to resume from; `None` to start from scratch. `asked`: a folder, `True` for the newest intact one
+    of `output_dir`, or `"auto"` for the same if any. `without_manifest` allows a named folder without a manifest.
+    Raises `ConfigError` if the checkpoint does not exist or is damaged."""
     word, folder = str(asked).lower(), Path(output_dir).expanduser()
     if asked is None or word == "false":
         return None
@@ -133,23 +133,23 @@ def find(
         latest = newest(folder, with_digests=with_digests)
         if latest is None and word != AUTO:
             raise ConfigError(
-                f"`resume_from_checkpoint` is {word!r}, and {output_dir} holds no whole checkpoint. Expected one. "
-                "Name another `output_dir`, or give `auto`, which then begins from the start."
+                f"`resume_from_checkpoint` is {word!r}, and {output_dir} contains no intact checkpoint. Expected one. "
+                "Name another `output_dir`, or use `auto`, which then starts from scratch."
             )
         return latest
     checkpoint = Path(str(asked)).expanduser()
     if not checkpoint.is_dir():
         held = ", ".join(path.name for path in folders(folder)) or "none"
         raise ConfigError(
-            f"`resume_from_checkpoint` is {str(asked)!r}, where there is no checkpoint. {output_dir} holds {held}."
+            f"`resume_from_checkpoint` is {str(asked)!r}, which does not exist. {output_dir} contains {held}."
         )
     if without_manifest and not (checkpoint / MANIFEST_FILE).exists():
-        logger.warning(f"{checkpoint} has no {MANIFEST_FILE}: whether it is whole is not known")
+        logger.warning(f"{checkpoint} lacks {MANIFEST_FILE}: its integrity cannot be verified")
     elif fault := fault_of(checkpoint, with_digests=with_digests):
         raise ConfigError(
-            f"no run can go on from {checkpoint}: {fault}. Expected a checkpoint as it was saved. Take another one, "
-            "or give `--resume_from_checkpoint auto`, which takes the newest whole one of `output_dir`. A folder "
-            f"without a {MANIFEST_FILE} that you trust is taken with `allow_changed_resume: true`."
+            f"cannot resume from {checkpoint}: {fault}. Expected a checkpoint as it was saved. Use another one, or "
+            "`--resume_from_checkpoint auto` for the newest intact one of `output_dir`. To resume a trusted folder "
+            f"without {MANIFEST_FILE}, set `allow_changed_resume: true`."
         )
     return checkpoint
 
@@ -160,19 +160,19 @@ def _names(folder: Path) -> list[str]:
 
 
 def _files_are(names: Set[str]) -> str:
-    """Names with their verb: `"a.pt is"`, `"a.pt and 2 more files are"`."""
+    """File names with their verb: `"a.pt is"`, `"a.pt and 2 more files are"`."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more files are" if others else f"{first} is"
 
 
 @functools.cache
 def _known_digest(path: Path, written_ns: int) -> str:
-    """A file's digest, remembered until the file is written again: a run asks before and after a model is loaded."""
+    """A file's digest, cached until the file is rewritten: it is needed before and after loading a model."""
     return _digest(path)
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of the SHA-256 of each piece of 64 MiB, so that the pieces of a large file are read in parallel."""
+    """SHA-256 of the SHA-256s of 64 MiB pieces, so that a large file is read in parallel."""
     with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         places = range(0, path.stat().st_size, _PIECE)
         digests = threads.map(lambda place: hashlib.sha256(os.pread(file.fileno(), _PIECE, place)).digest(), places)

@@ -1,4 +1,4 @@
-"""The settings of training: fields, units and checks. The class, which brings torch, is imported when it is named."""
+"""Training settings: fields, units and checks. The class, which needs torch, is imported lazily."""
 
 from typing import TYPE_CHECKING
 

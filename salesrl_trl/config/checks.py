@@ -1,6 +1,6 @@
-"""Checks of settings whose messages say what was got and what was expected, and what values a setting may have:
-`Annotated[int, Range(1, 50)]`, or one of the names below. `ranges.toml` has the numbers of TRL and transformers that
-neither of them checks. A range ends where nobody can mean a number any more."""
+"""Checks of settings, whose messages state the value and what was expected, and types of allowed values:
+`Annotated[int, Range(1, 50)]`, or one of the names below. `ranges.toml` has ranges for settings that TRL and
+transformers do not check, ending where values stop making sense."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_url(setting: str, url: str | None) -> None:
-    """Refuse what is no address, without showing it: a key may stand there by mistake."""
+    """Reject an invalid address without printing it, as it may be a key entered by mistake."""
     if url is None:
         return
     from salesrl_trl.service.statuses import address_fault
@@ -43,14 +43,14 @@ def check_url(setting: str, url: str | None) -> None:
     check(fault is None, f"`{setting}` holds {fault}.")
     check(
         re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:0*[1-9]\d{0,4})?([/?]\S*)?", url) is not None,
-        f"`{setting}` is no address. Expected one that starts with http:// or https://, with a host, and behind a "
-        "colon nothing but its port.",
+        f"`{setting}` is not an address. Expected one starting with http:// or https://, with a host, and only a port "
+        "after a colon.",
     )
 
 
 def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
-    """The value of a setting that is a list or a mapping: from YAML as it is, from the command line as JSON. Raises
-    `ConfigError` if the text is no JSON, or the value is of another kind."""
+    """The value of a list or mapping setting, given as such in YAML or as JSON on the command line. Raises
+    `ConfigError` for invalid JSON or another type."""
     expected = "a mapping" if kind is dict else "a list"
     if isinstance(value, str):
         try:
@@ -65,28 +65,28 @@ def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
 
 
 def build_object(path: str, setting: str, kind: Callable[..., T]) -> T:
-    """An object of the class that a dotted path names, made without arguments. `setting` holds the path. `kind`: a
-    class, perhaps an abstract one, that it has to derive from. Raises `ConfigError` where it can't be made."""
+    """An instance of the class with this dotted path, created without arguments. `setting`: the setting with the path.
+    `kind`: its required base class, possibly abstract. Raises `ConfigError` if it cannot be created."""
     loaded = load_object(path, setting)
-    assert isinstance(kind, type)  # mypy takes no abstract class for a `type[T]`, but for a callable that makes one
-    expected = f"Expected a class that derives from {kind.__module__}.{kind.__qualname__}, and needs no arguments."
+    assert isinstance(kind, type)  # mypy accepts abstract classes as callables, but not as `type[T]`
+    expected = f"Expected a subclass of {kind.__module__}.{kind.__qualname__} that needs no arguments."
     check(isinstance(loaded, type) and issubclass(loaded, kind), f"`{setting}` is {path!r}. {expected}")
     try:
         return cast(Callable[[], T], loaded)()
     except TypeError as error:
-        raise ConfigError(f"`{setting}` is {path!r}, which can't be made ({error}). {expected}") from error
+        raise ConfigError(f"`{setting}` is {path!r}, which cannot be instantiated ({error}). {expected}") from error
 
 
 def find_modules_in(folder: Path) -> None:
-    """Have Python look for modules in this folder too, after all other places."""
+    """Append this folder to Python's module search path."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def load_object(path: str, setting: str) -> object:
-    """The class or function that a dotted path names: `"my_package.my_module.MyClass"`. Its module may be in the
-    working folder. With arguments behind it, `"my_module.make(limit=3)"`, what it returns. `setting` holds the path.
-    Raises `ConfigError` if there is none."""
+    """The class or function with this dotted path: `"my_package.my_module.MyClass"`. Its module may be in the working
+    folder. With arguments, `"my_module.make(limit=3)"`, its return value. `setting`: the setting with the path. Raises
+    `ConfigError` if it does not exist."""
     find_modules_in(Path.cwd())
     named, is_called, _ = path.partition("(")
     module, _, name = named.rpartition(".")
@@ -102,15 +102,15 @@ def load_object(path: str, setting: str) -> object:
         return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{where}, and there is no module {error.name!r}. Expected one in the working folder, or one that Python "
-            "finds elsewhere. Install it, or add its folder to PYTHONPATH."
+            f"{where}, but the module {error.name!r} does not exist. Expected one in the working folder or on "
+            "Python's path. Install it, or add its folder to PYTHONPATH."
         ) from error
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
         known = vars(sys.modules[module]) if module in sys.modules else {}
         near = "" if name in known else nearest(name, known)
         raise ConfigError(
             f"{where}, which does not work ({error}).{near} Expected a class or function of a module, or a call with "
-            "plain values, as in `m.f(a=1)`."
+            "literals, e.g. `m.f(a=1)`."
         ) from error
 
 
@@ -120,12 +120,12 @@ MORE_THAN_0, LESS_THAN_1 = math.ulp(0.0), math.nextafter(1.0, 0.0)
 
 
 class Range(NamedTuple):
-    """The numbers that a setting may have, both ends included."""
+    """The allowed range of a setting, both ends included."""
 
     least: float
     most: float = sys.float_info.max
     why: str = ""
-    """Reason of the upper end."""
+    """Reason for the upper end."""
 
     @property
     def text(self) -> str:
@@ -138,7 +138,7 @@ class Range(NamedTuple):
 
 Count = Annotated[int, Range(1)]
 NumberOrNone = Annotated[int, Range(0)]
-"""Of steps, for example; 0 for none."""
+"""E.g. a number of steps; 0 for none."""
 Positive = Annotated[float, Range(MORE_THAN_0)]
 Limit = Annotated[float, Range(MORE_THAN_0, math.inf)]
 """Infinite for none."""
@@ -148,7 +148,7 @@ LessThan1 = Annotated[float, Range(0, LESS_THAN_1)]
 
 
 def _range(why: str = "", **ends: float) -> Range:
-    """The range of an entry of `ranges.toml`, whose head says what the ends are."""
+    """The range of an entry in `ranges.toml`, which documents the ends."""
     least = ends["least"] if "least" in ends else math.nextafter(ends["above"], math.inf)
     most = math.nextafter(ends["below"], -math.inf) if "below" in ends else ends.get("most", sys.float_info.max)
     return Range(least, most, why)
@@ -156,9 +156,9 @@ def _range(why: str = "", **ends: float) -> Range:
 
 _TABLES = tomllib.loads(Path(__file__).with_name("ranges.toml").read_text("utf-8"))
 TRAINING, LORA = ({name: _range(**entry) for name, entry in _TABLES[part].items()} for part in ("training", "lora"))
-"""Of `GRPOConfig`, and of `ModelConfig`."""
+"""Ranges for `GRPOConfig` and `ModelConfig`."""
 RESHAPING: dict[str, list[object]] = _TABLES["reshaping"]
-"""Sampling parameters that reshape the distribution of tokens, and the values with which they do not."""
+"""Sampling parameters that reshape the token distribution, with the values that do not."""
 
 
 def check_ranges(config: object, ranges: dict[str, Range]) -> None:
@@ -167,7 +167,7 @@ def check_ranges(config: object, ranges: dict[str, Range]) -> None:
 
 
 def check_range(name: str, value: object, allowed: Range) -> None:
-    """Raise `ConfigError` unless a setting's value is `None`, or a number in the range."""
+    """Raise `ConfigError` unless a setting is `None` or a number in the range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     check(
         value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
@@ -183,8 +183,8 @@ TYPES: dict[object, tuple[type, str]] = {
 
 
 def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
-    """Lines about settings that differ from their defaults and have no effect. `reasons`: why, to a pattern of their
-    names, which is empty where it does not hold."""
+    """Log lines about non-default settings without effect. `reasons`: the reason, to a pattern of setting names, which
+    is empty if it does not apply."""
     lines = []
     for reason, pattern in reasons.items():
         named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
@@ -195,15 +195,15 @@ def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> l
 
 
 def from_fields(kind: type[Settings], source: object, **others: object) -> Settings:
-    """A dataclass whose fields have names of `source`, but for those in `others`."""
-    taken = {field.name: getattr(source, field.name) for field in fields(kind) if field.name not in others}
+    """Create a dataclass from the attributes of `source` of the same names, and `others`."""
+    wanted = [field.name for field in fields(kind) if field.init and field.name not in others]
+    taken = {name: getattr(source, name) for name in wanted}
     return kind(**taken, **others)
 
 
 def entry_of(path: str, kind: type[Settings], value: object, text: str = "") -> Settings:
-    """The dataclass of a nested setting, from a mapping or its JSON; from `None` that of no entries. `path`: the
-    setting, with dots. `text`: the entry that another text stands for. The `ConfigError` of a wrong entry names its
-    whole path."""
+    """Create a nested setting's dataclass from a mapping, its JSON, or `None` for no entries. `path`: the setting's
+    dotted path. `text`: the entry set by any other text. `ConfigError`s name an entry's full path."""
     if text and isinstance(value, str) and not value.startswith("{"):
         value = {text: value}
     entry: dict[str, Any] = structure(path, {} if value is None else value, dict)
@@ -227,19 +227,19 @@ def check_names(path: str, names: Iterable[object], known: Sequence[str]) -> Non
 
 
 def check_settings(config: "DataclassInstance", where: str = "") -> None:
-    """Refuse a value that the type of one of the package's own settings does not allow. Half a count is none, and no
-    text is a switch.
+    """Reject values not allowed by the types of the package's own settings, e.g. fractional counts or texts for
+    switches.
 
-    `Annotated` types hold a `Range`, the choices, or a function of name and value. `where` stands before a setting's
-    name in messages.
+    `Annotated` types contain a `Range`, choices, or a function of name and value. `where`: prefix of setting names in
+    messages.
     """
     for owner in (kind for kind in type(config).__mro__ if kind.__module__.startswith("salesrl_trl.")):
-        for name, hint in inspect.get_annotations(owner).items():  # transformers' parser changes those of the fields
+        for name, hint in inspect.get_annotations(owner).items():  # transformers' parser modifies the fields' types
             check_value(f"{where}{name}", getattr(config, name), hint)
 
 
 def check_value(name: str, value: object, hint: object) -> None:
-    """Refuse a value that a type does not allow, such as `Annotated[int, Range(1)]`. `name`: the setting's."""
+    """Reject a value not allowed by a type such as `Annotated[int, Range(1)]`. `name`: the setting's."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return
@@ -252,7 +252,7 @@ def check_value(name: str, value: object, hint: object) -> None:
         number, expected = TYPES[kind]
         is_of_kind = isinstance(value, number) and isinstance(value, bool) == (kind is bool)
         is_text = kind is float and isinstance(value, str) and re.fullmatch(r"\d+e-?\d+", value)
-        note = f" YAML reads {value} as a text: write {str(value).replace('e', '.0e')}." if is_text else ""
+        note = f" YAML parses {value} as a string: write {str(value).replace('e', '.0e')}." if is_text else ""
         check(is_of_kind, f"`{name}` is {value!r}. Expected {expected}.{note}")
     for limit in limits:
         if isinstance(limit, Range):

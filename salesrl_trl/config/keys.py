@@ -1,5 +1,6 @@
-"""Names of settings: those of keys, which no record and no log may hold, and those with a dot, such as
-`branch_kl.settings.law`, or of earlier versions (`former.toml`), which are entries of other settings. Needs no torch.
+"""Names of settings: those of keys, which must not appear in records and logs, and names that are entries of other
+settings: dotted ones, e.g. `branch_kl.settings.law`, and those of earlier versions (`former.toml`). Does not need
+torch.
 """
 
 import functools
@@ -24,30 +25,30 @@ _SECRET = re.compile(
     r"(api|access|auth|bearer|client|private|refresh|secret|session)(keys?|tokens?)|key|token|secrets?|bearer|jwt"
     r"|password|passphrase|passwd|pwd|pass|auth|authorization|credentials?|cookies?"
 )
-"""The last word of a key's name, perhaps with the word before it."""
+"""The last word of a key's name, possibly with the preceding one."""
 _USER = re.compile(r"(?<=//)[^/\s]+@")
-"""The part of an address that may hold a password: of a proxy, for example."""
+"""The part of an address that may contain a password, e.g. of a proxy."""
 _IN_A_QUERY = re.compile(r"(?<=[?&;])([^=&;#\s]+)=[^&;#\s]+")
 _NO_SECRETS = ("eos_token", "pad_token", "bos_token")
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a setting, a header or an environment variable is that of a key: `OPENAI_API_KEY_2`,
-    `x-api-key`, `accessToken`. `max_tokens` is none."""
+    """Whether a setting, header or environment variable is a key by its name: `OPENAI_API_KEY_2`, `x-api-key`,
+    `accessToken`, but not `max_tokens`."""
     words = [word.lower() for word in _WORD.findall(name)][-2:]
     return name not in _NO_SECRETS and any(map(_SECRET.fullmatch, ["".join(words), *words[-1:]]))
 
 
 def without_keys(value: object) -> object:
-    """A setting's value as plain data. Entries of mappings that hold a key are left out, in JSON too. In addresses
-    there are asterisks for user and password, and for a key in the query."""
+    """A setting's value as plain data, without entries that hold keys, also inside JSON. In addresses, asterisks
+    replace user and password, and keys in the query."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
         return {
             str(name): without_keys(entry)
             for name, entry in value.items()
-            if not entry or isinstance(entry, bool) or not is_secret(str(name))  # a setting without a value stays
+            if not entry or isinstance(entry, bool) or not is_secret(str(name))  # a setting without a value is kept
         }
     if isinstance(value, list | tuple):
         return [without_keys(entry) for entry in value]
@@ -60,7 +61,7 @@ def without_keys(value: object) -> object:
 
 
 def from_json(value: object) -> object:
-    """The structure in a text that is one, or the value."""
+    """The parsed value if it is JSON text, else the value."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
     try:
@@ -72,12 +73,12 @@ def from_json(value: object) -> object:
 Kind = TypeVar("Kind", bound=type)
 
 FORMER: dict[str, str] = tomllib.loads(Path(__file__).with_name("former.toml").read_text("utf-8"))
-"""By a former name: the setting, and behind a dot its entry."""
-_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}  # entries that texts are
+"""Former name to the setting, with its entry after a dot."""
+_TEXTS = {"dataset": "path", "eval_dataset": "path", "rag": "client", "judge_mode": "mode"}  # entries set by a text
 
 
 def takes_former_names(kind: Kind) -> Kind:
-    """Let a dataclass of settings take former names too."""
+    """Make a settings dataclass accept former names too."""
     made = kind.__init__  # type: ignore[misc]
     names = [field.name for field in fields(kind) if field.init]
 
@@ -91,8 +92,8 @@ def takes_former_names(kind: Kind) -> Kind:
 
 
 def with_entries(given: Mapping[str, object]) -> dict[str, object]:
-    """The settings, with those by dotted and by former names inside the ones that they belong to. `None` for a former
-    name sets nothing. Raises `ConfigError` where a setting has no entries."""
+    """The settings, with dotted and former names moved into the settings they belong to. `None` for a former name sets
+    nothing. Raises `ConfigError` if a setting cannot have entries."""
     inner = {name: value for name, value in given.items() if name in FORMER or "." in name}
     settings = {name: value for name, value in given.items() if name not in inner}
     for name, value in inner.items():
@@ -106,14 +107,14 @@ def with_entries(given: Mapping[str, object]) -> dict[str, object]:
 
 @functools.cache
 def _place(name: str) -> str:
-    """Where a name belongs. A former one is logged, once."""
+    """The full path of a name. Logs former names, once."""
     if name in FORMER and os.environ.get("RANK", "0") == "0":
-        logger.warning(f"`{name}` is `{FORMER[name]}` now. The old name goes with the next release")
+        logger.warning(f"`{name}` is now `{FORMER[name]}`; the next release removes the old name")
     return FORMER.get(name, name)
 
 
 def _placed(name: str, current: object, setting: str, path: Sequence[str], value: object) -> object:
-    """The value of a setting, or of one of its entries, with a new one at a path. `name`: as it was given."""
+    """The value of a setting or entry, with a new value at a path. `name`: as given by the user."""
     if not path:
         return {**current, **value} if isinstance(current, Mapping) and isinstance(value, Mapping) else value
     if setting in _TEXTS and isinstance(current, str) and not current.startswith(("{", "[")):

@@ -1,4 +1,4 @@
-"""What quick evaluations are asked for: their settings, and the interface of a figure of your own."""
+"""Settings of quick evaluations, and the interface for your own metrics."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
 WORST_BRANCH = "worst_branch"
-"""The lowest score of any branch: raise it so that no branch gets better at another one's cost."""
+"""The lowest score of any branch: maximise it so that no branch improves at another's cost."""
 SCORE = "score"  # the mean reward of a branch's answers
-BETA = "beta"  # the KL coefficient of a branch at the time of the evaluation. The trainer knows it, not the answers.
+BETA = "beta"  # a branch's KL coefficient at the time of the evaluation, known to the trainer, not from answers
 OWN_NAMES = (SCORE, "truncated", "length", "kl")
-"""Of the package's figures, in the order of the record."""
+"""The built-in metrics, in the order recorded."""
 TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *OWN_NAMES})
 
 
 @runtime_checkable
 class Figure(Protocol):
-    """One figure of a branch's answers. The same answers must give the same number on every rank."""
+    """A metric of a branch's answers. The same answers must yield the same number on every rank."""
 
     @property
     def name(self) -> str:
-        """In the record, in the line, and behind `quick_eval/<branch>/` on TensorBoard."""
+        """Used in the record, the log line, and after `quick_eval/<branch>/` in TensorBoard."""
 
     @property
     def form(self) -> str:
-        """Python's format of the figure in the line: `".2f"`, `".0%"`."""
+        """Python format for the log line: `".2f"`, `".0%"`."""
 
     def __call__(self, answers: Sequence[Answered]) -> float | None:
-        """The figure of at least one answer; `None` if it could not be measured. If it selects the best policy, higher
+        """The metric of at least one answer; `None` if it could not be measured. If it selects the best policy, higher
         is better."""
 
 
@@ -39,19 +39,19 @@ class QuickEvalSettings:
     """Settings of quick evaluations: `QuickEvalSettings(steps=20, best="worst_branch")`."""
 
     steps: int = 0
-    """Optimizer steps from one to the next; 0 for none."""
+    """Optimizer steps between evaluations; 0 for none."""
     rows: int = 16
     """Held-out rows, spread evenly over the branches."""
     best: str | None = None
-    """The figure that selects the best policy: `reward`, `worst_branch`, a branch's name or a figure's name. `None`
+    """The metric that selects the best policy: `reward`, `worst_branch`, or the name of a branch or metric. `None`
     keeps no policy."""
     figures: tuple[Figure, ...] = ()
-    """Figures of your own, beside those of the package."""
+    """Your own metrics, in addition to the built-in ones."""
 
 
 def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
-    """Figures from objects and from classes, which are made without arguments. No figure may have a branch's name.
-    Raises `ConfigError` if one is no figure, its name is no identifier or is taken, or its `form` is no format."""
+    """Metrics from objects, or from classes instantiated without arguments. Raises `ConfigError` if one is not a
+    `Figure`, its name is not an identifier or is taken, e.g. by a branch, or its `form` is invalid."""
     figures: list[Figure] = []
     taken = {*TAKEN, *branches}
     for item in objects:
@@ -62,8 +62,8 @@ def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> 
             format(0.5, made.form)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"`quick_eval_figures` holds {item!r}: {error}. Expected a class that is made without arguments and "
-                "has `name`, a `form` such as '.2f', and `__call__(answers)`."
+                f"`quick_eval_figures` contains {item!r}: {error}. Expected a class without arguments that has "
+                "`name`, a `form` such as '.2f', and `__call__(answers)`."
             ) from error
         if not str(made.name).isidentifier() or made.name in taken:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""From settings to the arguments of rollouts, their scoring, the passes through the model and the colocated engine,
-and the reasons why something can't be done."""
+"""Translates settings into arguments for rollouts, scoring, forward passes and the colocated engine, and into reasons
+why a feature is unavailable."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,154 +26,153 @@ from salesrl_trl.update.run_control import highest
 logger = get_logger(__name__)
 
 SAMPLING_HINTS = (
-    "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; a raised "
+    "Check `vllm_engine_kwargs` (`dtype`) and a server's `--logprobs-mode processed_logprobs`; raising "
     "`max_sampling_logp_difference` only hides it."
 )
 
 
 def first(reasons: Mapping[str, object]) -> str | None:
-    """The first of these reasons that holds."""
+    """The first reason that applies."""
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Sequence[bool], names: RewardNames) -> None:
-    """Raise `ConfigError` where rollouts can't be ahead, or no reward of a reference is there. `inside_trl`: why
-    generation begins inside TRL's scoring. `answered`: as in `Hooks`."""
+    """Raise `ConfigError` if rollouts cannot be ahead, or reference rewards are unavailable. `inside_trl`: why TRL's
+    scoring generates. `answered`: as in `Hooks.reward_answered`."""
     ahead, share = args.most_lookahead, args.hybrid_reference_weight
     check(
         not inside_trl or not ahead,
-        f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}: then TRL sets up each completion's tools when "
-        "it scores the batch. Expected `rollout_lookahead: 0`.",
+        f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}, so TRL sets up each completion's tools when it "
+        "scores the batch. Expected `rollout_lookahead: 0`.",
     )
     check(
         not share or (list(answered) == [True] and bool(names.components)),
         f"`hybrid_reference_weight` is {share} with {', '.join(names.functions) or 'a reward model'}. Expected a "
-        "`SalesReward` alone: no other reward has a reference.",
+        "`SalesReward` alone: other rewards lack a reference.",
     )
 
 
 def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
-    """Refuse a lookahead whose old log-probs nothing could compute. `reads_pictures`: whether TRL's engine does."""
+    """Reject a lookahead if old log-probs could not be computed. `reads_pictures`: whether TRL's engine processes
+    images."""
     check(
         not (reads_pictures and args.most_lookahead) or args.use_vllm,
-        "a policy that reads pictures is trained with a lookahead, and transformers gives no log-probs. Expected "
-        "`use_vllm: true`, or `rollout_lookahead: 0`.",
+        "a vision policy is trained with a lookahead, but transformers returns no log-probs. Expected `use_vllm: "
+        "true`, or `rollout_lookahead: 0`.",
     )
 
 
 def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
-    """Raise `ConfigError` where episodes can't be played. `reason`: why conversations can't go by themselves."""
+    """Raise `ConfigError` if episodes cannot be played. `reason`: why conversations cannot run independently."""
     given = tools or ("a `rollout_func`" if has_rollout_func else None)
     check(
         given is None,
-        f"a function with `@per_episode` is given with {given}. Expected it alone: the episode asks the policy, and "
-        "calls its tools itself. Leave the other out.",
+        f"a function with `@per_episode` is given with {given}. Expected it alone: the episode queries the policy and "
+        "calls its tools itself. Remove the other.",
     )
-    check(reason is None, f"a function with `@per_episode` can't ask the policy for its turns, because {reason}.")
+    check(reason is None, f"a function with `@per_episode` cannot ask the policy for turns, because {reason}.")
 
 
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
-        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with further terms"
+        why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with additional terms"
         logger.info(
-            f"an update has parts of several generation batches, and {why} can't be rescaled: where completions "
-            "failed, each of these parts counts as if none had, and not each completion as much as any other"
+            f"an update uses parts of several generation batches, and {why} cannot be rescaled: with failed "
+            "completions, each part keeps its full weight, so completions are not weighted equally"
         )
     return Normaliser(args.loss_type, can_rescale=can_rescale)
 
 
 def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
-    """Warnings about settings that give tokens unexpected weights."""
+    """Warnings about settings that weight tokens unexpectedly."""
     reshaped = ", ".join(reshaped_sampling(args))
     if not args.use_vllm or not reshaped or not compares_with_sampler(args):
         return []
     return [
         f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, so the "
-        "importance ratios, which weigh the loss of each token, are wrong by the part that is left out. "
-        "`vllm_importance_sampling_correction: false` uses no ratios."
+        "importance ratios that weight each token's loss are off by the truncated probability mass. "
+        "`vllm_importance_sampling_correction: false` disables the ratios."
     ]
 
 
 def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
-    """The first reason why advantages need all rewards, or why the batch has one part; `None` if there is none.
-    `whole_batch`: why rewards come for a whole batch at once."""
+    """The first reason why advantages need all rewards or the batch is indivisible, else `None`. `whole_batch`: why
+    rewards arrive for a whole batch at once."""
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
-    reasons = {
+    return first({
         str(whole_batch): whole_batch is not None,
-        "a micro-batch and a group share no border before the batch's end, so that it has one part":
+        "micro-batches and groups share no boundary before the batch's end, so it has a single part":
             len(places) <= 1,
         "`scale_rewards: batch` divides by the spread of all rewards": args.scale_rewards == "batch",
         "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":
             bool(args.hybrid_reference_weight) and args.scale_rewards != "none",
         f"`multi_objective_aggregation` is {args.multi_objective_aggregation}, which needs all rewards":
             args.multi_objective_aggregation != "sum_then_normalize",
-        "a completion that fails later would be in the normaliser: DeepSpeed's gradients can't be rescaled":
+        "a completion that fails later would stay in the normaliser: DeepSpeed's gradients cannot be rescaled":
             args.deepspeed_plugin is not None,
-        f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update has several":
+        f"`loss_type` {args.loss_type} divides by the tokens of a generation batch, and an update spans several":
             several,
-    }  # fmt: skip
-    return first(reasons)
+    })  # fmt: skip
 
 
 def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
-    """The first reason why groups can't go by themselves (`max_staleness`); `None` if there is none. `whole_batch`: as
-    in `why_not_divisible`. `talks`: whether completions are conversations with tools, or episodes."""
+    """The first reason why groups cannot be chosen individually (`max_staleness`), else `None`. `whole_batch`: as in
+    `why_not_divisible`. `talks`: whether completions are conversations with tools, or episodes."""
     size = args.per_device_train_batch_size * args.steps_per_generation
     reasons = {
         str(whole_batch): whole_batch is not None,
         "conversations of a batch are collected together": talks,
         "pictures of a batch are encoded together": reads_pictures,
-        "a group lies on two processes": size % args.num_generations,
+        "a group spans two processes": size % args.num_generations,
         "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
     }
     return first(reasons)
 
 
 def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
-    """The first reason why an engine can't leave completions unfinished (`partial_rollouts`); `None` if there is none.
-    `whole_batch`: why completions are not reported one by one. `talks`: as in `why_in_turn`."""
+    """The first reason why an engine cannot leave completions unfinished (`partial_rollouts`), else `None`.
+    `whole_batch`: why completions are not reported individually. `talks`: as in `why_in_turn`."""
     reasons = {
         str(whole_batch): whole_batch is not None,
-        "a vLLM server goes on while the run trains": args.vllm_mode == "server",
+        "a vLLM server keeps generating while the run trains": args.vllm_mode == "server",
         "`rollout_lookahead` is 0": not args.most_lookahead,
-        "so small a share of a process's batch is less than a completion": not args.most_unfinished,
+        "the share amounts to less than one completion per process": not args.most_unfinished,
         "`vllm_enable_sleep_mode` frees the engine's memory between two generations": args.vllm_enable_sleep_mode
         and args.device.type != "cpu",
-        "tensor parallelism generates one batch in several processes": args.vllm_tensor_parallel_size > 1,
-        "the turns of a conversation join the running batch as it is": talks,
+        "tensor parallelism generates a batch across processes": args.vllm_tensor_parallel_size > 1,
+        "turns of conversations already join the running batch": talks,
         "pictures of a batch are encoded together": reads_pictures,
     }
     return first(reasons)
 
 
 def why_in_trls_order(args: SalesGRPOConfig, entropy_bonus: bool, aux_loss: bool) -> str | None:
-    """The first reason why an update depends on the order of its completions, or on their micro-batches. `None` if
-    they may come in another order than TRL's. `entropy_bonus` and `aux_loss`: whether the loss has these terms."""
-    reasons = {
-        "`num_iterations` is above 1, so that a batch is trained on again": args.num_iterations > 1,
-        "an update has a part of a generation batch (`steps_per_generation`)":
+    """The first reason why an update depends on the order or micro-batches of its completions; `None` if another order
+    than TRL's is allowed. `entropy_bonus` and `aux_loss`: whether the loss has these terms."""
+    return first({
+        "`num_iterations` is above 1, so batches are trained on repeatedly": args.num_iterations > 1,
+        "an update uses part of a generation batch (`steps_per_generation`)":
             args.gradient_accumulation_steps % args.steps_per_generation != 0,
-        f"`loss_type` {args.loss_type} weighs a completion by its micro-batch":
+        f"`loss_type` {args.loss_type} weights completions by micro-batch":
             UNITS.get(args.loss_type) == MICRO_BATCHES,
         "`top_entropy_quantile` compares the tokens of a micro-batch": args.top_entropy_quantile != 1.0,
-        "the entropy bonus is taken over a micro-batch": entropy_bonus,
-        "the router's auxiliary loss is taken over a micro-batch": aux_loss,
-    }  # fmt: skip
-    return first(reasons)
+        "the entropy bonus is computed per micro-batch": entropy_bonus,
+        "the router's auxiliary loss is computed per micro-batch": aux_loss,
+    })  # fmt: skip
 
 
 def passes_of(
     args: SalesGRPOConfig, accelerator: Accelerator, model: nn.Module, ledger: Ledger, in_trls_order: str | None
 ) -> Passes:
-    """The passes of one trainer. `model`: the policy, without the wrappers of distributed training. `in_trls_order`:
-    from `why_in_trls_order`."""
+    """The forward passes of one trainer. `model`: the policy, without the wrappers of distributed training.
+    `in_trls_order`: from `why_in_trls_order`."""
     reasons = {
         "`torch_compile` compiles the model for TRL's batches": args.torch_compile,
         "sequences are split over processes": getattr(args, "parallelism_config", None) is not None,
-        "`neftune_noise_alpha` adds noise to each sequence, as much as its length asks for": args.neftune_noise_alpha,
+        "`neftune_noise_alpha` adds noise to each sequence that depends on its length": args.neftune_noise_alpha,
     }
     of_all = functools.partial(highest, device=accelerator.device)
     weight = next(model.parameters())
@@ -188,7 +187,7 @@ def passes_of(
     )
     prompts = SharedPrompts(model, settings)
     if prompts.is_on and in_trls_order is not None:
-        logger.info(f"TRL's shuffle may part the completions of a prompt, because {in_trls_order}")
+        logger.info(f"TRL's shuffle may separate a prompt's completions, because {in_trls_order}")
     return Passes(
         prompts,
         1 if args.is_sharded else args.pass_tokens,
@@ -200,8 +199,8 @@ def passes_of(
 
 
 def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtStep | None:
-    """The correction for the sampler's distribution from the pass that trains; `None` where TRL's own pass for old
-    log-probs is needed: without vLLM's correction, or with several updates of a generation batch."""
+    """Importance correction with log-probs of the training forward pass; `None` if TRL's own pass for old log-probs is
+    needed: without vLLM's correction, or with several updates per generation batch."""
     corrects = args.use_vllm and args.vllm_importance_sampling_correction
     if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
         return None
@@ -213,15 +212,15 @@ def buffer_policy_of(
     args: SalesGRPOConfig, policy: BufferPolicy | None, why_not: Callable[[str | None], str | None],
     at_once: str | None, refilled_at_once: str | None,
 ) -> BufferPolicy:  # fmt: skip
-    """A user's `policy`, or the one that the settings ask for, as far as it has an effect.
+    """The user's buffer `policy`, or the one enabled by the settings, if effective.
 
-    `why_not` tells why groups go in turn all the same, from why rewards come for a whole batch. `at_once` is that, and
-    `refilled_at_once` where groups are refilled.
+    `why_not`: returns why groups must be trained on in turn, given why rewards arrive for a whole batch. `at_once` is
+    the latter reason, `refilled_at_once` the one for refilled groups.
     """
     check(
         policy is None or policy.max_age >= args.most_lookahead,
-        f"`buffer_policy` has a `max_age` below the {args.most_lookahead} steps that rollouts are ahead. Expected at "
-        "least as many",
+        f"`buffer_policy` has a `max_age` below the lookahead of {args.most_lookahead} steps. Expected at least as "
+        "many",
     )
     wishes = {"buffer_policy": at_once} if policy is not None else {}
     if policy is None and args.max_staleness > args.most_lookahead > 0:
@@ -231,7 +230,7 @@ def buffer_policy_of(
     in_force = dict[str, int]()
     for name, whole_batch in wishes.items():
         if (reason := why_not(whole_batch)) is not None:
-            logger.info(f"`{name}` has no effect here, because {reason}")
+            logger.info(f"`{name}` is ignored here, because {reason}")
         elif policy is not None:
             return policy
         else:
@@ -240,35 +239,36 @@ def buffer_policy_of(
 
 
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""vLLM's `compilation_config` for CUDA graphs of whole decoding steps, and no compiler."""
+"""vLLM's `compilation_config` for CUDA graphs of whole decoding steps, without compiling."""
 _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "dtype"}
-"""Options that a server decides for itself, without harm: a recipe may hold them for another `vllm_mode`."""
+"""Options that are harmless with a server, which decides them itself; a recipe may set them for another
+`vllm_mode`."""
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:
-    """Arguments of `vllm.LLM` beside those of TRL, for this policy as it was loaded. Raises `ConfigError` if options
-    of a colocated engine are given for a server."""
+    """Arguments of `vllm.LLM` in addition to TRL's, for this loaded policy. Raises `ConfigError` if options of a
+    colocated engine are given for a server."""
     from salesrl_trl.generation.merging import pushes_all_weights
 
     extra = args.parsed_engine_kwargs()
     own = extra.keys() - _FOR_SERVERS_TOO
     if args.use_vllm and args.vllm_mode == "server" and own:
         raise ConfigError(
-            f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server` "
-            "give it to the server's command line."
+            f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server`, "
+            "pass it on the server's command line."
         )
     eager, on_cpu = extra.get("enforce_eager"), args.device.type == "cpu"
     group = args.process_index // args.vllm_tensor_parallel_size
     in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")
     options: dict[str, object] = {
         "enforce_eager": on_cpu if eager is None else bool(eager),
-        # random until the first push, which TRL always makes before the first generation
+        # random until the first push, which TRL always does before the first generation
         "load_format": "dummy" if pushes_all_weights(model) else "auto",
         "dtype": in_training,
-        # equal within a group of tensor-parallel ranks; TRL takes the rank alone, whatever the run's seed
+        # equal within a group of tensor-parallel ranks; TRL uses the rank, regardless of the run's seed
         "seed": args.seed * 1000 + group,
     }
-    if args.most_unfinished:  # at once: TRL's number, and those that are left of the batch before
+    if args.most_unfinished:  # TRL's concurrency plus the completions left from the previous batch
         of_trl = args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation
         options["max_num_seqs"] = of_trl + args.most_unfinished
     if eager is None and not on_cpu:

@@ -1,4 +1,4 @@
-"""TRL's and transformers' settings: checks that these do not make, and the machine's device and number format."""
+"""TRL's and transformers' settings: additional checks, and the machine's device and dtype."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -22,35 +22,33 @@ _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mod
 
 
 def check_numbers(args: GRPOConfig) -> None:
-    """Raise `ConfigError` unless numbers that neither transformers nor TRL checks lie in their ranges."""
+    """Raise `ConfigError` unless numbers unchecked by transformers and TRL are in range."""
     check_ranges(args, TRAINING)
     check(args.num_train_epochs != 0, f"`num_train_epochs` is 0. Expected a number, more than 0. {_WITHOUT_UPDATES}")
     steps = args.max_steps
     check(
         isinstance(steps, int) and (steps == -1 or steps > 0),
-        f"`max_steps` is {steps!r}. Expected at least 1, or -1 for as many as `num_train_epochs` says. "
-        f"{_WITHOUT_UPDATES}",
+        f"`max_steps` is {steps!r}. Expected at least 1, or -1 to use `num_train_epochs`. {_WITHOUT_UPDATES}",
     )
 
 
 def check_evaluation(args: GRPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless an evaluation's batch holds whole groups."""
+    """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
     batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
     check(
         batch % group == 0,
-        f"an evaluation's batch holds {batch} completions ({args.per_device_eval_batch_size} per device x "
-        f"{processes} processes), which `num_generations_eval` {group} does not divide. Expected whole groups. "
-        "Change `per_device_eval_batch_size` or `num_generations_eval`.",
+        f"an evaluation batch has {batch} completions ({args.per_device_eval_batch_size} per device x {processes} "
+        f"processes), which `num_generations_eval` {group} does not divide. Expected whole groups. Change "
+        "`per_device_eval_batch_size` or `num_generations_eval`.",
     )
 
 
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
-"""Formats that vLLM makes of 16-bit weights while it reads them."""
+"""Formats to which vLLM can quantise 16-bit weights at load time."""
 
 
 def reshaped_sampling(args: GRPOConfig) -> list[str]:
-    """Settings that make the distribution of tokens another one than softmax(logits / temperature), such as
-    `"`top_p: 0.9`"`."""
+    """Settings that change the token distribution from softmax(logits / temperature), e.g. `"`top_p: 0.9`"`."""
     extra = args.generation_kwargs or {}
     values = {name: extra.get(name, getattr(args, name, None)) for name in RESHAPING}
     named = [f"`{name}: {value}`" for name, value in values.items() if value not in (None, *RESHAPING[name])]
@@ -58,24 +56,24 @@ def reshaped_sampling(args: GRPOConfig) -> list[str]:
 
 
 def compares_with_sampler(args: GRPOConfig) -> bool:
-    """Whether the loss reads vLLM's own log-probs."""
+    """Whether the loss uses vLLM's own log-probs."""
     return bool(args.vllm_importance_sampling_correction) or args.off_policy_mask_threshold is not None
 
 
 def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: float) -> None:
-    """Raise `ConfigError` where log-probs of the sampler and of the trainer can't be compared. `engine`: arguments of
+    """Raise `ConfigError` if the sampler's and the trainer's log-probs are not comparable. `engine`: arguments of
     `vllm.LLM`. `lookahead`: `rollout_lookahead`."""
     corrects = args.vllm_importance_sampling_correction
     check(
         lookahead == 0 or not args.use_vllm or corrects,
-        f"`rollout_lookahead` is {lookahead} with `vllm_importance_sampling_correction: false`: nothing would correct "
-        "for rollouts of earlier weights. Expected the correction, or a lookahead of 0. Set one of them.",
+        f"`rollout_lookahead` is {lookahead} with `vllm_importance_sampling_correction: false`: rollouts of earlier "
+        "weights would not be corrected for. Expected the correction, or a lookahead of 0. Set one of them.",
     )
     can_correct = args.vllm_mode == "colocate" and corrects and not args.use_cpu
     quantization = engine.get("quantization")
     check(  # bitsandbytes is TRL's for `load_in_4bit`
         quantization in (None, "bitsandbytes", *(QUANTIZATIONS if can_correct else ())),
-        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions are those of a slightly other "
+        f"`vllm_engine_kwargs` has the quantization {quantization!r}, so completions come from a slightly different "
         "policy. Expected none; or on a GPU, with `vllm_mode: colocate` and `vllm_importance_sampling_correction: "
         f"true`, one of: {', '.join(QUANTIZATIONS)}.",
     )
@@ -90,25 +88,25 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
     logprobs_mode = engine.get("logprobs_mode", "processed_logprobs")
     check(
         logprobs_mode == "processed_logprobs",
-        f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would "
-        "compare different things. Expected 'processed_logprobs': leave it out.",
+        f"`vllm_engine_kwargs` has the logprobs_mode {logprobs_mode!r}, with which importance ratios would not be "
+        "comparable. Expected 'processed_logprobs': remove it.",
     )
     reshaped = ", ".join(reshaped_sampling(args))
     sequences = corrects and args.vllm_importance_sampling_mode.startswith("sequence_")
     if lookahead:
         effect = "does not correct for `rollout_lookahead`"
     else:
-        effect = "is wrong, and multiplied over a completion it leaves little of the loss"
+        effect = "is wrong, and multiplied over a completion it nearly cancels the loss"
     check(
         not reshaped or not (lookahead or sequences),
-        f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, the "
-        f"trainer's those of the whole vocabulary, so their ratio {effect}. Expected sampling by `temperature` alone, "
-        "or `rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
+        f"completions are sampled with {reshaped}. vLLM's log-probs belong to the reshaped distribution, the "
+        f"trainer's to the whole vocabulary, so their ratio {effect}. Expected sampling by `temperature` alone, or "
+        "`rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
     )
 
 
 def load_sampler(path: str | None) -> "Callable[[Upstream], Sampler] | None":
-    """The class that the setting `sampler` names, if any. Raises `ConfigError` if it lacks a method."""
+    """The class named by the setting `sampler`, if any. Raises `ConfigError` if it lacks a method."""
     if path is None:
         return None
     sampler = load_object(path, "sampler")
@@ -120,48 +118,51 @@ def load_sampler(path: str | None) -> "Callable[[Upstream], Sampler] | None":
 
 
 def keep_folders(trackers: Iterable[str]) -> list[str]:
-    """Switch off the uploads of whole folders by trackers that are to begin. Returns a line for each that was on."""
+    """Disable trackers' uploads of whole folders. Returns a log line for each that was enabled."""
     names = ("WANDB_LOG_MODEL", "COMET_LOG_ASSETS", "HF_MLFLOW_LOG_ARTIFACTS", "HF_DAGSHUB_LOG_ARTIFACTS",
              "CLEARML_LOG_MODEL", "HF_DVCLIVE_LOG_MODEL")  # fmt: skip
     asked = {"CLEARML_LOG_MODEL": "true"} if "clearml" in trackers else {}  # its default
     on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
     os.environ |= dict.fromkeys(on, "false")
-    return [f"off: {name}: it uploads prompts and completions under way too; `push_to_hub` does not" for name in on]
+    return [
+        f"off: {name}, which would also upload prompts and completions in flight; `push_to_hub` does not"
+        for name in on
+    ]
 
 
 _OLDEST_WITH_BF16 = (8, 0)
-"""CUDA compute capability of Ampere. Older cards emulate bf16, which is slower than float32."""
+"""CUDA compute capability of Ampere. Older GPUs emulate bf16, which is slower than float32."""
 
 
 def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bool, list[str]]:
-    """Settle the device and the precision on this machine: `use_cpu`, `bf16`, `fp16`, and lines about differences from
-    TRL's. Without a GPU the CPU is used in any case. A `bf16` of `None` is TRL's default: bf16, unless `fp16` is set.
-    It becomes float32 where bf16 is slow; a `bf16` of `True` stays.
+    """Resolve device and precision on this machine: `use_cpu`, `bf16`, `fp16`, and log lines about differences from
+    TRL. Without a GPU, always use the CPU. A `bf16` of `None` is TRL's default, bf16 unless `fp16` is set; it becomes
+    float32 where bf16 is slow, while `True` is kept.
 
-    accelerate and DeepSpeed follow the result: it replaces the precision in the environment variables that `accelerate
-    launch` sets for this process. Raises `ConfigError` if FSDP can't work as it is set up, or `fp16` is set on a CPU.
+    The result also replaces the precision in the environment variables set by `accelerate launch`, for accelerate and
+    DeepSpeed. Raises `ConfigError` if FSDP is misconfigured, or `fp16` is set on a CPU.
     """
     on_cpu = use_cpu or _is_on("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if has_fsdp():
         _check_fsdp(on_cpu)
     check(
         not (on_cpu and fp16),
-        "`fp16` is true, and this run is on a CPU, where accelerate has no fp16. Expected a GPU, or neither `fp16` "
-        "nor `bf16`, which is float32. Leave `fp16` out.",
+        "`fp16` is true, but this run is on a CPU, where accelerate does not support it. Expected a GPU, or neither "
+        "`fp16` nor `bf16`, i.e. float32. Remove `fp16`.",
     )
     notes, is_bf16 = list[str](), not fp16 if bf16 is None else bf16
     if is_bf16 and bf16 is None and (on_cpu or _emulates_bf16()):
         is_bf16 = False
-        notes.append("precision: float32. TRL's default is bf16, slow on this device. `bf16: true` keeps it")
+        notes.append("precision: float32, as TRL's default bf16 is slow on this device; `bf16: true` keeps bf16")
     if on_cpu and _is_on("ACCELERATE_USE_DEEPSPEED"):
-        import deepspeed.ops  # a run without DeepSpeed does without it
+        import deepspeed.ops  # an optional dependency
 
-        # one operator is compiled at the start of a run; without this entry all are tried, by compilers
+        # without this entry DeepSpeed would try to compile all operators, not just the one it needs
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if is_bf16 else "fp16" if fp16 else "no"
     if fields := os.environ.get("ACCELERATE_CONFIG_DS_FIELDS"):
-        # with `mixed_precision` in this list, DeepSpeed refuses another precision than the file's
+        # with `mixed_precision` in this list, DeepSpeed only accepts the file's precision
         kept = [name for name in fields.split(",") if name != "mixed_precision"]
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(kept)
     return on_cpu, is_bf16, fp16, notes
@@ -172,7 +173,7 @@ def _is_on(variable: str) -> bool:
 
 
 def _emulates_bf16() -> bool:
-    """Of NVIDIA's cards. transformers checks the chips of other makers."""
+    """For NVIDIA GPUs; transformers checks other vendors'."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) < _OLDEST_WITH_BF16
@@ -185,30 +186,29 @@ def has_fsdp() -> bool:
 def _check_fsdp(on_cpu: bool) -> None:
     check(
         not on_cpu,
-        "the accelerate configuration asks for FSDP, and this run is on a CPU, where accelerate would train whole "
-        "copies without a word. Expected GPUs. On a CPU use accelerate_configs/zero3.yaml.",
+        "the accelerate configuration enables FSDP, but this run is on a CPU, where accelerate would silently train "
+        "full copies. Expected GPUs. On a CPU use accelerate_configs/zero3.yaml.",
     )
     check(
         not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
-        "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`, with which one process alone "
-        "loads weights, and the reference policy of all others has none. Expected false, as in "
-        "accelerate_configs/fsdp2.yaml.",
+        "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`, with which only one process loads "
+        "weights, and the others' reference policies have none. Expected false, as in accelerate_configs/fsdp2.yaml.",
     )
 
 
 COMPILERS = {
-    "VLLM_CACHE_ROOT": "vllm",  # torch.compile's results of the engine, what is known of a model's class, autotuning
+    "VLLM_CACHE_ROOT": "vllm",  # the engine's torch.compile results, model class info, autotuning
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Environment variables that name the folders of compiled code, and the folders that they get. All of them are read
-when the first file is looked for."""
+"""Environment variables for the folders of compiled code, with the subfolders assigned to them. All are read on first
+use."""
 
 
 def compile_folder(setting: str | None) -> Path | None:
-    """The folder that `compile_cache_dir` means, for the versions that are installed; `None` without the setting."""
+    """The folder of `compile_cache_dir` for the installed versions; `None` without the setting."""
     if not setting:
         return None
     base = cache_dir() / "compiled" if setting == "auto" else Path(setting).expanduser().absolute()
@@ -216,7 +216,7 @@ def compile_folder(setting: str | None) -> Path | None:
 
 
 def compile_into(folder: Path) -> None:
-    """Let all compilers of this process and its children keep results there. `ConfigError` if it can't be written."""
+    """Make all compilers of this process and its children cache there. Raises `ConfigError` if it is not writable."""
     try:
         for name in COMPILERS.values():
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -225,8 +225,8 @@ def compile_into(folder: Path) -> None:
         writable = False
     if not writable:
         raise ConfigError(
-            f"`compile_cache_dir` leads to {folder}, which can't be written. Expected a folder of your own. Name "
-            "another one, or leave the setting empty: then each library uses its own place."
+            f"`compile_cache_dir` resolves to {folder}, which is not writable. Expected a writable folder. Name "
+            "another one, or remove the setting, so that each library uses its own cache."
         )
     os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()}
 

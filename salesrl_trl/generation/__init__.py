@@ -1,1 +1,1 @@
-"""From a prompt to tokens. Refuses to know what the tokens are for: no reward, no KL, no schedule."""
+"""From prompts to tokens, independent of rewards, KL and scheduling."""

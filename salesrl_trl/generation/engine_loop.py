@@ -1,33 +1,35 @@
-"""The loop that turns prompts into tokens: tasks, their batches, and the loops over vLLM in this process, over a vLLM
-server, and over transformers' `generate`. docs/background/architecture.md has the contract ("The engine loop").
-"""
+"""The loop that turns prompts into tokens: tasks, their batches, and loops over a colocated vLLM, a vLLM server, and
+transformers' `generate`. docs/background/architecture.md documents the contract ("The engine loop")."""
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from threading import Condition, Semaphore, Thread
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from salesrl_trl.ground.process import patched
 
-T = TypeVar("T")
 
-Prompt = Mapping[str, Any]
-"""A prompt as vLLM takes it: `prompt_token_ids`, and `multi_modal_data` if it has pictures."""
+class Prompt(TypedDict):
+    """A prompt in vLLM's format."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[object]  # of pictures
 
 
 class GivenUp(BaseException):
-    """Raised in a conversation that nobody wants any more. No `except Exception` catches it."""
+    """Raised in a cancelled conversation. Not caught by `except Exception`."""
 
 
 class Turn(NamedTuple):
     ids: list[int]
-    logprobs: list[float] | None  # the sampler's, of the sampled tokens. `None` if it gives none.
+    logprobs: list[float] | None  # the sampler's, for the sampled tokens; `None` if it returns none
 
 
 NO_TURN = Turn([], None)
@@ -35,29 +37,29 @@ NO_TURN = Turn([], None)
 
 @dataclass(eq=False, slots=True)
 class Task:
-    batch: "TaskBatch[Any]"
+    batch: "TaskBatch"
     place: int
     prompt: Prompt
-    params: Any  # the engine's own sampling parameters
+    params: object  # the engine's own sampling parameters
     answer: "Future[Turn]" = field(default_factory=Future)
-    prompt_ids: Sequence[int] = ()  # the prompt as vLLM in this process has read it
+    prompt_ids: Sequence[int] = ()  # the prompt as expanded by a colocated vLLM
 
     @property
     def ids(self) -> list[int]:
-        return self.prompt["prompt_token_ids"]  # type: ignore[no-any-return]
+        return self.prompt["prompt_token_ids"]
 
 
 class TurnLoop:
-    """The tasks of all batches. `submit`, `ask` and `cancel` of a single place may be called from any thread."""
+    """The tasks of all batches. `submit`, `ask`, and `cancel` for a single place are thread-safe."""
 
     leaves_completions = False  # whether `run` with `ahead` may leave them unfinished
     leaves_conversations = True
-    most_unfinished = 0  # tasks that a run may leave, those of all batches together
+    most_unfinished = 0  # tasks of all batches that a run may leave unfinished
 
     def __init__(self) -> None:
         self.changed = Condition()
-        """Notified when a task is submitted, and when a completion or a conversation has ended."""
-        self._waiting: list[list[Task]] = []  # as they were submitted
+        """Notified when a task is submitted and when a completion or conversation ends."""
+        self._waiting: list[list[Task]] = []  # in order of submission
 
     def submit(self, tasks: list[Task]) -> None:
         with self.changed:
@@ -65,7 +67,7 @@ class TurnLoop:
             self.changed.notify_all()
 
     def ask(self, task: Task) -> Turn:
-        """Submit a task and wait for its turn. Raises `GivenUp` if it is cancelled."""
+        """Submit a task and wait for its turn. Raises `GivenUp` if cancelled."""
         self.submit([task])
         try:
             return task.answer.result()
@@ -73,14 +75,14 @@ class TurnLoop:
             raise GivenUp from None
 
     def _take(self) -> list[list[Task]]:
-        if not self._waiting:  # without the lock, which an engine would take before each step
+        if not self._waiting:  # checked without the lock, which would otherwise be acquired before each step
             return []
         with self.changed:
             taken, self._waiting = self._waiting, []
         return taken
 
-    def cancel(self, batch: "TaskBatch[Any]", place: int | None = None) -> None:
-        """Cancel the tasks of a batch, or those at one place of it that no engine has begun."""
+    def cancel(self, batch: "TaskBatch", place: int | None = None) -> None:
+        """Cancel a batch's tasks, or those at one place that have not started."""
         with self.changed:
             tasks = [task for group in self._waiting for task in group]
             cancelled = [task for task in tasks if task.batch is batch and place in (None, task.place)]
@@ -88,36 +90,34 @@ class TurnLoop:
         for task in cancelled:
             task.answer.cancel()
 
-    def run(self, batch: "TaskBatch[Any]", *, ahead: bool = False) -> None:
-        """Generate until the batch is over. With `ahead` it may return earlier."""
+    def run(self, batch: "TaskBatch", *, ahead: bool = False) -> None:
+        """Generate until the batch is finished; with `ahead` it may return earlier."""
         raise NotImplementedError
 
     def resume(self) -> None:
-        """Generate the turns that were asked for since `run`."""
+        """Generate the turns requested since `run`."""
 
 
-class TaskBatch(Generic[T]):
-    """What becomes of the prompts of one generation on this rank, by place. Its first error is that of all."""
+class TaskBatch:
+    """The outcomes of one generation's prompts on this rank, by place. The first error fails the batch."""
 
-    under_way = 0  # conversations that have begun and not ended
-    ahead = False  # whether training goes on before the results are asked for
+    under_way = 0  # conversations in progress
+    ahead = False  # whether training continues before the results are requested
     by_new_weights = False
-    """Whether what is left is generated by the weights of the moment at which the results are asked for."""
+    """Whether the rest is generated with the weights current when the results are requested."""
 
     def __init__(self, size: int, loop: TurnLoop) -> None:
         self.loop = loop
-        self._results: list[T | None] = [None] * size
-        self._left = size
-        self._tasks: list[Task] = []  # the first of each place
+        self._size = self._left = size
+        self._tasks: list[Task] = []  # the first task of each place
         self.error: BaseException | None = None
         self.is_cancelled = False
 
     def __len__(self) -> int:
-        return len(self._results)
+        return self._size
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
-        """Submit the first tasks, or begin what submits them. Prompts before `first`, and behind the size of the batch
-        from there on, are those of other ranks."""
+        """Submit the first tasks, or start what submits them. This rank's prompts begin at `first`."""
         raise NotImplementedError
 
     def _submit(self, tasks: list[Task]) -> None:
@@ -130,18 +130,16 @@ class TaskBatch(Generic[T]):
 
     @property
     def may_be_left(self) -> bool:
-        """Whether a run ahead may end before the batch; the same on all ranks."""
+        """Whether a run ahead may end before the batch does; the same on all ranks."""
         return self.loop.leaves_conversations
 
     @property
     def is_over(self) -> bool:
-        """Whether each completion or conversation has ended, or one has failed. From any thread."""
+        """Whether all completions or conversations have ended, or one has failed. Thread-safe."""
         return self.error is not None or self.is_cancelled or not self._left
 
-    def _end(self, place: int, result: T | None) -> None:
+    def _end(self) -> None:
         with self.loop.changed:
-            if 0 <= place < len(self):
-                self._results[place] = result
             self._left -= 1
             self.loop.changed.notify_all()
 
@@ -152,16 +150,15 @@ class TaskBatch(Generic[T]):
 
     @property
     def read(self) -> list[Sequence[int]]:
-        """The prompts as vLLM in this process has read them, with the tokens of pictures."""
+        """The prompts as expanded by a colocated vLLM, with image tokens."""
         return [task.prompt_ids for task in self._tasks]
 
-    def results(self) -> list[T]:
-        """One result for each prompt, once the batch is over. Raises its error; `CancelledError` after `cancel`."""
+    def check(self) -> None:
+        """Raise the error of a finished batch; `CancelledError` after `cancel`."""
         if self.error is not None:
             raise self.error
         if self.is_cancelled:
             raise CancelledError
-        return [result for result in self._results if result is not None]
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -176,12 +173,13 @@ class TaskBatch(Generic[T]):
             raise
 
 
-class CompletionTasks(TaskBatch[Turn]):
-    """A task for each prompt. `finished` gets place and token ids of each as it comes, one after another."""
+class CompletionTasks(TaskBatch):
+    """One task per prompt. `finished` is called with place and token ids of each completion, one at a time."""
 
     def __init__(self, size: int, loop: TurnLoop, finished: Callable[[int, Sequence[int]], None]) -> None:
         super().__init__(size, loop)
         self._finished = finished
+        self._turns = [NO_TURN] * size
 
     def begin(self, prompts: Sequence[Prompt], params: Sequence[object], first: int = 0) -> None:
         places = range(-first, len(prompts) - first)
@@ -201,29 +199,32 @@ class CompletionTasks(TaskBatch[Turn]):
                 turn = answer.result()
                 if 0 <= place < len(self):
                     self._finished(place, turn.ids)
+                    self._turns[place] = turn
             except Exception as error:
                 self._fail(error)
                 self.loop.cancel(self)
             else:
-                self._end(place, turn)
+                self._end()
+
+    def results(self) -> list[Turn]:
+        """One turn per prompt, once the batch is finished."""
+        self.check()
+        return self._turns
 
 
 LINGER_S = 0.05
-"""Seconds for which an idle engine waits for the next turn of a conversation before training resumes."""
+"""Seconds an idle engine waits for a conversation's next turn before training resumes."""
 
 
 class EngineLoop(TurnLoop):
-    """The loop over vLLM's `LLM` in this process. Only the trainer's thread calls vLLM.
-
-    A `LLM.generate` of somebody else runs beside the tasks under way and does not see them. After a push such a task
-    resumes with the new weights, behind the keys and values of the earlier ones; a `cache_salt` keeps those apart from
-    what begins later.
-    """
+    """The loop over a colocated vLLM `LLM`, called only by the trainer's thread. Others' `LLM.generate` does not
+    see its tasks. After a weight push, pending tasks resume with the new weights on top of old keys and values, which
+    a `cache_salt` separates from later requests."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__()
-        self._llm, self._salt = llm, 0  # pushes for which the cache of prefixes could not be emptied
-        self.under_way: dict[str, Task] = {}  # by the request's id
+        self._llm, self._salt = llm, 0  # pushes after which the prefix cache could not be reset
+        self.under_way: dict[str, Task] = {}  # by request id
         self._adding: deque[Task] = deque()
         engine = llm.llm_engine
         self._step, self._add = engine.step, engine.add_request
@@ -233,9 +234,9 @@ class EngineLoop(TurnLoop):
     def leaves_completions(self) -> bool:  # type: ignore[override]
         return self.most_unfinished > 0
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
-        """Generate until the batch is over and few tasks are left, those of others among them. With `ahead` it returns
-        as soon as few are left; where none is, it waits for the next turn of conversations for a moment."""
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
+        """Generate until the batch is finished and few tasks are left, including other batches'. With `ahead`, return
+        as soon as few are left; if none is, wait briefly for conversations' next turns."""
         while True:
             if not batch.is_over:
                 self._feed()
@@ -244,7 +245,7 @@ class EngineLoop(TurnLoop):
             elif self.under_way or batch.is_over or not self._wait(batch, LINGER_S if ahead else None):
                 return
 
-    def _wait(self, batch: TaskBatch[Any], seconds: float | None) -> bool:
+    def _wait(self, batch: TaskBatch, seconds: float | None) -> bool:
         with self.changed:
             return self.changed.wait_for(lambda: bool(self._waiting) or batch.is_over, seconds)
 
@@ -255,10 +256,9 @@ class EngineLoop(TurnLoop):
             self._feed()
 
     def step(self) -> list[Any]:
-        """A step of vLLM's engine. Returns the outputs of requests that are not tasks. What an exception leaves behind
-        nobody knows, so that it ends all tasks under way."""
+        """One step of vLLM's engine. Returns the outputs of other requests. An exception fails all pending tasks."""
         try:
-            outputs = self._step()  # of requests that are finished: vLLM gives out no other
+            outputs = self._step()  # of finished requests: vLLM returns no others
             others = [output for output in outputs if output.request_id not in self.under_way]
             for output in outputs:
                 if output.finished and (task := self.under_way.pop(output.request_id, None)) is not None:
@@ -269,19 +269,19 @@ class EngineLoop(TurnLoop):
             raise
         return others
 
-    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+    def cancel(self, batch: TaskBatch, place: int | None = None) -> None:
         super().cancel(batch, place)
         if place is None:
             self._abort([request for request, task in self.under_way.items() if task.batch is batch])
 
     def _abort(self, requests: list[str], error: BaseException | None = None) -> None:
         tasks = [self.under_way.pop(request) for request in requests]
-        with contextlib.suppress(Exception):  # the engine may be gone: the first error is the one to raise
+        with contextlib.suppress(Exception):  # the engine may be dead; the first error should be raised
             self._llm.llm_engine.abort_request(requests)
         _drop(tasks, error)
 
     def _feed(self) -> None:
-        """Add what was submitted. An error of a prompt is that of the tasks that were submitted with it."""
+        """Add submitted tasks. A prompt's error fails all tasks submitted with it."""
         for tasks in filter(None, self._take()):
             self._adding.extend(tasks)
             try:
@@ -294,26 +294,23 @@ class EngineLoop(TurnLoop):
             finally:
                 self._adding.clear()
 
-    def _add_request(self, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    def _add_request(self, request_id: str, prompt: Prompt, *args: object, **kwargs: object) -> object:
         if self._adding:
             self.under_way[request_id] = self._adding.popleft()
         if self._salt:
-            prompt = {**prompt, "cache_salt": str(self._salt)}
+            return self._add(request_id, {**prompt, "cache_salt": str(self._salt)}, *args, **kwargs)
         return self._add(request_id, prompt, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def pushing(self) -> Iterator[None]:
-        """While active, weights are pushed. vLLM does not empty a cache that requests under way use."""
+    def pushing(self) -> AbstractContextManager[object]:
+        """Context for a weight push. vLLM does not reset a cache that pending requests use."""
         if not self.under_way:
-            yield
-            return
+            return contextlib.nullcontext()
         self._salt += 1
-        with patched(self._llm, "reset_prefix_cache", bool):
-            yield
+        return patched(self._llm, "reset_prefix_cache", bool)
 
 
 def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
-    """End tasks that nobody answers: with an error, or as cancelled where there is none or an interruption."""
+    """End unanswered tasks with an error, or as cancelled without one or after an interruption."""
     for task in tasks:
         if isinstance(error, Exception):
             task.answer.set_exception(error)
@@ -322,8 +319,7 @@ def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
 
 
 def _turn_of(output: Any) -> Turn:
-    """A finished output of vLLM with `flat_logprobs`: of each token the first is that of the sampled one. `None` for
-    NaN as by TRL, whose `extract_logprobs` takes ten times as long."""
+    """The turn in a vLLM output. NaN becomes `None` as in TRL, whose `extract_logprobs` is ten times slower."""
     sampled = output.outputs[0]
     ids, flat = list(sampled.token_ids), sampled.logprobs
     if flat is None:
@@ -333,19 +329,18 @@ def _turn_of(output: Any) -> Turn:
 
 
 MOST_REQUESTS = 1024
-"""Requests in flight to a server. By default a vLLM server generates at most as many sequences at once."""
+"""Maximum concurrent requests to a server; by default a vLLM server generates at most as many sequences."""
 
 
 class ServerLoop(TurnLoop):
-    """A task's `params` are `VLLMClient.generate` and its arguments beside the prompt. Threads are daemons: after a
-    failure nobody waits for the others."""
+    """The loop over a vLLM server. A task's `params`: `VLLMClient.generate`, and its arguments besides the prompt."""
 
     leaves_completions = True
 
     def __init__(self) -> None:
         super().__init__()
         self._slots = Semaphore(MOST_REQUESTS)
-        self._open: set[Task] = set()  # submitted, and not answered yet
+        self._open: set[Task] = set()  # submitted but unanswered
 
     def submit(self, tasks: list[Task]) -> None:
         with self.changed:
@@ -385,30 +380,33 @@ class ServerLoop(TurnLoop):
                 self.changed.notify_all()
 
     def _turn(self, task: Task) -> Turn:
+        assert isinstance(task.params, tuple)
         send, arguments = task.params
         output = send(prompts=[task.ids], **arguments)
         [ids], logprobs = output["completion_ids"], output["logprobs"]
         return Turn(list(ids), None if logprobs is None else [token[0] for token in logprobs[0]])
 
-    def cancel(self, batch: TaskBatch[Any], place: int | None = None) -> None:
+    def cancel(self, batch: TaskBatch, place: int | None = None) -> None:
         with self.changed:
             tasks = [task for task in self._open if task.batch is batch and place in (None, task.place)]
         for task in tasks:
-            task.answer.cancel()  # unless it is in flight: then nobody hears its answer
+            task.answer.cancel()  # unless in flight: then its answer is ignored
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
         if not ahead:
             with self.changed:
-                self.changed.wait_for(lambda: batch.is_over)
+                while not batch.is_over:
+                    self.changed.wait()
 
     def settle(self) -> None:
-        """Wait until all completions that were asked for are answered."""
+        """Wait until all requested completions are answered."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._open)
+            while self._open:
+                self.changed.wait()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While active, no request is in flight. No slot is held while a tool runs."""
+        """While active, no request is in flight. Running tools do not hold the semaphore."""
         for _ in range(MOST_REQUESTS):
             self._slots.acquire()
         try:
@@ -417,13 +415,12 @@ class ServerLoop(TurnLoop):
             self._slots.release(MOST_REQUESTS)
 
 
-Generate = Callable[[list[list[int]], None, dict[str, Any], int], tuple[list[list[int]], list[list[float]] | None]]
-"""TRL's `_generate_single_turn`: from token ids of prompts, without pictures, to those of completions."""
+Generate = Callable[[list[list[int]], None, dict[str, object], int], tuple[list[list[int]], list[list[float]] | None]]
+"""TRL's `_generate_single_turn`: from prompt token ids, without images, to completion token ids."""
 
 
 class Rounds(TurnLoop):
-    """`most` returns the highest of a number over all ranks, where they generate together because the policy is in
-    parts; the number itself where each generates alone."""
+    """The loop over transformers' `generate`. `most`: returns the maximum over ranks that must generate together."""
 
     leaves_conversations = False
 
@@ -431,11 +428,12 @@ class Rounds(TurnLoop):
         super().__init__()
         self._generate, self._most = generate, most
 
-    def run(self, batch: TaskBatch[Any], *, ahead: bool = False) -> None:
-        prompts = [[0]]  # of the last round: a rank that asks for nothing generates once more while others ask
+    def run(self, batch: TaskBatch, *, ahead: bool = False) -> None:
+        prompts = [[0]]  # of the last round: a rank without requests repeats it while others have some
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: batch.is_over or len(self._waiting) >= batch.under_way)
+                while not batch.is_over and len(self._waiting) < batch.under_way:
+                    self.changed.wait()
             tasks = sorted((task for group in self._take() for task in group), key=attrgetter("place"))
             if not self._most(len(tasks)):
                 return

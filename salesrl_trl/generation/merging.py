@@ -1,6 +1,6 @@
-"""What a push of weights to vLLM needs beside TRL's own. TRL merges an adapter into its base in place, and subtracts
-it after the push. In 16 bits both round, so the base drifts, which is the reference of the KL and what an adapter is
-loaded onto."""
+"""Additions to TRL's weight push to vLLM. TRL merges an adapter into its base in place and subtracts it after the
+push. In 16 bits both operations round, so the base drifts, although it is the KL's reference and the model that the
+adapter will be loaded onto."""
 
 import contextlib
 import copy
@@ -8,65 +8,66 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from salesrl_trl.ground.process import patched
 
-_Place = tuple[Any, str]
-"""A layer with an adapter, and the name of a parameter in its base layer. peft publishes no types."""
+_Place = tuple[torch.nn.Module, str]
+"""A layer with an adapter, and a parameter name of its base layer."""
 
 
 @contextlib.contextmanager
-def merged_beside(model: Any) -> Iterator[None]:
-    """While active, a merge of the adapter leaves the base as it is.
+def merged_beside(model: PeftModel) -> Iterator[None]:
+    """While active, merging the adapter does not modify the base.
 
-    Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights in place of the base's, and
-    none of adapters. Each is computed when it is asked for, by peft's own `merge` on float32 copies of its layer,
-    rounded once to the number format of the weight. Weights in bitsandbytes' 4 bits are quantised again, as by peft.
+    Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights instead of base and adapter
+    weights. Each is computed lazily by peft's own `merge` on float32 copies of its layer, then rounded once to the
+    weight's dtype. bitsandbytes 4-bit weights are requantised, as in peft.
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
-    def merged(*args: object, **kwargs: object) -> Iterator[tuple[str, torch.Tensor]]:
-        return _merged(named_parameters(*args, **kwargs), model)
+    def merged(prefix: str = "", recurse: bool = True, **kwargs: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        return _merged(named_parameters(prefix, recurse, **kwargs), model)
 
     with contextlib.ExitStack() as until_unmerged:
 
         def begin() -> None:
-            merge(adapter_names=[])  # merges nothing, and raises peft's errors of a model that can't be merged
+            merge(adapter_names=[])  # merges nothing, but raises peft's errors for models that cannot be merged
             until_unmerged.enter_context(patched(model, "named_parameters", merged))
 
         with patched(model, "merge_adapter", begin), patched(model, "unmerge_adapter", until_unmerged.close):
             yield
 
 
-def why_in_place(model: Any, fsdp_version: int | None) -> str | None:
-    """Why `merged_beside` does not hold for a policy; `None` if it does. `fsdp_version`: 1 or 2 if FSDP shards it."""
+def why_in_place(model: torch.nn.Module, fsdp_version: int | None) -> str | None:
+    """Why `merged_beside` does not work for a policy, else `None`. `fsdp_version`: 1 or 2 if FSDP shards it."""
     if fsdp_version == 1:
-        return "FSDP1 keeps the weights of many layers in one flat tensor (FSDP2 does not)"
+        return "FSDP1 stores many layers' weights in one flat tensor (FSDP2 does not)"
     if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):
-        return "of quantised bases only those in bitsandbytes' 4 bits can be copied layer by layer"
+        return "only bitsandbytes 4-bit quantised bases can be copied layer by layer"
     return None
 
 
 def _merged(
     parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     adapters: set[torch.Tensor] = set()
     for layer in layers:
-        adapters |= set(layer.parameters()).difference(layer.base_layer.parameters())
+        adapters |= set(layer.parameters()).difference(layer.get_base_layer().parameters())
     places: dict[torch.Tensor, list[_Place]] = {}
     for layer in layers:
-        for name, parameter in layer.get_base_layer().named_parameters(recurse=False):
+        for name, weight in layer.get_base_layer().named_parameters(recurse=False):
             has_bias = any(getattr(layer, "lora_bias", {"": True}).values())
             is_merged = getattr(layer, "parameter_name", name) == name and (name != "bias" or has_bias)
             if is_merged:
-                places.setdefault(parameter, []).append((layer, name))
+                places.setdefault(weight, []).append((layer, name))
     for name, parameter in parameters:
         if parameter in places:
-            # peft has an embedding with trainable tokens under a further name, which TRL does not take off
+            # peft adds a prefix for embeddings with trainable tokens, which TRL does not strip
             yield name.replace(".token_adapter", ""), _merged_weight(parameter, places[parameter])
         elif parameter not in adapters:
             yield name, parameter
@@ -74,11 +75,11 @@ def _merged(
 
 @torch.no_grad()
 def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.Tensor:
-    """The parameter with the adapters of these layers. There are several layers if they share it."""
+    """The parameter merged with the adapters of these layers, which are several if they share it."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for layer, name in places:
         clone = _float32_module(layer, copies)
-        clone.merge()  # in place: layers that share the parameter share its copy, and the last one's has all adapters
+        clone.merge()  # in place: layers sharing the parameter share its copy, which ends up with all adapters
         merged: torch.Tensor = getattr(clone.get_base_layer(), name)
     merged = merged.detach().to(parameter.dtype)
     if isinstance(parameter, DTensor):
@@ -87,9 +88,9 @@ def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.T
 
 
 def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
-    """A module like this one, over float32 copies of its weights. `copies` has those so far: a weight that layers
-    share is copied once."""
-    clone: Any = object.__new__(type(module))  # by `copy.copy`, a module that FSDP2 shards would be initialised anew
+    """A module like this one over float32 copies of its weights. `copies` caches them, so shared weights are copied
+    once."""
+    clone: Any = object.__new__(type(module))  # `copy.copy` would reinitialise a module sharded by FSDP2
     for name, value in vars(module).items():
         vars(clone)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value
     for held in (clone._parameters, clone._buffers):
@@ -104,19 +105,19 @@ def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Te
 
 
 def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
-    if not weight.is_floating_point():  # 4 bits: peft makes others from it, in their places
+    if not weight.is_floating_point():  # 4 bits: peft replaces it with a requantised one
         packed = copy.copy(weight)
-        vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would write its layer
+        vars(packed).update(dict.fromkeys(vars(packed).keys() & {"module"}))  # bitsandbytes would change its layer
         return packed
-    if isinstance(weight, DTensor):  # peft assigns a merged weight to `data`, which a sharded tensor ignores
+    if isinstance(weight, DTensor):  # peft assigns merged weights to `data`, which sharded tensors ignore
         weight = weight.full_tensor()
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     return torch.nn.Parameter(wide, requires_grad=False)
 
 
 def reload_all(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load all weights through vLLM's worker, which repacks parameters after loading: TRL's push of single ones fails
-    on a CPU, and for an engine that quantises."""
+    """Load all weights through vLLM's worker, which repacks parameters afterwards: TRL's per-parameter push fails on
+    CPUs and for quantising engines."""
     worker = llm.llm_engine.model_executor.driver_worker
     worker = getattr(worker, "worker", worker)
     pack_tied_weights_again(worker.model_runner.model)
@@ -125,9 +126,9 @@ def reload_all(llm: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def pack_tied_weights_again(model: torch.nn.Module) -> None:
-    """Have vLLM's next reload pack a tied output head. For a CPU vLLM keeps a packed copy of each layer's weight, and
-    a reload packs the layers whose weights come. A tied head's weight comes for the embedding alone, so its copy would
-    be of the weights before (vLLM 0.31: log-probs were off by 2 nats). A layer that waits for none is packed last."""
+    """Make vLLM's next reload repack a tied output head. On CPUs vLLM keeps a packed copy of each layer's weight and
+    repacks the layers that receive weights. A tied head receives none, so its copy would be stale (vLLM 0.31:
+    log-probs off by 2 nats). A layer that expects none is packed last."""
     owners: dict[int, torch.nn.Module] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
@@ -138,9 +139,9 @@ def pack_tied_weights_again(model: torch.nn.Module) -> None:
 
 
 def pushes_all_weights(model: PreTrainedModel) -> bool:
-    """Whether the trainer's push sets every weight of a colocated engine. TRL pushes parameters, so saved buffers,
-    such as a router's bias, stay the engine's. A quantised engine quantises while it reads. A vision tower over random
-    weights stays wrong: of a Qwen2.5-VL on a CPU, log-probs were off by 0.72 nats."""
+    """Whether the trainer's push sets every weight of a colocated engine. TRL only pushes parameters, not saved
+    buffers such as a router's bias. Quantised engines quantise at load time. A vision tower initialised randomly stays
+    wrong (Qwen2.5-VL on a CPU: log-probs off by 0.72 nats)."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return (
         parameters.issuperset(model.state_dict())

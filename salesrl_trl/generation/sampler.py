@@ -1,7 +1,6 @@
-"""From prompts to completions: the protocol of a generation engine (`Sampler`), and TRL's own engines behind it."""
+"""From prompts to completions: the protocol for generation engines (`Sampler`), and TRL's own behind it."""
 
 import contextlib
-from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import pad
 
-from salesrl_trl.generation.engine_loop import TaskBatch, TurnLoop
 from salesrl_trl.ground.process import patched
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.telemetry.completion_record import Call
@@ -22,48 +20,47 @@ if TYPE_CHECKING:
 
 
 class Finished(Protocol):
-    """Told of each completion when it is finished, from any thread: of its place in the batch, and its token ids, in a
-    conversation those of tools' results too.
+    """Called for each finished completion, from any thread, with its place in the batch and its token ids, which in a
+    conversation include tool results.
 
-    `messages` are those of a conversation; without them the completion is the text of the token ids. `failed` is the
-    reason code of a conversation whose tool failed: it gets no reward. `columns` are what its row has for its reward
-    beside the dataset's columns; a resume with `save_rollouts` has those of the sixth list of `Sampled.generated`
-    alone.
+    `messages`: the conversation; without them the completion is the decoded token ids. `failed`: reason code if a tool
+    failed, which leaves the completion unscored. `columns`: extra columns for its reward; a resume with
+    `save_rollouts` only restores those in the sixth list of `Sampled.generated`.
     """
 
     def __call__(
         self,
         place: int,
         token_ids: Sequence[int],
-        messages: Sequence[object] | None = None,
+        messages: Sequence[Mapping[str, object]] | None = None,
         failed: str | None = None,
         columns: Mapping[str, object] | None = None,
     ) -> None: ...
 
 
 Tokens = tuple[list[list[int]], list[list[float]] | None]
-"""Token ids of B completions, and the sampler's log-probs of them, or `None` if it gives none."""
+"""Token ids of B completions, and the sampler's log-probs, or `None`."""
 TokenSource = Callable[[list[list[int]], int], Tokens]
-"""From token ids of B prompts, and the number of completions of each prompt, to `Tokens`. A prompt is repeated for
-each of its completions, so that each of the B has one."""
+"""From token ids of B prompts, and the number of completions per prompt, to `Tokens`. Prompts are already repeated for
+each of their completions."""
 
 SAMPLING_FLAGS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 )
-"""Of transformers' `GenerationConfig`; they have no meaning without sampling."""
+"""Fields of transformers' `GenerationConfig` that only apply to sampling."""
 SAMPLING_KWARGS = frozenset({"temperature", "top_p", "top_k", "min_p", "n", "best_of"})
-"""Of `generation_kwargs`; greedy sampling leaves them out."""
+"""Keys of `generation_kwargs` dropped for greedy decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """Completions of one batch, as TRL's `_generate` returns them."""
+    """Completions of a batch, as returned by TRL's `_generate`."""
 
-    generated: tuple[Any, ...]  # eight lists. Each has length B, or is empty.
+    generated: tuple[Any, ...]  # eight lists, each of length B or empty
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
-    """TRL's figures of this generation. Logged with the step that trains on the batch."""
-    tokens: int = 0  # tokens of prompts and completions on all ranks, as TRL counts them
-    calls: Sequence[Sequence[Call]] = ()  # of B conversations, where they are recorded
+    """TRL's metrics of this generation, logged with the step that trains on the batch."""
+    tokens: int = 0  # prompt and completion tokens on all ranks, as counted by TRL
+    calls: Sequence[Sequence[Call]] = ()  # of B conversations, if recorded
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -74,7 +71,7 @@ class Sampled:
         return self.generated[1]  # type: ignore[no-any-return]
 
     @property
-    def completions(self) -> list[Any]:
+    def completions(self) -> list[str | list[dict[str, object]]]:
         return self.generated[3]  # type: ignore[no-any-return]
 
     @property
@@ -82,8 +79,8 @@ class Sampled:
         return self.generated[4]  # type: ignore[no-any-return]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """Prompts and completions as TRL pads them: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
-        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without pictures."""
+        """Prompts and completions padded as by TRL: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,
+        `completion_mask` and, if given, `tool_mask` and `sampling_per_token_logps` (B, C). Without images."""
         tensors: dict[str, torch.Tensor] = {}
         for name, sequences, side in (
             ("prompt", self.prompt_ids, "left"),
@@ -93,7 +90,7 @@ class Sampled:
             for kind, columns, value in (("ids", ids, pad_token_id), ("mask", [*map(torch.ones_like, ids)], 0)):
                 rows = pad(columns, padding_value=value, padding_side=side, pad_to_multiple_of=multiple)
                 tensors[f"{name}_{kind}"] = rows.to(device)
-        if (tool_mask := self.generated[2]) is not None:  # 0 where a tool or an environment wrote
+        if (tool_mask := self.generated[2]) is not None:  # 0 for tokens written by tools or environments
             masks = [torch.tensor(mask) for mask in tool_mask]
             tensors["tool_mask"] = pad(masks, padding_value=1, pad_to_multiple_of=multiple).to(device)
         if self.logprobs is not None:
@@ -102,31 +99,27 @@ class Sampled:
         return tensors
 
 
-class Generate(Protocol):
-    """TRL's `_generate`: encodes prompts, generates, decodes and measures."""
+class Upstream(Protocol):
+    """The parts of TRL available to your own sampler."""
 
-    def __call__(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        """Generate one completion for each of B prompts. `tokens` takes the place of TRL's engines."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Upstream:
-    """The parts of TRL that a sampler of your own may use."""
-
-    generate: Generate
-    """TRL's own generation around the sampler's tokens."""
-    model: Callable[[], PreTrainedModel]
-    """Returns the current policy, without the wrappers of distributed training."""
-    step: Callable[[], int]
-    """Returns the number of optimizer steps done. The weights change with it."""
     temperature: float
     max_completion_length: int
     eos_token_ids: tuple[int, ...]
 
+    def generate(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
+        """TRL's `_generate`: encodes B prompts, generates one completion for each, decodes and measures. `tokens`
+        replaces TRL's engines."""
+
+    def model(self) -> PreTrainedModel:
+        """The current policy, without the wrappers of distributed training."""
+
+    def step(self) -> int:
+        """The number of optimizer steps done; the weights change with each."""
+
 
 @runtime_checkable
 class Handle(Protocol):
-    """A generation that was started."""
+    """A generation in progress."""
 
     @property
     def is_ready(self) -> bool:
@@ -136,7 +129,7 @@ class Handle(Protocol):
         """Wait for all completions. Called once."""
 
     def give_up(self) -> None:
-        """Drop the result: nobody will ask for it."""
+        """Discard the result."""
 
 
 @runtime_checkable
@@ -144,43 +137,51 @@ class Sampler(Protocol):
     """A generation engine."""
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        """Generate one completion for each of B prompts, as the dataset has them, or begin to. `finished` may be
-        called with each completion when it is finished: then its reward starts before the rest is generated. `ahead`:
-        the trainer has other work before it asks for the result."""
+        """Generate, or begin to generate, one completion for each of B prompts in the dataset's format. Call
+        `finished` with each completion as it finishes to start its reward before the rest is generated. `ahead`: the
+        trainer does other work before it asks for the result."""
 
     def greedily(self) -> AbstractContextManager[None]:
-        """While active, the most likely token is always chosen."""
+        """While active, decoding is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A `Handle` of a generation that is under way, or over."""
+class Ready:
+    """The `Handle` of a finished generation."""
 
-    result: Callable[[], Sampled]
-    give_up: Callable[[], None]
-    is_ready: bool = False
+    sampled: Sampled
+    is_ready = True
 
+    def result(self) -> Sampled:
+        return self.sampled
 
-def ready(sampled: Sampled) -> Begun:
-    return Begun(lambda: sampled, lambda: None, is_ready=True)
-
-
-Start = Callable[[Sequence[object], Finished, bool], Handle]  # `Sampler.start`
+    def give_up(self) -> None:
+        pass
 
 
-class WholeBatch:
-    """TRL's own generation (`_generate`), a whole batch at once: no completion is reported before."""
+ready = Ready  # the name used by custom engines
 
-    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig") -> None:
-        self._generate, self._owner = generate, owner
+
+Start = Callable[[Sequence[object], Finished, bool], Handle]
+"""Begins a batch whose completions or conversations are reported as they finish (`engine_loop`). It may still run
+while the trainer trains."""
+
+
+class TRLSampler:
+    """TRL's own engine. Without `begin` it generates a whole batch at once, and reports no completion earlier."""
+
+    def __init__(
+        self, trl: Upstream, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start | None = None
+    ) -> None:
+        self._trl, self._owner, self._begin = trl, owner, begin
 
     def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return ready(self._generate(prompts))
+        return Ready(self._trl.generate(prompts)) if self._begin is None else self._begin(prompts, finished, ahead)
 
     @contextlib.contextmanager
     def greedily(self) -> Iterator[None]:
         if isinstance(self._owner, GenerationConfig):
-            flags = SAMPLING_FLAGS & vars(self._owner).keys()  # transformers warns about each that is set
+            flags = SAMPLING_FLAGS & vars(self._owner).keys()  # transformers warns about each one set
             with contextlib.ExitStack() as stack:
                 for name, value in {**dict.fromkeys(flags), "do_sample": False}.items():
                     stack.enter_context(patched(self._owner, name, value))
@@ -191,28 +192,16 @@ class WholeBatch:
             yield
 
 
-class Streamed(WholeBatch):
-    """Each completion, or conversation, is reported when it is finished (`engine_loop`). `begin` begins a batch; it
-    may be under way while the trainer trains."""
-
-    def __init__(self, generate: Generate, owner: "SalesVLLMGeneration | GenerationConfig", begin: Start) -> None:
-        super().__init__(generate, owner)
-        self._begin = begin
-
-    def start(self, prompts: Sequence[object], finished: Finished, *, ahead: bool) -> Handle:
-        return self._begin(prompts, finished, ahead)
-
-
 VISION_FIELDS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-"""What TRL hands to a model beside tokens, if a batch has pictures."""
+"""What TRL passes to the model besides tokens if a batch has images."""
 
 
 def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[str, object]:
-    """Arguments of TRL's `_get_per_token_logps_and_entropies` for the completions of a batch that TRL padded, perhaps
-    with some of `VISION_FIELDS`. `batch_size`: completions of a forward pass."""
+    """Arguments of TRL's `_get_per_token_logps_and_entropies` for a batch padded by TRL, possibly with
+    `VISION_FIELDS`. `batch_size`: completions per forward pass."""
     ids, mask = (
         torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for kind in ("ids", "mask")
     )  # each (B, P + T)
@@ -221,12 +210,12 @@ def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[
     return {"input_ids": ids, "attention_mask": mask, **sizes, **vision}
 
 
-MOST_ENDS = 16  # spelled in one turn. Parsers take seconds for a thousand: time grows faster than the square.
-MOST_NESTED = 64  # levels of lists and dictionaries. Copies and templates fail with `RecursionError` at some hundreds.
+MOST_ENDS = 16  # end tokens in one turn. Parsers need seconds for a thousand: worse than quadratic time
+MOST_NESTED = 64  # levels of lists and dicts. Copying and templates hit `RecursionError` at a few hundred
 
 
 def is_deep(value: object) -> bool:
-    """Whether lists and dictionaries are nested too deeply to be copied and written. Not recursive itself."""
+    """Whether lists and dicts are nested too deeply to copy and write. Not recursive itself."""
     level: dict[int, Any] = {0: [value]}
     for _ in range(MOST_NESTED):
         inner = (each.values() if isinstance(each, dict) else each for each in level.values())
@@ -235,17 +224,17 @@ def is_deep(value: object) -> bool:
 
 
 def guard_parser(tokenizer: Any) -> None:
-    """Have a tokenizer, and its copies, raise `ValueError` for each turn that it can't read. TRL takes it as text."""
+    """Make a tokenizer and its copies raise `ValueError` for unparsable turns, which TRL then treats as text."""
     tokenizer.parse_response = MethodType(parse_response, tokenizer)
 
 
 def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -> dict[str, object]:
     if str(self.decode(ids)).count(str(self.eos_token)) > MOST_ENDS:
-        raise ValueError("the turn has more ends than are sampled")
+        raise ValueError("the turn has more end tokens than can be sampled")
     try:
         message = type(self).parse_response(self, ids, *args, **kwargs)
-    except Exception as error:  # `RecursionError`, or whatever a template's parser raises for a policy's text
-        raise ValueError(f"the turn can't be read: {type(error).__name__}") from error
+    except Exception as error:  # `RecursionError`, or anything a parser raises for the policy's text
+        raise ValueError(f"the turn cannot be parsed: {type(error).__name__}") from error
     if not isinstance(message, dict) or is_deep(message):
         raise ValueError("the turn is empty or nested too deeply")
     return encodable(message, "a turn of the policy")
@@ -254,40 +243,19 @@ def parse_response(self: Any, ids: list[int], *args: object, **kwargs: object) -
 class Encoded(NamedTuple):
     ids: list[list[int]]
     images: list[object] | None
-    fields: Mapping[str, object]  # what the processor makes beside tokens
+    fields: Mapping[str, object]  # the processor's outputs besides tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What exists before TRL's `_generate` runs around it, which would make it."""
+    """Precomputed results that TRL's `_generate` would otherwise compute."""
 
     encoded: Encoded | None = None
-    tokens: TokenSource | None = None  # in place of TRL's engines
-    talked: tuple[object, ...] | None = None  # what `_tool_call_loop` is to return
-    rollout: Mapping[str, object] | None = None  # what a `rollout_func` is to return
+    tokens: TokenSource | None = None  # instead of TRL's engines
+    talked: tuple[object, ...] | None = None  # result for `_tool_call_loop`
+    rollout: Mapping[str, object] | None = None  # result for `rollout_func`
 
 
 class ToolsOf(NamedTuple):
-    schemas: list[object]  # as the chat template gets them
-    functions: Sequence[Callable[..., object]]  # those that are called
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnAccess:
-    loop: TurnLoop
-    encode: Callable[[Sequence[object]], Encoded]
-    begin: Callable[[TaskBatch[Any], Encoded, Callable[[], Sampled], bool], Handle]
-    """Begins a batch of these prompts. The callable makes its result once it is over; a collective. `True`: training
-    goes on before."""
-    sample: Callable[[Sequence[object], Made], Sampled]  # TRL's `_generate` around what is made; a collective
-    sums: Callable[[Mapping[str, float]], dict[str, float]]
-    """Sums over all ranks, which have the same names; a collective."""
-    tools: Sequence[Callable[..., object]]  # of TRL, with the methods of environments
-    tools_of: Callable[[int], ToolsOf]  # of the conversation at a place
-    tools_loop: AbstractEventLoop  # on which tools run
-    tokenizer: Any  # a copy for threads
-    template: str | None
-    form: Mapping[str, Any]  # the other fields of `agents.chat_turns.ChatForm`
-    most_turns: int  # after which tools are called
-    has_logprobs: bool
-    keeps_records: bool
+    schemas: list[object]  # as passed to the chat template
+    functions: Sequence[Callable[..., object]]  # the callables

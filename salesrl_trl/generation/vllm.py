@@ -1,20 +1,19 @@
-"""vLLM, in the trainer's process or as a server: what differs from TRL's `VLLMGeneration`. It is imported only while
-an engine is built."""
+"""Differences from TRL's `VLLMGeneration`, for colocated vLLM and for servers."""
 
 import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl.generation.vllm_generation as upstream_vllm
-import trl.trainer.grpo_trainer as upstream_trainer
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
@@ -25,23 +24,24 @@ from salesrl_trl.ground.process import allow_files, patched
 logger = logging.getLogger(__name__)
 
 _ALONE = SimpleNamespace(is_main_process=True, process_index=0)
-"""The only process: the members of `Accelerator` that TRL's `generate` reads before it asks a server."""
+"""Stands for a single process: the members of `Accelerator` that TRL's `generate` reads before it queries a server."""
 _NOTHING: dict[str, list[object]] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
-"""What TRL gets of a server where a batch is begun."""
+"""What TRL receives instead of a server's response when a batch begins."""
 
 
 class SalesVLLMGeneration(VLLMGeneration):
-    """TRL's vLLM generation, with engine options, a loop over tasks, and a weight push on a CPU.
+    """TRL's vLLM generation with engine options, a task loop, and a weight push on CPUs.
 
-    Every process has a client of the server. While a `batch` is set, `generate` begins it on the `loop`, and returns
-    nothing. `sync_weights` waits for the server's answers first, so that each completion is sampled by one policy.
+    Every process has its own client for a server. While a `batch` is set, `generate` begins it on the `loop` and
+    returns nothing. `sync_weights` first waits for the server's answers, so that each completion is sampled by one
+    policy.
     """
 
-    vllm_client: Any
+    vllm_client: VLLMClient
     enable_sleep_mode: bool
-    processing_class: Any = None
+    processing_class: PreTrainedTokenizerBase = None
     loop: EngineLoop | ServerLoop
-    batch: TaskBatch[Any] | None = None
+    batch: TaskBatch | None = None
     _merges_beside = False
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
@@ -52,8 +52,8 @@ class SalesVLLMGeneration(VLLMGeneration):
             self._merges_beside = reason is None
             if reason is not None and self.accelerator.is_main_process:
                 logger.warning(
-                    f"off: the push to vLLM merges the adapter beside its base, because {reason}. TRL merges it into "
-                    "the base and subtracts it again: the base drifts by rounding, and the reference of the KL with it"
+                    f"off: merging the adapter without modifying its base, because {reason}. TRL merges it into the "
+                    "base and subtracts it again, so the base, and with it the KL's reference, drifts by rounding"
                 )
 
     def _init_vllm(self) -> None:
@@ -63,13 +63,13 @@ class SalesVLLMGeneration(VLLMGeneration):
         def build(**kwargs: object) -> object:
             return stock(**{**kwargs, **self.engine_options})
 
-        # Without a named port, TRL takes the first free one of a short list. Two runs that start together would take
-        # the same one. A launcher of several processes has named a port.
+        # Without a port, TRL picks the first free one from a short list, so two runs starting together would collide.
+        # Launchers of several processes set one.
         if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
             os.environ["MASTER_PORT"] = str(get_free_port())
         if self.enable_sleep_mode and self.accelerator.device.type == "cpu":
             self.enable_sleep_mode = False
-            logger.warning("off: `vllm_enable_sleep_mode`, because it is memory of a GPU that a sleeping vLLM frees")
+            logger.warning("off: `vllm_enable_sleep_mode`, because it only frees GPU memory")
         with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode != "server":
@@ -85,7 +85,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         self.loop = ServerLoop()
 
     def sync_weights(self) -> None:
-        """Push the training weights into vLLM and drop its caches. The base of an adapter is not written."""
+        """Push the weights being trained into vLLM and reset its caches, without modifying an adapter's base."""
         with contextlib.ExitStack() as stack:
             if self._merges_beside:
                 stack.enter_context(merged_beside(self.model))
@@ -97,7 +97,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                 if self._reads_pictures and self.accelerator.is_main_process:
                     address = f"{self.vllm_client.base_url}/reset_encoder_cache"
                     self.vllm_client.session.post(address).raise_for_status()
-                self.accelerator.wait_for_everyone()  # no process asks before the weights are there
+                self.accelerator.wait_for_everyone()  # no process sends requests before the weights have arrived
                 return
             with self.loop.pushing():
                 if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
@@ -107,7 +107,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                         self.llm.wake_up(tags=["weights"])
                         self._llm_weights_sleeping = False
                     reload_all(self.llm, self._iter_named_params())
-            if self._reads_pictures:  # TRL drops the texts' cache alone, not what the vision tower made
+            if self._reads_pictures:  # TRL only resets the prefix cache, not the encoder cache
                 self.llm.llm_engine.reset_encoder_cache()
 
     def settle(self) -> None:
@@ -121,21 +121,21 @@ class SalesVLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list[list[int]], images: list[object] | None, num_generations: int, profiler: object = None
     ) -> tuple[object, ...]:
-        """TRL's `generate`, which begins a `batch` if there is one. In this process vLLM makes no texts: TRL reads
-        none, and they hold small models up; and there is one token for each picture. A server is asked by each process
-        for its own completions, one request each: TRL's one request for all is answered when the last is finished."""
+        """TRL's `generate`, which begins a `batch` if there is one. A colocated vLLM does not detokenise, which TRL
+        does not need and which slows small models down, and gets one token per image. Each process requests its own
+        completions from a server one by one, whereas TRL's single request returns when the last is finished."""
         batch = self.batch
         if self.mode == "server":
             if batch is None:
                 return super().generate(prompts, images, num_generations, profiler)  # type: ignore[no-any-return]
             return self._begin_on_server(batch, prompts, images, num_generations, profiler)
-        has_stop = "stop" in self.generation_kwargs  # of strings, which vLLM looks for in its texts
+        has_stop = "stop" in self.generation_kwargs  # stop strings, which vLLM searches for in its texts
         texts = {} if has_stop else {"detokenize": False}
         seen = prompts
         if images is not None:
             seen = [one_token_each(ids, self.processing_class.image_token_id) for ids in prompts]
         with contextlib.ExitStack() as stack:
-            flat = {} if batch is None else {"flat_logprobs": True}  # no object for each token
+            flat = {} if batch is None else {"flat_logprobs": True}  # avoids an object per token
             stack.enter_context(patched(self, "generation_kwargs", {**texts, **self.generation_kwargs, **flat}))
             if batch is not None:
                 stack.enter_context(patched(self.llm, "generate", self._begin))
@@ -145,20 +145,20 @@ class SalesVLLMGeneration(VLLMGeneration):
         return generated  # type: ignore[no-any-return]
 
     def _begin(self, prompts: Sequence[Prompt], sampling_params: object, **_: object) -> list[object]:
-        """In place of `LLM.generate`. Tensor parallelism generates the completions of all ranks of a group on each."""
+        """Replaces `LLM.generate`. With tensor parallelism each rank generates its whole group's completions."""
         batch = self.batch
         assert batch is not None
         first = 0
         if self.tensor_parallel_size > 1:
             first = torch.distributed.get_rank(group=self.tp_group) * len(batch)
         batch.begin(prompts, [sampling_params] * len(prompts), first)
-        self.loop.run(batch, ahead=batch.ahead and not self.enable_sleep_mode)  # sleep frees its memory
+        self.loop.run(batch, ahead=batch.ahead and not self.enable_sleep_mode)  # sleeping frees the engine's memory
         if batch.is_over:
-            batch.results()  # raises its error
+            batch.check()
         return []
 
     def _begin_on_server(
-        self, batch: TaskBatch[Any], prompts: list[list[int]], images: list[Any] | None, group: int, profiler: object
+        self, batch: TaskBatch, prompts: list[list[int]], images: list[object] | None, group: int, profiler: object
     ) -> tuple[object, ...]:
         first = self.accelerator.process_index * len(prompts)
         send = self.vllm_client.generate
@@ -171,7 +171,7 @@ class SalesVLLMGeneration(VLLMGeneration):
             for place in range(len(prompts)):
                 further = dict(generation_kwargs)
                 if further.get("seed") is not None:
-                    further["seed"] += (first + place) % group  # as vLLM seeds the samples of a prompt
+                    further["seed"] += (first + place) % group  # as vLLM seeds a prompt's samples
                 chosen = None if features is None else [features[place]]
                 params.append((send, {**request, "features": chosen, "generation_kwargs": further}))
             batch.begin([{"prompt_token_ids": ids} for ids in prompts], params)
@@ -181,37 +181,30 @@ class SalesVLLMGeneration(VLLMGeneration):
         with (
             patched(self.vllm_client, "generate", begin),
             patched(self, "accelerator", _ALONE),
-            patched(upstream_vllm, "gather_object", lambda value: value),
-            patched(upstream_vllm, "broadcast_object_list", lambda value, from_process: value),
+            patched(upstream_vllm, "gather_object", _own),
+            patched(upstream_vllm, "broadcast_object_list", _own),
         ):
             waits = None if batch.ahead else profiler
             return super().generate(prompts, images, 1, waits)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def vllm_engine_options(options: Callable[[], Mapping[str, object]]) -> Iterator[None]:
-    """While active, a `GRPOTrainer` under construction builds `SalesVLLMGeneration` with these engine options."""
-
-    def build(*args: Any, **kwargs: Any) -> SalesVLLMGeneration:
-        return SalesVLLMGeneration(*args, engine_options=options(), **kwargs)
-
-    with patched(upstream_trainer, "VLLMGeneration", build):
-        yield
+def _own(value: object, from_process: int = 0) -> object:
+    return value
 
 
 def one_token_each(ids: Sequence[int], image_token: int) -> list[int]:
-    """A prompt with one token for each picture, as vLLM wants it: vLLM puts in the picture's own tokens. TRL 1.16
-    gives a colocated vLLM a run of `image_token` for each, of which vLLM replaces the first (huggingface/trl#6294)."""
+    """A prompt with one token per image, which vLLM expands. TRL 1.16 passes a colocated vLLM a run of `image_token`
+    for each, of which vLLM only replaces the first (huggingface/trl#6294)."""
     return [token for place, token in enumerate(ids) if not (place and ids[place - 1] == token == image_token)]
 
 
 def check_expanded(seen: Sequence[Sequence[int]], meant: Sequence[Sequence[int]]) -> None:
-    """Raise `ConfigError` unless vLLM sampled from the prompts that the policy is trained on."""
+    """Raise `ConfigError` unless vLLM sampled from the same prompts as used in training."""
     for place, (ids, expected) in enumerate(zip(seen, meant, strict=True)):
         if list(ids) != list(expected):
             raise ConfigError(
-                f"vLLM reads the pictures of prompt {place} as {len(ids)} tokens with the text, and the trainer as "
-                f"{len(expected)}: completions would come from another prompt than they are trained on. Expected "
-                "the same processor on both sides, and a model whose pictures are one run of image tokens each. Leave "
-                "`mm_processor_kwargs` out of `vllm_engine_kwargs`, or set `use_vllm: false`."
+                f"vLLM expands prompt {place} with its images to {len(ids)} tokens, and the trainer to "
+                f"{len(expected)}: completions would be trained on a different prompt. Expected the same processor on "
+                "both sides, and a model with one run of image tokens per image. Remove `mm_processor_kwargs` from "
+                "`vllm_engine_kwargs`, or set `use_vllm: false`."
             )

@@ -35,7 +35,6 @@ FOLDER = "SALESRL_TRL_LAUNCH"  # environment variable with the launch folder
 LAST_WORDS = "last_words.txt"  # file in a run's folder, while no run is active there
 _FIRST, _FOLLOWING = "first", "following"  # files: the first error, and an error that follows from it
 _LOG = "log"
-PAGE = "docs/reference/troubleshooting.md"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Fault:
 
     @property
     def anchor(self) -> str:
-        """The heading's anchor on GitHub."""
+        """The heading's anchor on the site."""
         return "".join(letter for letter in self.title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
 
 
@@ -124,12 +123,11 @@ def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[st
     """The remedies. The first address in the error's message replaces `ADDRESS`."""
     where = f"{log} is the run's log." if log is not None else ""
     if fault is None:
-        return [f"Unknown error. See the traceback; {PAGE} lists known errors. {where}".rstrip()]
+        return [f"Unknown error: see the traceback. {where}".rstrip()]
     named = re.search(r"https?://[^\s,)]+?(?=(/healthz|/models)?[.:;]?([\s,)]|$))", message)
     address = named[0] if named else "ADDRESS"
     steps = [f"  {number}. {step.replace('ADDRESS', address)}" for number, step in enumerate(fault.remedies, 1)]
-    more = f"More: {PAGE}#{fault.anchor}. {where}".rstrip()
-    return [f"{fault.title}. {fault.cause}", "What to do, in this order:", *steps, more]
+    return [f"{fault.title}. {fault.cause}", "What to do, in this order:", *steps, *filter(None, [where])]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

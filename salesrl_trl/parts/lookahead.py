@@ -46,7 +46,7 @@ class LookaheadPart(Part):
 
     def on_log(self, _: object, __: object, ___: object, logs: Mapping[str, float], **____: object) -> None:
         """Adapts the lookahead to a step's metrics, which are identical on all ranks."""
-        self._pipeline.move_lookahead(self.next(logs))
+        self._pipeline.turns.lookahead = self.next(logs)
 
     def next(self, figures: Mapping[str, float]) -> int:
         """The lookahead for upcoming steps, after a step with these metrics. Logs changes."""

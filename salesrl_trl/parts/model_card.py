@@ -33,7 +33,7 @@ class ModelCard(Part):
 
     def connect(self, run: PartContext) -> None:
         self._run = run
-        self._model = run.trl.accelerator.unwrap_model(run.trl.model)
+        self._model = run.trl.model()
 
     def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
         with spared("the model card"):

@@ -1,17 +1,19 @@
 """Checks that a run's first steps change the weights. `launch.preflight.memory` chooses their number format."""
 
-import logging
 from collections.abc import Iterator
 from typing import cast
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerState, TrainingArguments
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.update.weights import SIXTEEN_BITS, log_on_main
+from salesrl_trl.update.weights import SIXTEEN_BITS
 from salesrl_trl.wiring.part import Part, PartContext
+
+logger = get_logger(__name__)
 
 SAMPLED = 2**12
 """Number of weights compared per tensor."""
@@ -47,8 +49,7 @@ class WeightChange(Part):
         low = [weight for weight in _parameters(innermost) if weight.dtype in SIXTEEN_BITS]
         if low:
             count, kind = sum(weight.numel() for weight in low), str(low[0].dtype).removeprefix("torch.")
-            log_on_main(
-                logging.WARNING,
+            logger.warning(
                 f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
                 f"writes its updates back in it, at a learning rate of {args.learning_rate:g}. {REMEDY}",
             )
@@ -101,7 +102,7 @@ class WeightChange(Part):
                 "would change nothing. Build it from the model passed to the trainer."
             )
         if not max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0):
-            log_on_main(logging.WARNING, "[Weights] the learning rate is 0: this run doesn't change any weight")
+            logger.warning("[Weights] the learning rate is 0: this run doesn't change any weight")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Rollouts in flight: which prompts come next, when they are generated, and when they are trained on."""
+"""Rollouts in flight: which prompts are next, when they are generated, and when they are trained on."""

@@ -1,11 +1,11 @@
-"""Completions from the moment they are asked for until they have been trained on, and the groups that they form."""
+"""Completions from request to training, and the groups they form."""
 
 import math
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import is_tensor
@@ -17,10 +17,12 @@ from salesrl_trl.kl.penalty import MicroBatch
 from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.types import Example
 
+T = TypeVar("T")
+
 
 def parts(size: int, micro_batch: int, group: int) -> list[range]:
-    """The smallest parts of a generation batch that hold whole groups and whole micro-batches: places of each part, in
-    order; one part where the batch can't be divided so. `size`: completions of this rank's generation batch."""
+    """The smallest parts of a generation batch with whole groups and whole micro-batches, as places in order; a single
+    part if the batch is not divisible. `size`: completions in this rank's generation batch."""
     part = math.lcm(micro_batch, group)
     if size % part:
         return [range(size)]
@@ -28,39 +30,41 @@ def parts(size: int, micro_batch: int, group: int) -> list[range]:
 
 
 class Order(NamedTuple):
-    """The order in which the parts of a generation batch were trained on. A sum of gradients depends on it."""
+    """The order in which a generation batch's parts were trained on, which affects the rounding of summed
+    gradients."""
 
-    parts: Sequence[int] = ()  # the first place of each; none where all rewards were in when the batch began
+    parts: Sequence[int] = ()  # each part's first place; empty if all rewards had arrived when the batch began
     seen: Sequence[int] = ()
-    """How many micro-batches were known behind each one that was trained on before all rewards were in."""
+    """For each micro-batch trained before all rewards had arrived: how many were known after it."""
 
 
 AT_ONCE = Order()
 
 
 class ScoredGroups:
-    """The parts of a generation batch, and the micro-batches of those whose advantages are final. `recorded` is the
-    order in which a replayed run trained on them: the replay repeats it once all are scored."""
+    """The parts of a generation batch, and the micro-batches whose advantages are final. `recorded`: the order in
+    which the replayed run trained on them, repeated by the replay once all are scored."""
 
     def __init__(self, size: int, micro_batch: int, group: int, recorded: Order = AT_ONCE) -> None:
-        self.remaining = parts(size, micro_batch, group)  # parts without a micro-batch in the queue so far
-        self.complete = bool(recorded.parts)  # whether every reward was in, on every rank, at the last `record`
+        self.remaining = parts(size, micro_batch, group)  # parts not yet queued as micro-batches
+        self.complete = bool(recorded.parts)  # whether all rewards on all ranks had arrived at the last `record`
         if recorded.parts:
-            self.remaining.sort(key=lambda part: recorded.parts.index(part.start))
+            by_start = {part.start: part for part in self.remaining}
+            self.remaining = [by_start[start] for start in recorded.parts]
         self._released: list[int] = []
         self._seen = [*recorded.seen]
-        self._taken = 0  # micro-batches that were trained on
+        self._taken = 0  # micro-batches trained on
         self.pending: list[range] = []
-        """Parts this rank waits for. Until enough is scored, only the ranks with the most missing parts wait; on the
-        others it is empty."""
+        """Parts this rank waits for. Until enough is scored, only the ranks with the most pending parts wait;
+        elsewhere it is empty."""
         self._micro_batch = micro_batch
         self._ready: list[range] = []
         self._queue: deque[MicroBatch] = deque()
 
     def record(self, settled: torch.Tensor, rank: int, scored_fraction: float, wanted_fraction: float) -> None:
-        """Record which rewards are in: `settled`, shape (world size, B), bool. Each rank has its own order, because no
-        group lies on two ranks. While fewer completions are scored than wanted, the batch could be skipped, and no
-        part is ready."""
+        """Record which rewards have arrived: `settled`, shape (world size, B), bool. Ranks have their own order, as no
+        group spans two ranks. While fewer completions are scored than wanted, no part is ready, because the batch
+        might be skipped."""
         self.complete = bool(settled.all())
         pending_by_rank = [
             [part for part in self.remaining if not of_rank[part.start : part.stop].all()] for of_rank in settled
@@ -68,14 +72,14 @@ class ScoredGroups:
         own = pending_by_rank[rank]
         enough = scored_fraction >= wanted_fraction
         self._ready = [part for part in self.remaining if enough and part not in own]
-        # While too little is scored, no rank releases a part. The next reward most likely comes where most rewards are
-        # missing. A rank that waited for its own last group would hold up the others, although enough is scored.
+        # While too little is scored, no rank releases a part. The next reward most likely arrives where most are
+        # pending. A rank waiting for its own last group would delay the others even once enough is scored.
         self.pending = own if enough or len(own) == max(map(len, pending_by_rank)) else []
 
     def release(self, output: Mapping[str, object]) -> None:
-        """Put the micro-batches of the ready parts, whose advantages are final, into the queue. `output`: the whole
-        generation batch as TRL made it: tensors of shape (B, ...), lists of length B, scalars, pixels of pictures."""
-        by_sample = split_pixel_values_by_grid(output)  # a picture's pixels are many rows of their tensor
+        """Queue the micro-batches of the ready parts, whose advantages are final. `output`: TRL's whole generation
+        batch: tensors of shape (B, ...), lists of length B, scalars, pixels of images."""
+        by_sample = split_pixel_values_by_grid(output)  # an image's pixels span many rows of their tensor
         for part in list(self.remaining) if self.complete else self._ready:
             self.remaining.remove(part)
             self._released.append(part.start)
@@ -105,7 +109,7 @@ class ScoredGroups:
 
     @property
     def following(self) -> list[MicroBatch]:
-        """The micro-batches behind the next one, as far as they are known."""
+        """The micro-batches after the next one, as far as known."""
         return list(self._queue)[: self._seen[self._taken - 1] if self._taken <= len(self._seen) else None]
 
     @property
@@ -115,37 +119,38 @@ class ScoredGroups:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Rollout:
-    """Completions that were generated together, or groups of several generations that are trained on together."""
+    """Completions generated together, or groups from several generations trained on together."""
 
     inputs: list[Example]  # B rows
     rewards: RewardBatch
-    steps: list[int]  # of each completion, the optimizer steps that the weights had taken which sampled it
+    steps: list[int]  # for each completion, the optimizer steps taken by the weights that sampled it
     is_trained_on: bool
-    handle: Handle | None = None  # the generation. `None` where TRL generates inside its own scoring.
+    handle: Handle | None = None  # the generation; `None` if TRL generates inside its own scoring
     sampled: Sampled | None = None
     behaviour_logps: torch.Tensor | None = None
-    """Log-probs of the policy that sampled, shape (B, C), where the sampler gives none and they are needed."""
+    """Log-probs of the sampling policy, shape (B, C), if needed and not returned by the sampler."""
     logps: dict[bool, torch.Tensor] = field(default_factory=dict)
-    """Log-probs that TRL has computed, shape (B, C), by whether they are the reference's. Unchanged while the batch is
-    repeated."""
+    """Log-probs computed by TRL, shape (B, C), keyed by whether they are the reference's. Reused while the batch
+    repeats."""
     is_corrected_at_step: bool = False
-    """Whether the pass that trains gives the old log-probs. `logps` then has NaN for them."""
-    groups: ScoredGroups | None = None  # set while the batch is trained on part by part
+    """Whether the training forward pass provides the old log-probs, which are NaN until then."""
+    groups: ScoredGroups | None = None  # set while the batch is trained on in parts
     result: BatchResult | None = None
     completions: Sequence[Completion] = ()
-    """The completions as TRL has them, B of them, once it has asked for their rewards."""
+    """The B completions in TRL's format, once it has asked for their rewards."""
     scored: torch.Tensor | None = None
-    """Table of `encode` with the rewards of all ranks so far: shape (world size x B, columns), on the CPU."""
-    failed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    """Which completions of all ranks have no reward so far: shape (world size x B,), bool."""
-    is_in_parts: bool = False  # whether TRL has gone over the batch before all rewards were in
-    group: int = 1  # completions of a prompt. They are neighbours.
+    """All ranks' rewards so far, encoded by `RewardFigures`: shape (world size x B, columns), on the CPU."""
+    failed: torch.Tensor = field(init=False)
+    """Which completions of all ranks are unscored so far: shape (world size x B,), bool."""
+    is_in_parts: bool = False  # whether TRL processed the batch before all rewards had arrived
+    group: int = 1  # completions per prompt, which are adjacent
     is_reported: bool = False
     turnover: tuple[float, ...] = ()
-    """Sums and counts of this rank for the metrics `names.TURNOVER`, where a policy replaces groups."""
-    left: list[range] = field(init=False)  # places of the groups that nobody has trained on yet
+    """This rank's sums and counts for the metrics `names.TURNOVER`, if groups are replaced."""
+    left: list[range] = field(init=False)  # places of the groups not yet trained on
 
     def __post_init__(self) -> None:
+        self.failed = torch.zeros(0, dtype=torch.bool)
         self.left = parts(len(self.inputs), 1, self.group)
 
     @property
@@ -165,7 +170,7 @@ class Rollout:
         return self.groups is None or self.groups.complete
 
     def drain_metrics(self) -> tuple[Mapping[str, list[float]], int]:
-        """TRL's figures of the generation, and its tokens on all ranks: once, then nothing."""
+        """TRL's metrics of the generation and its tokens on all ranks, once; then nothing."""
         if self.sampled is None or self.is_reported:
             return {}, 0
         self.is_reported = True
@@ -173,50 +178,50 @@ class Rollout:
 
 
 class PromptGroup(NamedTuple):
-    """Completions of one prompt, at these places of a rollout. A rank's whole batch where a prompt's completions lie
-    on two ranks."""
+    """Completions of one prompt, at these places of a rollout; a rank's whole batch if prompts' completions span
+    ranks."""
 
     rollout: Rollout
     places: range
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the weights had taken which sampled it."""
+        """Optimizer steps taken by the weights that sampled it."""
         return self.rollout.steps[self.places.start]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each completion, once they are generated."""
+        """Tokens of each completion, once generated."""
         assert self.rollout.sampled is not None
         return [len(self.rollout.sampled.completion_ids[place]) for place in self.places]
 
     @property
     def is_scored(self) -> bool:
-        """Whether each completion has its reward, or the reason of its failure."""
+        """Whether each completion has its reward or a reason for its failure."""
         return self.rollout.rewards.is_settled(self.places)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all rewards are in and the same number, so that the group has no advantage."""
+        """Whether all rewards have arrived and are equal, so that all advantages are 0."""
         return self.rollout.rewards.is_equal(self.places)
 
-    def cut(self, column: Sequence[Any]) -> list[Any]:
+    def cut(self, column: Sequence[T]) -> list[T]:
         return [column[place] for place in self.places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRollouts:
-    """Completions of a turn, as its training or a checkpoint keeps them."""
+    """A turn's completions, as kept for training or in a checkpoint."""
 
-    rows: list[int]  # the row of each of the B completions, by the numbers of `keys_of`
+    rows: list[int]  # each completion's row, identified by `keys_of`
     steps: list[int]
-    sampled: Sampled | None  # `None` for completions that are not there, or not kept
+    sampled: Sampled | None  # `None` if the completions do not exist or are not kept
     behaviour_logps: torch.Tensor | None
-    inputs: list[Example] = field(default_factory=list)  # the rows, where a policy chooses groups; perhaps none
+    inputs: list[Example] = field(default_factory=list)  # the rows, if a policy chooses groups; may be empty
 
     @classmethod
     def of(cls, groups: Sequence[PromptGroup], figures: Sampled | None) -> "KeptRollouts":
-        """The completions of these groups, without pictures. The figures of generation are those of `figures`."""
+        """The completions of these groups, without images, with the generation metrics of `figures`."""
         rollouts = [group.rollout for group in groups]
         inputs = [row for group in groups for row in group.cut(group.rollout.inputs)]
         sampled = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
@@ -252,7 +257,7 @@ def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figur
 
 
 def keys_of(inputs: Sequence[Example]) -> list[int]:
-    """A number for each row by which it is known again."""
+    """A number for each row by which it can be identified later."""
     return [
         example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
         for example in inputs

@@ -1,12 +1,12 @@
-"""The passes through the model for one update. One pass serves several micro-batches, each with its own loss and
-`backward`, as in TRL. Those of all but the last one end at the log-probs, where their gradients wait; the last one
-goes on through the model with all of them. Where an update is the only one of its generation batch, the pass that
-trains gives the old log-probs too."""
+"""The forward and backward passes of an update. One forward pass serves several micro-batches, each with its own loss
+and `backward`, as in TRL. All backwards but the last stop at the log-probs, where gradients accumulate; the last one
+continues through the model with all of them. If an update is the only one of its generation batch, the training
+forward pass also provides the old log-probs."""
 
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,32 +15,31 @@ from accelerate.utils import gather, reduce
 from torch import nn
 
 from salesrl_trl.ground.process import patched
-from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.kl.penalty import MicroBatch, loss_mask
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.shared_prompts.row_layout import Group
-from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, SharedPrompts
+from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, Pass, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
 
-MicroBatch = Mapping[str, Any]
 FILLING = 30_000_000_000_000
-"""Tokens times weights of a pass that fills a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. Larger ones were at
-most an eighth faster on an H200 (`benchmarks.passes`), as much with two and four times the tokens."""
+"""Tokens times weights of a forward pass that saturates a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. On an
+H200 (`benchmarks.passes`), two or four times the tokens were at most an eighth faster."""
 
 
 def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
-    """Tokens of a pass where the settings name none: as many as fill a GPU, and no more than TRL's own pass for one
-    micro-batch, `padded`. `is_light`: a token takes little memory (16 bits on a GPU, with gradient checkpointing).
-    Then a pass may have as many as TRL's, up to four times those that fill a GPU. Where TRL's has fewer, it may have
-    as many as fill one, up to `MOST_TOKENS`; with 0.5B that is about a GiB."""
+    """Default tokens per forward pass: as many as saturate a GPU, but no more than TRL's own pass for one micro-batch,
+    `padded`. `is_light`: tokens need little memory (16 bits on a GPU, with gradient checkpointing). Then a pass may
+    have as many as TRL's, up to four times those that saturate a GPU, or, if TRL's has fewer, as many as saturate one,
+    up to `MOST_TOKENS`; with 0.5B that is about a GiB."""
     filling = FILLING // max(weights, 1)
     return max(min(filling, MOST_TOKENS), min(4 * filling, padded)) if is_light else min(filling, padded)
 
 
 class _Joined(torch.autograd.Function):
-    """Log-probs and entropies of the last micro-batch: `apply(logps, entropies, waiting, *others)`. In its backward
-    pass those of the others get the gradients that wait."""
+    """Log-probs and entropies of the last micro-batch: `apply(logps, entropies, waiting, *others)`. Its backward pass
+    also propagates the other micro-batches' accumulated gradients."""
 
     @staticmethod
     def forward(
@@ -63,8 +62,8 @@ class _Held:
 
 
 def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probs and entropies of each micro-batch of `size` completions. The backward pass of the last one takes the
-    gradients of all with it."""
+    """Log-probs and entropies of each micro-batch of `size` completions. The last one's backward pass propagates the
+    gradients of all."""
     *firsts, last = zip(torch.split(logps, size), torch.split(entropies, size), strict=True)
     waiting = [tensor.detach().requires_grad_() for pair in firsts for tensor in pair]
     joined = _Joined.apply(*last, waiting, *(tensor for pair in firsts for tensor in pair))  # type: ignore[no-untyped-call]
@@ -81,22 +80,22 @@ FIGURES = (
     "sampling/importance_sampling_ratio/mean",
     "sampling/importance_sampling_ratio/max",
 )
-"""TRL's names of its figures."""
+"""TRL's metric names."""
 
 
 def unknown_logps(input_ids: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
-    """Stands for old log-probs while TRL scores a batch: NaN, of shape (B, C). TRL takes such a token's ratio for 1.
-    The arguments are those of TRL's method."""
+    """Placeholder for old log-probs while TRL scores a batch: NaN, shape (B, C), for which TRL's ratio is 1. Takes the
+    arguments of TRL's method."""
     return torch.full((len(input_ids), width), torch.nan, device=input_ids.device)
 
 
 def importance_ratio(
     logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
 ) -> torch.Tensor:
-    """TRL's ratio of the policy to the sampler, bounded: shape (B, C), or (B, 1) for the modes of whole completions.
+    """TRL's bounded ratio of policy to sampler: shape (B, C), or (B, 1) for sequence-level modes.
 
-    `logps` and `sampled` are in nats, of shape (B, C); a token whose log-prob is NaN has the ratio 1. `mask`: tokens
-    that count. `mode`, `low`, `high`: TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max`.
+    `logps` and `sampled` are in nats, of shape (B, C); NaN log-probs yield a ratio of 1. `mask`: tokens that count.
+    `mode`, `low`, `high`: TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max`.
     """
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
@@ -112,7 +111,7 @@ def importance_ratio(
 
 
 class CorrectionAtStep:
-    """The correction of a generation batch by micro-batches. `bounds` are the last arguments of
+    """Importance correction of a generation batch, one micro-batch at a time. `bounds`: the last arguments of
     `importance_ratio`."""
 
     def __init__(self, bounds: tuple[str, float | None, float | None], ledger: Ledger) -> None:
@@ -128,8 +127,8 @@ class CorrectionAtStep:
         return bool(self._sums)
 
     def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
-        """Put the ratio of a micro-batch where TRL's loss reads it, unless it is there or the sampler gave no
-        log-probs. `logps`: of the policy, shape (B, C)."""
+        """Store a micro-batch's ratio where TRL's loss reads it, unless present or the sampler returned no log-probs.
+        `logps`: the policy's, shape (B, C)."""
         sampled = inputs.get(SAMPLED)
         if sampled is None or inputs.get(RATIO) is not None:
             return
@@ -152,7 +151,7 @@ class CorrectionAtStep:
         self._highest.append(torch.stack([figure.double() for figure in highest]))
 
     def drain(self) -> dict[str, float]:
-        """TRL's figures of the micro-batches since the last call, by name; a collective."""
+        """TRL's metrics of the micro-batches since the last call, by name; a collective."""
         apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
         furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
         self.forget()
@@ -170,21 +169,21 @@ class CorrectionAtStep:
 
 
 def left_out_sums(ratio: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """Tokens or completions that TRL's correction for the sampler's distribution leaves out, and all. Shape (2,),
-    float64. `ratio` is as the loss has it, (B, T), or (B, 1) for whole completions; `mask` is the completion mask,
-    (B, T); `mode` as in `importance_ratio`."""
+    """Counts of tokens or completions masked by TRL's importance correction, and of all: shape (2,), float64. `ratio`:
+    as used in the loss, (B, T), or (B, 1) for whole completions; `mask`: the completion mask, (B, T); `mode`: as in
+    `importance_ratio`."""
     counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
     left_out = (ratio == 0) & counts if mode.endswith("_mask") else torch.zeros_like(counts)
     return torch.stack([left_out.sum(), counts.sum()]).to(torch.float64)
 
 
 class Passes:
-    """The passes of one trainer, made by `prompts`: those with gradients for the micro-batch under way, and for those
+    """The forward passes of one trainer, computed by `prompts`: with gradients for the current micro-batch and those
     that follow it in the same update.
 
-    `most_tokens` limits a pass for several micro-batches; without it `unasked_tokens` does, with `weights` and
-    `is_light`. `correction` is that of the pass that trains; `None` where TRL's own pass for old log-probs is needed.
-    `in_order`: a group's completions stay together. Else TRL shuffles a generation batch.
+    `most_tokens` limits a pass over several micro-batches; it defaults to `unasked_tokens` with `weights` and
+    `is_light`. `correction` uses the training pass; `None` if TRL's own pass for old log-probs is needed. `in_order`:
+    a group's completions stay together; otherwise TRL shuffles the generation batch.
     """
 
     def __init__(
@@ -195,8 +194,8 @@ class Passes:
         self._most, self._weights, self._is_light = most_tokens, weights, is_light
         self._correction = correction
         self.has_prompt: list[bool] | None = None
-        """By completion of the latest micro-batch: False if its prompt went through the model with another one. `None`
-        for TRL's way."""
+        """For each completion of the latest micro-batch: False if its prompt was shared with another one's. `None` if
+        TRL's own pass was used."""
         self._held: deque[_Held] = deque()
         self.forget()
 
@@ -208,11 +207,11 @@ class Passes:
             self._correction.forget()
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool) -> MicroBatch:
-        """Begin a micro-batch, the first of `batches`, and return it; the others come after it, as far as they are
-        known. `update`: micro-batches of this update; `is_last`: it is its last. The first one of an update is a
-        collective, as `SharedPrompts.begin_update`."""
+        """Begin a micro-batch, the first of `batches`, and return it; the others follow it, as far as known. `update`:
+        micro-batches of this update; `is_last`: whether it is the last. A collective for the first one of an update,
+        as `SharedPrompts.begin_update`."""
         if self._held and self._held[0].batch is not batches[0]:
-            raise RuntimeError("another micro-batch came than the one whose pass was made: its gradient would be lost")
+            raise RuntimeError("another micro-batch arrived than the precomputed one, whose gradient would be lost")
         if not self._left:
             self.prompts.begin_update()
         self._left = 0 if is_last else (self._left or update) - 1
@@ -220,9 +219,9 @@ class Passes:
         return batches[0]
 
     def log_probs(
-        self, inputs: MutableMapping[str, object] | None, upstream: Callable[..., LogProbs], *args: Any, **kwargs: Any
+        self, inputs: MutableMapping[str, object] | None, upstream: Pass, *args: Any, **kwargs: Any
     ) -> LogProbs:
-        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is computed, if one is."""
+        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any."""
         if inputs is None or not torch.is_grad_enabled():
             return self.prompts.log_probs(upstream, *args, **kwargs)
         passed = self._log_probs(upstream, *args, **kwargs)
@@ -232,7 +231,7 @@ class Passes:
 
     def _log_probs(
         self,
-        upstream: Callable[..., LogProbs],
+        upstream: Pass,
         model: nn.Module,
         *columns: Any,
         compute_entropy: bool = False,
@@ -244,7 +243,8 @@ class Passes:
             self.has_prompt = held.has_prompt
             return held.logps, held.entropies, None
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        # The router's loss is one of a micro-batch. With sharded weights every rank makes one pass for each.
+        # The router's loss is defined per micro-batch. With sharded weights, every rank makes one pass per
+        # micro-batch.
         alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
         own = Columns(*columns)
         batch = own if alone else Columns.of(self._batches)
@@ -261,7 +261,7 @@ class Passes:
         if count == 1:
             return self.prompts.of(model, own, groups, **wanted)
         batch = Columns(batch.ids[: count * size], batch.mask[: count * size], batch.width)
-        # A pass through DDP prepares for the backward pass that sums over ranks: the update's last one.
+        # A forward pass through DDP must prepare for the backward pass that reduces over ranks: the update's last.
         syncs = count == self._left + 1 and hasattr(model, "require_backward_grad_sync")
         with patched(model, "require_backward_grad_sync", True) if syncs else contextlib.nullcontext():
             logps, entropies, _ = self.prompts.of(model, batch, groups, compute_entropy=True)
@@ -273,7 +273,7 @@ class Passes:
         return first_logps, first_entropies, None
 
     def _together(self, groups: Sequence[Group], batch: Columns) -> int:
-        """How many of the micro-batches go into one pass: as few passes as they fit into, of about the same size."""
+        """How many micro-batches share one forward pass: as few passes as possible, of about equal size."""
         count = len(self._batches)
         size = len(batch.ids) // count
         most = self._most
@@ -287,16 +287,16 @@ class Passes:
         return math.ceil(count / math.ceil(count / next(fitting, 1)))
 
     def leave_out_old(self, rollout: Rollout | None, is_reference: bool, are_weights_checked: bool) -> bool:
-        """Whether the pass that trains gives the old log-probs of a rollout. `are_weights_checked`: the check of
-        vLLM's weights, which needs old log-probs, is over."""
+        """Whether the training forward pass provides a rollout's old log-probs. `are_weights_checked`: the check of
+        vLLM's weights, which needs old log-probs, is done."""
         if rollout is None or is_reference or self._correction is None:
             return False
         rollout.is_corrected_at_step = rollout.is_trained_on and are_weights_checked
         return rollout.is_corrected_at_step
 
     def drain_correction(self, is_skipped: bool) -> dict[str, float]:
-        """TRL's figures of the correction of a batch that is done, by name; a collective. NaN for a skipped batch,
-        whose tokens went through no model."""
+        """TRL's importance sampling metrics of a finished batch, by name; a collective. NaN for a skipped batch, whose
+        tokens did not pass through the model."""
         if self._correction is None or not self._correction.is_due:
             return {}
         figures = self._correction.drain()

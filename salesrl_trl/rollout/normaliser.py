@@ -1,8 +1,8 @@
-"""The size of an update whose failed completions are out of its loss. The trainer's overrides of a micro-step call it.
+"""Loss normalisation for updates with failed completions, which are excluded from the loss.
 
-No token of a failed completion counts, but TRL's loss still divides by what an update holds (`UNITS`), over all ranks.
-The update becomes as large as without them by the factor: units of the update / units of what is left. It is in each
-micro-batch's loss where the update is known when it begins. Else the gradient is multiplied before it is clipped.
+Tokens of failed completions do not count, but TRL's loss still divides by all units of an update (`UNITS`), over all
+ranks. The factor "units of the update / remaining units" restores the update's size. It is applied to each
+micro-batch's loss if the update is known when it begins, otherwise to the gradient before clipping.
 """
 
 import math
@@ -15,24 +15,24 @@ from accelerate.utils import reduce
 from salesrl_trl.kl.penalty import MicroBatch, loss_mask
 
 FAILED = "is_failed"
-"""Name in a micro-batch: which completions are out, shape (B,), bool. Absent where none of the generation batch is."""
+"""Key in a micro-batch: which completions failed, shape (B,), bool. Absent if none of the generation batch did."""
 COMPLETIONS, TOKENS, MICRO_BATCHES = "completions", "tokens", "micro-batches"
 UNITS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), COMPLETIONS),
     **dict.fromkeys(("dapo", "cispo", "vespo"), TOKENS),
     "bnpo": MICRO_BATCHES,
 }
-"""By TRL's `loss_type`: the units over which its loss is a mean. Those of tokens divide by `num_items_in_batch`, the
-tokens of a generation batch. With bnpo, each micro-batch has the mean of its tokens."""
+"""The units that TRL's `loss_type` averages over. Token losses divide by `num_items_in_batch`, the tokens of a
+generation batch; bnpo averages over each micro-batch's tokens."""
 
 NO_MEANS_OF_TOKENS = ("entropy_coef", "aux_loss")
-"""Figures that TRL's loss records beside means over a micro-batch's tokens."""
+"""Metrics of TRL's loss that are not means over a micro-batch's tokens."""
 
 
 class Normaliser:
-    """The factor of one trainer's updates. `can_rescale`: a gradient may be multiplied as a whole, before it is
-    clipped. Not with DeepSpeed, which steps in `backward`, and not where the loss has further terms. Each generation
-    batch of an update then has its own factor."""
+    """The factor of one trainer's updates. `can_rescale`: the whole gradient may be rescaled before clipping. Not with
+    DeepSpeed, which steps in `backward`, nor if the loss has additional terms; then each generation batch of an update
+    has its own factor."""
 
     def __init__(self, loss_type: str, *, can_rescale: bool) -> None:
         self._unit = UNITS.get(loss_type, COMPLETIONS)
@@ -41,10 +41,10 @@ class Normaliser:
 
     def forget(self) -> None:
         self.factor = 1.0
-        """Of the advantages and the KL coefficients of the micro-batch under way: TRL's policy losses are in
-        proportion to the advantages."""
+        """Multiplies the current micro-batch's advantages and KL coefficients: TRL's policy losses are proportional to
+        the advantages."""
         self.is_empty = False
-        """Whether nothing of the update is left, on any rank. Known when its last micro-batch went backward."""
+        """Whether nothing of the update remains on any rank. Known after its last micro-batch's backward pass."""
         self._left = self._known = 0
         self._evaluated = self._filled = 0
         self._counts: torch.Tensor | None = None
@@ -52,10 +52,9 @@ class Normaliser:
         self._loss: torch.Tensor | float = 0.0
 
     def begin(self, batches: Sequence[MicroBatch], update: int, *, is_last: bool, in_parts: bool) -> None:
-        """Begin a micro-batch, the first of `batches`; a collective where completions of it failed. The others are
-        those of its generation batch that come after it, as far as they are known. `update`: micro-batches of this
-        update; `is_last`: it is the last of them. `in_parts`: failures were not all known when the first micro-batch
-        of the batch was trained on."""
+        """Begin a micro-batch, the first of `batches`; a collective if some of its completions failed. The others
+        follow it in its generation batch, as far as known. `update`: micro-batches of this update; `is_last`: whether
+        it is the last. `in_parts`: not all failures were known when the batch's first micro-batch was trained on."""
         begins, left = not self._left, self._left or update
         if begins:
             self.forget()
@@ -74,21 +73,21 @@ class Normaliser:
         self._has_failed = self._has_failed or FAILED in batches[0]
 
     def begin_evaluation(self, batch: MicroBatch) -> None:
-        """Begin a batch of an evaluation, which is no part of an update; a collective where completions failed."""
+        """Begin an evaluation batch, outside of updates; a collective if completions failed."""
         self.is_empty = True
         self.factor = self._factor_of([batch])
         self._evaluated += 1
         self._filled += not self.is_empty
 
     def loss_of_evaluation(self, mean: float) -> float | None:
-        """The mean loss of an evaluation over batches with something left, from that over all, whose empty ones have
-        0. `None` if nothing is left. The next evaluation begins."""
+        """The mean evaluation loss over non-empty batches, given the mean over all, where empty ones count as 0.
+        `None` if all are empty. Resets for the next evaluation."""
         every, filled, self._evaluated, self._filled = self._evaluated, self._filled, 0, 0
         return mean * every / filled if filled else None
 
     def end(self, loss: torch.Tensor, weights: Iterable[torch.nn.Parameter], *, is_last: bool) -> torch.Tensor:
-        """A micro-batch went backward. After the last one of an update, the gradients of `weights` get their factor; a
-        collective. Returns the loss for the log."""
+        """End a micro-batch's backward pass. After the last one of an update, rescale the gradients of `weights`; a
+        collective. Returns the loss to log."""
         if self._counts is None:
             return loss
         self._loss = self._loss + loss
@@ -112,14 +111,14 @@ class Normaliser:
         return self._factor(torch.stack([self._counts_of(batch) for batch in part]).sum(dim=0))
 
     def _factor(self, counts: torch.Tensor) -> float:
-        """All units by those that are left; a collective."""
+        """All units divided by the remaining ones; a collective."""
         every, left, filled = reduce(counts, "sum").tolist()
         self.is_empty = self.is_empty and not filled
         return every / left if filled and left else 1.0
 
     def _counts_of(self, batch: MicroBatch, update: int | None = None) -> torch.Tensor:
-        """Units of a micro-batch and of what is left of it, and 1 if anything is. Shape (3,), float64. `update`:
-        the micro-batches of the update, where `num_items_in_batch` has the failed completions' tokens too."""
+        """Units of a micro-batch, its remaining units, and 1 if any remain: shape (3,), float64. `update`: the
+        update's micro-batches, if `num_items_in_batch` includes the failed completions' tokens."""
         mask = batch["completion_mask"]
         failed = batch.get(FAILED, torch.zeros(len(mask), dtype=torch.bool, device=mask.device))  # (B,)
         left = (~failed).sum()
@@ -128,18 +127,18 @@ class Normaliser:
             units = (len(failed), left)
         elif self._unit == MICRO_BATCHES:
             units = (1, filled)
-        elif update is None:  # TRL divides by the tokens of what is left
+        elif update is None:  # TRL divides by the remaining tokens
             units = (1, items > 0)
-        else:  # all micro-batches' add up to the tokens' share
+        else:  # over all micro-batches, these sum to the share of tokens
             tokens = loss_mask(batch).sum().double()
             units = (1, tokens * update * PartialState().num_processes / items.clamp(min=1))
         return torch.stack([torch.as_tensor(count, device=mask.device).double() for count in (*units, filled)])
 
 
 def leave_out_empty(metrics: MutableMapping[str, list[float]], before: Mapping[str, int]) -> None:
-    """Leave a micro-batch of which no token counts, on any rank, out of TRL's means over micro-batches: NaN for its 0.
-    `before`: number of values by name before that micro-batch."""
-    if metrics["entropy"][-1] != 0.0:  # the mean over tokens of all ranks; no token has none
+    """Exclude a micro-batch without any counting token on any rank from TRL's means over micro-batches: NaN instead of
+    0. `before`: number of values by name before that micro-batch."""
+    if metrics["entropy"][-1] != 0.0:  # the mean over all ranks' tokens, exactly 0 without tokens
         return
     for name, values in metrics.items():
         if name not in NO_MEANS_OF_TOKENS:

@@ -1,14 +1,15 @@
-"""Begins generation, and each completion's reward from the moment the completion is finished."""
+"""Starts generation, and each completion's reward as soon as it is finished."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Handle, Sampled, Sampler, ready
+from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import Completion, Origin
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -17,50 +18,53 @@ from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.types import Example
 
 
+class Generation(Protocol):
+    """The part of `wiring.trl_generation` used for rollouts."""
+
+    def group(self) -> int: ...
+    def reward_arguments(self) -> Mapping[str, object]: ...
+    def behaviour_logps(self, sampled: Sampled) -> torch.Tensor: ...
+    def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle: ...
+    def go_on(self) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Launcher:
     sampler: Sampler
     reward_loop: RewardLoop
     timeline: Timeline
-    decode: Callable[[Sequence[int]], str]
-    """From a completion's token ids to its text. Called from the thread in which the sampler reports."""
-    behaviour_logps: Callable[[Sampled], torch.Tensor]
-    """Log-probs of completions under the current policy, where the sampler gives none."""
-    group: Callable[[], int] = lambda: 1  # completions of a prompt at the moment, in training or in an evaluation
-    reward_arguments: Callable[[], Mapping[str, object]] = dict
-    """What reward functions may ask for beside a row's columns (`reward.scorer.TRL_ARGUMENTS`)."""
+    decoder: PreTrainedTokenizerBase  # decodes completions, in the thread in which the sampler reports them
+    trl: Generation
     inside_trl: bool = False
-    """Whether generation begins inside TRL's scoring: for prompts from an environment, and tools in whole batches."""
-    play: Callable[[Sequence[Example], Finished, bool], Handle] | None = None
-    """Plays an episode with each row, in place of a completion of the sampler's."""
-    go_on: Callable[[], None] = lambda: None  # generates the next turns of conversations that are out
+    """Whether TRL's scoring generates: for prompts from an environment, and tools called in whole batches."""
+    plays: bool = False  # whether an episode is played for each row, instead of sampling a completion
 
     def prepare(self, inputs: Sequence[Example]) -> None:
-        """Ask for what the rewards of these rows need before their completions come."""
+        """Prefetch what the rewards of these rows need, before their completions arrive."""
         self.reward_loop.prepare(self._rows(inputs))
 
     def launch(
         self, inputs: list[Example], step: int, *, ahead: bool = False, needs_logps: bool = False,
         is_trained_on: bool = True, group: int | None = None,
     ) -> Rollout:  # fmt: skip
-        """Generate, or begin to where the trainer has other work before it asks for the result (`ahead`). `step`:
-        optimizer steps that the weights have taken. `needs_logps`: another policy may train on the completions.
-        `group`: completions of a prompt, by default the trainer's number."""
+        """Generate, or begin to if the trainer has other work before it asks for the result (`ahead`). `step`:
+        optimizer steps the weights have taken. `needs_logps`: a later policy may train on the completions. `group`:
+        completions per prompt, by default the trainer's."""
         rollout = self._begun(inputs, step, is_trained_on=is_trained_on, group=group)
         if self.inside_trl:
             return rollout
         with self.timeline.phase(Phase.GENERATION):
             starts = self._starts(rollout)
-            if self.play is None:
-                handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
+            if self.plays:
+                handle = self.trl.play(inputs, starts, ahead)
             else:
-                handle = self.play(inputs, starts, ahead)
+                handle = self.sampler.start(prompts_of(inputs), starts, ahead=ahead)
             rollout.handle = handle
             sampled = handle.result() if handle.is_ready or not ahead else None
         if sampled is not None:
             self._keep(rollout, sampled)
             if needs_logps and sampled.logprobs is None:
-                rollout.behaviour_logps = self.behaviour_logps(sampled)
+                rollout.behaviour_logps = self.trl.behaviour_logps(sampled)
         return rollout
 
     def collect(self, rollout: Rollout) -> None:
@@ -71,14 +75,15 @@ class Launcher:
         self._keep(rollout, sampled)
         if sampled.logprobs is None:
             raise ConfigError(
-                "completions were generated ahead of training, and the sampler gives no log-probs of them. Expected "
-                "log-probs, or a sampler that generates in `start`. Mend the sampler, or set `rollout_lookahead: 0`."
+                "completions were generated ahead of training, but the sampler returned no log-probs. Expected "
+                "log-probs, or a sampler that generates in `start`. Fix the sampler, or set `rollout_lookahead: 0`."
             )
 
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
-        """A rollout of an earlier start of the run, with its completions. Its rewards start anew, from the cache."""
+        """A rollout from an earlier start of the run, with its completions. Its rewards are computed again, from the
+        cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
-        rollout.handle, rollout.behaviour_logps, rollout.steps = ready(sampled), kept.behaviour_logps, kept.steps
+        rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)
         return rollout
 
@@ -95,20 +100,20 @@ class Launcher:
     def _begun(
         self, inputs: list[Example], step: int, *, is_trained_on: bool = True, group: int | None = None
     ) -> Rollout:
-        group, steps = group or self.group(), [step] * len(inputs)
+        group, steps = group or self.trl.group(), [step] * len(inputs)
         origin = Origin(rows=inputs, mode="train" if is_trained_on else "eval", step=step)
         rewards = self.reward_loop.begin(self._rows(inputs), group, origin)
         return Rollout(inputs=inputs, rewards=rewards, steps=steps, is_trained_on=is_trained_on, group=group)
 
     def _starts(self, rollout: Rollout, rows: Sequence[Example] = ()) -> Finished:
-        """What starts the reward of a completion that is finished. `rows`: the batch's, with more in them."""
+        """The callback that starts a finished completion's reward. `rows`: the batch's rows with extra columns."""
         in_messages = is_conversational({"prompt": prompts_of(rows or rollout.inputs)[0]})
         made = self._rows(rows) if rows else None
 
         def finished(
             place: int,
             token_ids: Sequence[int],
-            messages: Sequence[Any] | None = None,
+            messages: Sequence[Mapping[str, object]] | None = None,
             failed: str | None = None,
             columns: Mapping[str, object] | None = None,
         ) -> None:
@@ -116,7 +121,7 @@ class Launcher:
             if messages is not None:
                 completion = messages
             else:
-                text = self.decode(token_ids)
+                text = self.decoder.decode(token_ids, skip_special_tokens=True)
                 completion = [{"role": "assistant", "content": text}] if in_messages else text
             row = None if made is None else made[place]
             if columns is not None:
@@ -127,7 +132,7 @@ class Launcher:
 
     def _keep(self, rollout: Rollout, sampled: Sampled, rows: Sequence[Example] = ()) -> None:
         rollout.sampled = sampled
-        extra: Mapping[str, Any] = sampled.generated[5] or {}  # from a `rollout_func`
+        extra: Mapping[str, object] = sampled.generated[5] or {}  # from a `rollout_func`
         if extra:
             rows = [
                 {**row, **{name: value[place] if isinstance(value, list) else value for name, value in extra.items()}}
@@ -137,15 +142,15 @@ class Launcher:
         self.reward_loop.post(rollout.rewards.start_all, sampled.completions, sampled.completion_ids, made)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
-        """The rows with their pictures in the prompts, and with what functions may ask for beside columns."""
-        further = self.reward_arguments()
+        """The rows with images in their prompts, and with the extra arguments of reward functions."""
+        further = self.trl.reward_arguments()
         return [{**row, "prompt": prompt, **further} for row, prompt in zip(rows, prompts_of(rows), strict=True)]
 
 
 def prompts_of(inputs: Sequence[Example]) -> list[object]:
-    """The prompts, with their pictures where TRL puts them: before the first user message."""
+    """The prompts, with images where TRL puts them: before the first user message."""
     pictures = [_pictures(example) for example in inputs]
-    prompts = [example.get("prompt") for example in inputs]  # an environment may have them
+    prompts = [example.get("prompt") for example in inputs]  # an environment may provide them
     if not any(pictures):
         return prompts
     return [prepare_multimodal_messages(prompt, own) for prompt, own in zip(prompts, pictures, strict=True)]

@@ -1,12 +1,12 @@
-"""The rewards of generation batches: awaited, counted over all ranks, and put where TRL's loss reads them. `train_on`
-and `evaluate` begin a batch, TRL's scoring inside them asks for `rewards`, and `next_micro_batches` hands out groups
-that are scored first."""
+"""The rewards of generation batches: awaited, aggregated over all ranks, and passed to TRL's loss. `train_on` and
+`evaluate` begin a batch, TRL's scoring inside them requests `rewards`, and `next_micro_batches` returns scored groups
+first."""
 
 import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -44,32 +44,37 @@ from salesrl_trl.update.run_control import RunControl, on_any_rank
 
 logger = get_logger(__name__)
 
-Output = dict[str, torch.Tensor]  # TRL's output for a generation batch: tensors of shape (B, ...), and scalars
+Output = dict[str, torch.Tensor]  # TRL's output for a generation batch: tensors of shape (B, ...) and scalars
 
 _PENDING = Reward(outcome=Outcome.INFRA, value=None, reason="pending")
-"""Stands for a reward that has not come in yet, while the advantages of other groups are computed."""
+"""Placeholder for a pending reward while other groups' advantages are computed."""
 PARTLY_SCORED = "partly_scored"
-"""Reason of a completion to which a function applies for others of its group, and not for it."""
+"""Reason code if a function scored other completions of the group but not this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletedBatch:
-    """A generation batch whose rewards are all in."""
+    """A generation batch whose rewards have all arrived."""
 
-    rollout: Rollout  # with its `result`: this rank's rewards, by place
+    rollout: Rollout  # its `result` has this rank's rewards, by place
     advantages: torch.Tensor | None
-    """Shape (B,), of a batch that is trained on. Reading it waits for the device."""
+    """Shape (B,), only for training. Reading it synchronises with the device."""
     update: int  # optimizer steps done
+
+
+class TRLScoring(Protocol):
+    def score(self, rollout: Rollout) -> Output: ...
+    def advantages(self) -> MutableSequence[float]: ...
 
 
 class LooksOn(Protocol):
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
-        """May make a collective. Returns figures, the same on all ranks."""
+        """May use collectives. Returns metrics, equal on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoringSettings:
-    """Settings for the scoring of a batch. `SalesGRPOConfig` describes those that it has under the same name."""
+    """Settings for scoring a batch. `SalesGRPOConfig` documents those of the same name."""
 
     branches: Branches
     num_generations: int
@@ -77,7 +82,7 @@ class ScoringSettings:
     hybrid_reference_weight: float
     weights: Sequence[float]
     answered: Sequence[bool]
-    """Of each reward function: whether the package calls it. TRL runs reward models, and those of environments."""
+    """For each reward function: whether the package calls it. TRL runs reward models and environments' rewards."""
     scale_rewards: str
     held_out_examples: int
     vllm_importance_sampling_mode: str
@@ -93,15 +98,14 @@ class RolloutScoring:
     run_control: RunControl
     settings: ScoringSettings
     device: torch.device
-    score: Callable[[Rollout], Output]
-    advantages: Callable[[], MutableSequence[float]]
-    """This column of TRL's table of completions, whose last rows are those of the batch."""
-    rollout: Rollout | None = None  # the rollout that TRL is at work on; `None` in between
-    in_parts: bool = False  # whether the generation batch in training was begun before all its rewards were in
-    parts: "Sequence[LooksOn]" = ()
-    figure_columns: Sequence[str] = ()  # of held-out rows, which figures of evaluations read
-    _waiting: Rollout | None = None
-    _has_scored: bool = False  # whether any completion of the run has a reward
+    trl: TRLScoring
+    parts: "Sequence[LooksOn]"
+    rollout: Rollout | None = field(default=None, init=False)  # the rollout TRL is processing, if any
+    in_parts: bool = field(default=False, init=False)
+    """Whether training on the current generation batch began before all its rewards arrived."""
+    figure_columns: Sequence[str] = field(default=(), init=False)  # columns of held-out rows read by metrics
+    _waiting: Rollout | None = field(default=None, init=False)
+    _has_scored: bool = field(default=False, init=False)  # whether any completion of the run was scored
 
     @property
     def current(self) -> Rollout:
@@ -114,8 +118,8 @@ class RolloutScoring:
     def train_on(
         self, inputs: list[Example], micro_step: int, update: int, in_groups: bool, in_order: bool = False
     ) -> Output:
-        """The batch of these B examples. `in_groups`: scored groups are trained on first. `in_order`: a group's
-        completions stay together when all are scored; else TRL shuffles them."""
+        """TRL's output for the batch of these B examples. `in_groups`: scored groups train first. `in_order`: a
+        group's completions stay together once all are scored; otherwise TRL shuffles them."""
         self._waiting = None
         rollout, settings = self.pipeline.buffer.take(inputs, micro_step, update), self.settings
         shape = (len(inputs), settings.per_device_train_batch_size, settings.num_generations)
@@ -126,7 +130,7 @@ class RolloutScoring:
         output = self._scored(rollout, update)
         self.in_parts = rollout.is_in_parts
         if rollout.is_complete and not in_order and not is_repeated:
-            rollout.groups = None  # nothing to wait for: TRL's own way
+            rollout.groups = None  # nothing to wait for: use TRL's own order
             return output
         groups.complete = rollout.is_complete
         rollout.groups, self._waiting = groups, rollout
@@ -136,8 +140,8 @@ class RolloutScoring:
     def evaluate(
         self, inputs: list[Example], update: int, group: int | None = None, *, for_loss: bool = False
     ) -> tuple[Rollout, Output]:
-        """The batch of these inputs for an evaluation. `group`: as for the pipeline. `for_loss`: failed completions
-        are taken out of it, because TRL computes a loss of it."""
+        """The evaluation batch of these inputs. `group`: as for the pipeline. `for_loss`: exclude failed completions,
+        because TRL computes a loss from it."""
         rollout = self.pipeline.evaluate(inputs, update, group)
         output = self._scored(rollout, update)
         if for_loss:
@@ -145,8 +149,8 @@ class RolloutScoring:
         return rollout, output
 
     def next_micro_batches(self, in_trls_order: list[Output], update: int) -> list[Output]:
-        """The micro-batch to train on, and those of its batch that come after it, as far as they are known.
-        Micro-batches of scored or whole groups replace those in TRL's order."""
+        """The micro-batch to train on, and the following ones of its batch, as far as known. Micro-batches of scored
+        or whole groups replace those in TRL's order."""
         rollout = self._waiting
         if rollout is None or rollout.groups is None:
             return in_trls_order
@@ -163,20 +167,20 @@ class RolloutScoring:
         return micro_batches
 
     def _scored(self, rollout: Rollout, update: int) -> Output:
-        """TRL's output for a rollout, with what the package adds. Of a batch in parts: as far as it is scored."""
+        """TRL's output for a rollout, with the package's additions; for a batch in parts, as far as it is scored."""
         # 1. TRL: completions, their rewards (`rewards`), advantages, log-probs of the reference and old ones
         self.rollout = rollout
         try:
-            output = self.score(rollout)
+            output = self.trl.score(rollout)
         finally:
             self.rollout = None
         is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self.settings
         rollout.is_in_parts = rollout.is_in_parts or not is_complete
         is_skipped = self.run_control.is_skipping and is_complete and is_trained_on
-        # 2. completions without a reward leave the loss
+        # 2. exclude unscored completions from the loss
         if is_trained_on and not is_skipped:
             self._leave_out_failed(rollout, output)
-        # 3. the age of the sampler's weights, and the effect of the correction for it
+        # 3. staleness, and the effect of the importance correction
         if is_complete:
             ages = [float(update - step) for step in rollout.steps]
             if self.pipeline.buffer.chooses:  # each rank has its own
@@ -190,25 +194,25 @@ class RolloutScoring:
             if RATIO in output and not rollout.is_corrected_at_step:
                 sums = left_out_sums(output[RATIO], output["completion_mask"], settings.vllm_importance_sampling_mode)
                 self.ledger.add(rollout.mode, LEFT_OUT, *reduce(sums, "sum").tolist())
-        # 4. what the loss needs beside TRL's tensors: branches for the KL, the sampling policy's log-probs
+        # 4. additional inputs of the loss: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)
-        if (logps := rollout.behaviour_logps) is not None:  # groups of several batches may be padded to another width
+        if (logps := rollout.behaviour_logps) is not None:  # groups from several batches may have another padded width
             output[OLD] = pad(logps, (0, output["completion_mask"].size(1) - logps.size(1)))  # (B, C)
         if rollout.is_corrected_at_step:
             del output[OLD], output[RATIO]
-        # 5. advantages against the reference's reward
+        # 5. advantages relative to the reference's reward
         if settings.hybrid_reference_weight and is_trained_on:
             output["advantages"] = self._hybrid_advantages(rollout)
-        # 6. a batch with too few rewards counts for nothing, under every normaliser
+        # 6. a batch with too few rewards must not count under any normaliser
         if is_skipped:
             output["completion_mask"] = torch.zeros_like(output["completion_mask"])
             output["advantages"] = torch.zeros_like(output["advantages"])
-            # an update that it shares with another batch is of that one alone
+            # an update shared with another batch only uses that one
             output[FAILED] = torch.ones_like(output["completion_mask"][:, 0], dtype=torch.bool)
             output["num_items_in_batch"] = torch.zeros_like(output["num_items_in_batch"])
         self.instruments.timeline.end(Phase.ADVANTAGES)
-        # 7. what looks on: the record, the monitor of the judge
+        # 7. observers: the record, the judge drift monitor
         if is_complete:
             advantages = output["advantages"] if is_trained_on else None
             batch = CompletedBatch(rollout=rollout, advantages=advantages, update=update)
@@ -220,17 +224,17 @@ class RolloutScoring:
     def rewards(
         self, completions: Sequence[Completion], calculate: Callable[[], torch.Tensor]
     ) -> tuple[torch.Tensor, BatchResult | None]:
-        """The rewards of the rollout that TRL is at work on, shape (world size x B, functions), NaN in the row of a
-        completion that counts for nothing; and this rank's. `None` in place of these while some are not in: their rows
-        are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which gets the numbers of
-        functions from the package."""
+        """The rewards of the rollout that TRL is processing, shape (world size x B, functions), with NaN rows for
+        excluded completions; and this rank's result. The result is `None` while some rewards are pending: their rows
+        are NaN, and nothing is recorded. A collective. `calculate`: TRL's own method, which obtains the functions'
+        numbers from the package."""
         rollout, groups = self.current, self.current.groups
-        # 1. a batch in parts: the rewards that are in
+        # 1. a batch in parts: the rewards available so far
         so_far = None if groups is None or groups.complete else self._rewards_so_far(rollout, groups)
         if so_far is not None:
             self.instruments.timeline.begin(Phase.ADVANTAGES)
             return so_far, None
-        # 2. wait for all of them, and let TRL ask for them
+        # 2. wait for all rewards, and let TRL request them
         with self.instruments.timeline.phase(Phase.REWARD_WAIT):
             result = self.reward_loop.result(rollout.rewards, completions)
             self.reward_loop.answer = result
@@ -239,16 +243,17 @@ class RolloutScoring:
             finally:
                 self.reward_loop.answer = None
         self.instruments.timeline.begin(Phase.ADVANTAGES)
-        # 3. what can't be compared within its group counts for nothing
+        # 3. exclude completions not comparable within their group
         rewards, result = self._compared(result, rewards, rollout.group)
         rollout.result, rollout.completions = result, completions
         rollout.failed = torch.isnan(rewards).all(dim=1)  # (world size x B,), the same on every rank
-        # 4. the figures of all ranks, and whether the batch counts
+        # 4. metrics over all ranks, and whether the batch counts
         self._record(rollout, result)
         return rewards, result
 
     def _rewards_so_far(self, rollout: Rollout, groups: ScoredGroups) -> torch.Tensor | None:
-        """The rewards that are in, NaN for the rest: shape (world size x B, functions). `None` when all are in."""
+        """The rewards available so far, NaN for the rest: shape (world size x B, functions). `None` once all have
+        arrived."""
         rewards = [_PENDING if reward is None else reward for reward in rollout.rewards.rewards]
         functions = self.reward_loop.reward.names.functions
         numbers = BatchResult(rewards=tuple(rewards), report=NOTHING_SCORED).table(functions)
@@ -259,7 +264,7 @@ class RolloutScoring:
         scored, values, is_in_everywhere = gather(table).split(widths, dim=1)  # each (world size x B, columns)
         rollout.scored, values = scored.cpu(), values.to(torch.float32)
         values[partly_scored(values, rollout.group)] = torch.nan
-        rollout.failed = torch.isnan(values).all(dim=1)  # and those that are not in: nobody trains on them yet
+        rollout.failed = torch.isnan(values).all(dim=1)  # including pending ones, which are not trained on yet
         scored_fraction = (~rollout.failed).float().mean().item()
         in_by_rank = is_in_everywhere.bool().view(-1, len(rewards)).cpu()  # (world size, B)
         wanted = self.run_control.min_valid_reward_fraction
@@ -267,13 +272,13 @@ class RolloutScoring:
         return None if groups.complete else values
 
     def _compared(self, result: BatchResult, rewards: torch.Tensor, group: int) -> tuple[torch.Tensor, BatchResult]:
-        """TRL's table without completions that can't be compared with their group, and this rank's rewards with the
-        same values; a collective. A single function that the package calls changes nothing."""
+        """TRL's table without completions that are not comparable within their group, and this rank's matching
+        rewards; a collective. Without effect for a single function called by the package."""
         if self.settings.answered == [True]:
             return rewards, result
         own = self._own(len(result.rewards))
         unscored = torch.tensor([float(reward.value is None) for reward in result.rewards], device=rewards.device)
-        lost = gather(unscored).bool()  # (world size x B,): a function of theirs failed, or none applies
+        lost = gather(unscored).bool()  # (world size x B,): one of their functions failed, or none applies
         rewards = torch.where(lost[:, None], torch.nan, rewards)
         partly = partly_scored(rewards, group)
         rewards = torch.where(partly[:, None], torch.nan, rewards)
@@ -289,7 +294,7 @@ class RolloutScoring:
         return rewards, replace(result, rewards=tuple(compared))
 
     def _record(self, rollout: Rollout, result: BatchResult) -> None:
-        """Record the figures of a batch over all ranks, and decide whether it counts; a collective."""
+        """Record a batch's metrics over all ranks, and decide whether it counts; a collective."""
         mode, ledger, control = rollout.mode, self.ledger, self.run_control
         names = self.figure_columns
         if mode == "eval" and (self.settings.held_out_examples or names):
@@ -306,10 +311,10 @@ class RolloutScoring:
         self._has_scored |= not rollout.failed.all().item()
         if not self._has_scored and failed and all(breach for *_, breach in failed):
             raise FunctionError(
-                f"the reward function {failed[0][-1]} So for all {len(failed)} completions of the first batch, and "
-                "nothing could be scored. Correct the function, and launch again."
+                f"the reward function {failed[0][-1]} All {len(failed)} completions of the first batch failed this "
+                "way, so nothing could be scored. Fix the function and launch again."
             )
-        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as each rank's account had it
+        control.is_spent |= any(is_refused for *_, is_refused, _ in failed)  # as decided by each rank's account
         ledger.record_rewards(mode, rollout.scored, reports, (reason for reason, *_ in failed))
         if rollout.is_trained_on:
             report, scored = result.report, ~rollout.failed
@@ -323,15 +328,15 @@ class RolloutScoring:
         ledger.add(mode, SKIPPED_UPDATE, float(control.is_skipping and rollout.is_trained_on))
 
     def _leave_out_failed(self, rollout: Rollout, output: Output) -> None:
-        """Take failed completions out of TRL's output, so that none of their tokens counts; a collective. `FAILED`
-        tells the normaliser which: of a batch in parts always, else if one failed on any rank."""
+        """Mask failed completions in TRL's output so that none of their tokens count; a collective. `FAILED` marks
+        them for the normaliser: always for a batch in parts, otherwise if any rank has one."""
         failed = rollout.failed  # (world size x B,)
         if not (rollout.is_in_parts or failed.any()):
             return
         own = failed[self._own(len(rollout.inputs))]
         output["completion_mask"] = output["completion_mask"] * ~own[:, None]
         output[FAILED] = own
-        if not rollout.is_in_parts:  # else tokens of other groups may still leave
+        if not rollout.is_in_parts:  # otherwise more groups' tokens may still be masked
             output["num_items_in_batch"] = gather(loss_mask(output).sum()).sum()
 
     def _hybrid_advantages(self, rollout: Rollout) -> torch.Tensor:
@@ -345,20 +350,20 @@ class RolloutScoring:
         advantages, missing = hybrid_advantages(values, references, settings.num_generations, share, scale)
         if rollout.is_complete:
             self.ledger.add("train", BASELINE_FALLBACK, missing.sum().item(), len(missing))
-            logged = self.advantages()
+            logged = self.trl.advantages()
             for index, advantage in enumerate(advantages.tolist(), start=len(logged) - len(advantages)):
                 logged[index] = advantage
         return advantages[self._own(len(rollout.inputs))].to(self.device)
 
     def _recorded_order(self, of: Sequence[range], update: int) -> Order | None:
-        """In a replay: the recorded order of these parts; `None` where a rank has none. A collective in a replay."""
+        """In a replay, the recorded order of these parts; `None` if a rank has none. A collective in replays."""
         reward = self.reward_loop.reward
         if not reward.is_replay:
             return None
         recorded = reward.order_of(update + 1)
         order = None if recorded is None else Order(*recorded)
         if order is not None and order.parts and sorted(order.parts) != [part.start for part in of]:
-            order = None  # of batches of another size
+            order = None  # from another batch size
         is_same = len({*gather_object([None if order is None else bool(order.parts)])}) == 1
         return order if is_same else None
 
@@ -371,7 +376,7 @@ class RolloutScoring:
 
 
 def copied(logs: Mapping[str, object]) -> dict[str, object]:
-    """A copy of TRL's tables of completions. Additions to it leave the original as it is."""
+    """A copy of TRL's tables of completions that can be extended without changing the original."""
     copies = {name: copy.copy(table) for name, table in logs.items()}
     for table in (table for table in copies.values() if isinstance(table, dict)):
         table.update({column: copy.copy(values) for column, values in table.items()})

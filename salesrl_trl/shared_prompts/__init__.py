@@ -1,1 +1,1 @@
-"""A group's prompt goes through the model once, and each of its completions behind it."""
+"""Sends each group's prompt through the model once, followed by its completions."""

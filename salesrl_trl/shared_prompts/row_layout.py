@@ -1,15 +1,15 @@
-"""The row of tokens that stands for a padded batch: each prompt once, then the completions.
+"""The token row that represents a padded batch: each prompt once, then the completions.
 
-Owns which token lies where. Pure index arithmetic: no model, no attention. Called by `shared_passes`.
+Pure index arithmetic, without model or attention. Used by `shared_passes`.
 
     padded batch of TRL             row
     . . p p p c c .                 p p | p c | p c c | p
     . . p p p c c c                 prefix, then a segment for each completion
     . . p p p c . .
 
-The last token of a prompt predicts the first token of each of its completions. So it is repeated: a segment begins
-with it, and ends before the last token of the completion, which predicts nothing. A token keeps the position that it
-has in the padded batch.
+The last token of a prompt predicts the first token of each of its completions, so it is repeated: a segment begins
+with it, and ends before the completion's last token, which predicts nothing. Tokens keep their positions in the padded
+batch.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-IGNORED = -100  # label of a token whose prediction nobody asks for
+IGNORED = -100  # label of a token whose prediction is not needed
 Bounds = tuple[torch.Tensor, torch.Tensor, int, int, bool]
-"""Where the parts of queries and of keys begin and end (int32), the longest of both, and whether it is causal."""
+"""Boundaries of the parts of queries and of keys (int32), the longest of each, and whether attention is causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens of its row. 0 without a completion."""
+        """Tokens of its row; 0 without completions."""
         return self.prompt - 1 + sum(self.completions) if self.rows else 0
 
     def only(self, which: Sequence[int]) -> "Group":
@@ -44,9 +44,9 @@ class Group:
 
 
 def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[Group] | None:
-    """The groups of a padded batch, in the order of their first completion. Waits for the device. `input_ids` and
+    """The groups of a padded batch, ordered by their first completion. Synchronises with the device. `input_ids` and
     `attention_mask` have shape (B, L): prompts padded on the left, completions of `width` columns padded on the right.
-    `None` for a batch that is padded in another way, or has an empty prompt."""
+    `None` if the batch is padded differently or has an empty prompt."""
     ids, mask = torch.stack((input_ids, attention_mask.to(input_ids))).cpu().numpy()
     first = ids.shape[1] - width
     prompts, completions = mask[:, :first].sum(axis=1), mask[:, first:].sum(axis=1)
@@ -67,11 +67,11 @@ def groups_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int)
 class Layout:
     """A row of S tokens: all prefixes, then all segments. Groups without a prefix come last."""
 
-    prefixes: tuple[int, ...]  # tokens of each prefix, of groups that have one
+    prefixes: tuple[int, ...]  # tokens of each prefix, for groups with one
     segments: tuple[tuple[int, ...], ...]
-    """By group: tokens of its segments. The groups with a prefix come first, in the same order."""
-    source: np.ndarray = field(repr=False)  # shape (S,): place of each token in the flattened padded batch
-    weights: np.ndarray = field(repr=False)  # shape (S,): how many tokens of the padded batch a token stands for
+    """By group: tokens of its segments. Groups with a prefix are first, in the same order."""
+    source: np.ndarray = field(repr=False)  # shape (S,): each token's index in the flattened padded batch
+    weights: np.ndarray = field(repr=False)  # shape (S,): how many tokens of the padded batch a token represents
     device: torch.device
 
     @property
@@ -83,7 +83,7 @@ class Layout:
         return sum(sum(segment) for segment in self.segments[: len(self.prefixes)])
 
     def bounds(self, lengths: Sequence[int]) -> torch.Tensor:
-        """Where parts of these lengths begin, and the end of the last: shape (n + 1,), int32."""
+        """The starts of parts of these lengths, and the end of the last: shape (n + 1,), int32."""
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
@@ -94,7 +94,7 @@ class Layout:
 
     @cached_property
     def crossings(self) -> Bounds:
-        """Of each group's segments together, which attend to its prefix."""
+        """For each group's segments together, which attend to its prefix."""
         together = [sum(segment) for segment in self.segments[: len(self.prefixes)]]
         return self.bounds(together), self.bounds(self.prefixes), max(together), max(self.prefixes), False
 
@@ -113,13 +113,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """Places in the row, as batches padded on the right. A place that pads is 0."""
+    """Indices into the row, as batches padded on the right with 0."""
 
     prefixes: torch.Tensor  # (groups with a prefix, longest prefix)
     segments: torch.Tensor  # (segments, longest segment)
-    keys: torch.Tensor  # (segments, longest prefix + longest segment): the prefix of each segment, then itself
+    keys: torch.Tensor  # (segments, longest prefix + longest segment): each segment's prefix, then itself
     mask: torch.Tensor
-    """Shape (segments, 1, longest segment, longest prefix + longest segment), bool: the keys that a query sees."""
+    """Shape (segments, 1, longest segment, longest prefix + longest segment), bool: the keys visible to a query."""
     prefix_places: torch.Tensor  # (tokens of prefixes,): places in `prefixes`, flattened
     segment_places: torch.Tensor  # (tokens of segments,): places in `segments`, flattened
 
@@ -136,7 +136,7 @@ class Padded:
         behind[with_prefix], seen[with_prefix] = prefix[owner[with_prefix]], prefix_there[owner[with_prefix]]
         order = np.arange(segment.shape[1])
         causal = (order[:, None] >= order) & segment_there[:, None, :]  # (segments, T, T)
-        # A query that pads sees what the first of its segment sees: a row without any key gives NaN.
+        # Padding queries see what their segment's first token sees: a row without keys would yield NaN.
         causal[:, :, 0] = True
         visible = np.repeat(seen[:, None, :], len(order), axis=1)
         arrays = (
@@ -151,7 +151,7 @@ class Padded:
 
 
 def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places of consecutive parts that begin at `start`, and which of them are there: both of shape (parts, most)."""
+    """Indices of consecutive parts starting at `start`, and which are not padding: both of shape (parts, most)."""
     first = start + np.concatenate(([0], np.cumsum(lengths)))[:-1]
     columns = np.arange(lengths.max(initial=0))
     present = columns < lengths[:, None]
@@ -161,9 +161,9 @@ def _padded(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
 def layout_of(
     groups: Sequence[Group], columns: int, width: int, device: torch.device, *, with_last: bool = False
 ) -> Layout:
-    """The row of some groups of a padded batch with so many columns, `width` of them for completions. `with_last`: the
-    last token of a completion is in the row, and a completion without a token too, because the router's loss counts
-    every token. A row without any token to predict has one token, so that it is a row."""
+    """The row of some groups of a padded batch with this many columns, `width` of them for completions. `with_last`:
+    include completions' last tokens, and empty completions, because the router's loss counts every token. A row
+    without tokens to predict consists of one token."""
     first = columns - width
     filled = []
     for group in groups:
@@ -174,7 +174,7 @@ def layout_of(
         row = groups[0].rows[0]
         place = np.array([row * columns + first - 1], dtype=np.int64)
         return Layout(prefixes=(), segments=((1,),), source=place, weights=np.ones(1, np.float32), device=device)
-    filled.sort(key=lambda item: item[0] == 1)  # a prompt of one token has no prefix
+    filled.sort(key=lambda item: item[0] == 1)  # prompts of one token lack a prefix
     prefixes, segments, source, weights = [], [], [], []
     for prompt, pairs in filled:
         if prompt > 1:
@@ -200,12 +200,12 @@ def layout_of(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The tensors of a row, made on the device from those of the padded batch."""
+    """The tensors of a row, built on the device from those of the padded batch."""
 
     input_ids: torch.Tensor  # (1, S)
     position_ids: torch.Tensor  # (1, S): columns of the padded batch
     labels: torch.Tensor  # (1, S): the next token, or `IGNORED`
-    places: torch.Tensor  # (S,): where the prediction of a token belongs in the flattened (B, C)
+    places: torch.Tensor  # (S,): index of a token's prediction in the flattened (B, C)
 
     @classmethod
     def of(cls, layout: Layout, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> "Row":
@@ -220,6 +220,6 @@ class Row:
         return cls(flat[layout.index][None], column[None], labels[None], places)
 
     def spread(self, values: torch.Tensor, size: int, width: int) -> torch.Tensor:
-        """Values of shape (1, S), which are 0 where the label is `IGNORED`, as (B, C) with B = `size`."""
+        """Scatter values of shape (1, S), 0 where the label is `IGNORED`, to (B, C) with B = `size`."""
         flat = values.new_zeros(size * width)
         return flat.index_add(0, self.places, values[0]).view(size, width)

@@ -1,15 +1,15 @@
-"""Attention over a row with shared prefixes, behind transformers' attention interface. `shared_passes` installs it.
+"""Attention over a row with shared prefixes, through transformers' attention interface. Installed by `shared_passes`.
 
-On a GPU in 16 bits PyTorch's own kernels of flash attention compute it. Each prefix and each segment sees itself,
-causally; all segments of a group together see their prefix, without a mask. Two softmaxes over parts of the keys make
-one over all: each is weighted by its share of the normaliser. Backward, each part gives its share of the gradient from
-the joined normaliser and output (Dao et al. 2022, appendix B.2).
+On GPUs in 16 bits it uses PyTorch's flash attention kernels. Each prefix and each segment attends to itself, causally;
+all segments of a group together attend to their prefix, without a mask. The two softmaxes over parts of the keys are
+combined by weighting each with its share of the normaliser. In the backward pass, each part contributes its share of
+the gradient from the combined normaliser and output (Dao et al. 2022, appendix B.2).
 
-Elsewhere PyTorch's attention does, in two padded batches: over the prefixes, and over the segments behind copies of
-their prefix's keys.
+Elsewhere it uses PyTorch's attention on two padded batches: the prefixes, and the segments with copies of their
+prefix's keys.
 
-Owns which models and settings can't share prompts, and why. The comparison of `shared_passes` finds what no reason
-foresees.
+Also defines which models and settings cannot share prompts, and why. The comparison in `shared_passes` detects any
+others.
 """
 
 import functools
@@ -25,14 +25,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from salesrl_trl.shared_prompts.row_layout import Bounds, Layout
 
+Attention = Callable[..., tuple[torch.Tensor, object]]  # in transformers' form
+
 HALVES = (torch.float16, torch.bfloat16)
-LARGEST_HEAD = 256  # channels of a head that the kernels take
-AMPERE = (8, 0)  # compute capability of the oldest GPUs that they run on
+LARGEST_HEAD = 256  # most channels per head supported by the kernels
+AMPERE = (8, 0)  # compute capability of the oldest supported GPUs
 
 
 def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernels take these: 16 bits, on an Ampere GPU or a newer one, heads of one width that is a multiple
-    of 8."""
+    """Whether the kernels support these: 16 bits, on Ampere or newer GPUs, equal head widths divisible by 8."""
     width = query.size(-1)
     return (
         query.is_cuda
@@ -44,14 +45,15 @@ def can_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
     )
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float) -> tuple[Any, ...]:
-    """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens),
-    float32, and the state of its random generator."""
-    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
-    outputs: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, False, scale=scale
-    )
-    return outputs[:4]
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, scale: float
+) -> tuple[torch.Tensor, ...]:
+    """PyTorch's kernel: output of shape (tokens, heads, channels), log of the normaliser of shape (heads, tokens) in
+    float32, and its random state."""
+    *ends, is_causal = bounds
+    return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
+        q, k, v, *ends, 0.0, is_causal, False, scale=scale
+    )[:4]
 
 
 def backward(
@@ -62,12 +64,12 @@ def backward(
     out: torch.Tensor,
     normaliser: torch.Tensor,
     bounds: Bounds,
-    state: tuple[torch.Tensor, torch.Tensor],
+    state: Sequence[torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_bounds, k_bounds, most_q, most_k, is_causal = bounds
+    *ends, is_causal = bounds
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, out, normaliser, q_bounds, k_bounds, most_q, most_k, 0.0, is_causal, *state, scale=scale
+        grad, q, k, v, out, normaliser, *ends, 0.0, is_causal, *state, scale=scale
     )
 
 
@@ -79,7 +81,6 @@ class SharedFlash(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
     ) -> torch.Tensor:
-        out: torch.Tensor
         out, normaliser, *state = forward(query, key, value, layout.parts, scale)
         crossing_state: list[torch.Tensor] = []
         if layout.prefixes:
@@ -100,12 +101,12 @@ class SharedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, normaliser, *states = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        own = backward(grad, query, key, value, out, normaliser, layout.parts, tuple(states[:2]), scale)
+        own = backward(grad, query, key, value, out, normaliser, layout.parts, states[:2], scale)
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
             crossing = backward(
                 grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
-                normaliser[:, head:tail].contiguous(), layout.crossings, tuple(states[2:]), scale,
+                normaliser[:, head:tail].contiguous(), layout.crossings, states[2:], scale,
             )  # fmt: skip
             for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
                 total[rows] += part
@@ -113,19 +114,19 @@ class SharedFlash(torch.autograd.Function):
 
 
 LAYOUT = "shared_prompts_layout"
-"""Name of the argument that a model hands on to its attention, from its own keyword arguments."""
+"""Keyword argument that a model passes through to its attention."""
 SDPA = "sdpa"
-"""Name of PyTorch's attention. It takes a mask, which flash attention does not."""
+"""Name of PyTorch's attention, which supports masks, unlike flash attention."""
 OWN_TERMS = ("softcap", "s_aux", "position_bias")
-"""Arguments for terms of the attention that the kernels here do not have."""
+"""Arguments for attention terms unsupported by the kernels."""
 
 
 class LayoutLostError(RuntimeError):
-    """The model does not hand its keyword arguments on to its attention, so that no layout gets there."""
+    """The model does not pass its keyword arguments to its attention, which needs the layout."""
 
 
 def install(name: str) -> None:
-    """Let transformers' attention of this name take a layout. Without one it stays what it is."""
+    """Make transformers' attention of this name accept a layout; without one it is unchanged."""
     inner = ALL_ATTENTION_FUNCTIONS[name]
     if hasattr(inner, LAYOUT):
         return
@@ -139,12 +140,12 @@ def install(name: str) -> None:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, object]:
         layout: Layout | None = kwargs.pop(LAYOUT, None)
         if layout is not None:
             return shared_attention(with_mask, module, query, key, value, layout, **kwargs), None
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and key.size(2) > 1:
-            raise LayoutLostError("the model does not hand its keyword arguments on to its attention")
+            raise LayoutLostError("the model does not pass its keyword arguments to its attention")
         return inner(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
 
     vars(attention)[LAYOUT] = inner
@@ -152,7 +153,7 @@ def install(name: str) -> None:
 
 
 def shared_attention(
-    inner: Callable[..., tuple[torch.Tensor, Any]],
+    inner: Attention,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,8 +164,8 @@ def shared_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention over one row, of shape (1, S, heads, channels of a value). `inner` is an attention that takes a mask,
-    in transformers' form. `query`: (1, heads, S, channels); `key` and `value`: (1, heads of keys, S, channels)."""
+    """Attention over one row, of shape (1, S, heads, channels of a value). `inner`: an attention in transformers' form
+    that supports masks. `query`: (1, heads, S, channels); `key` and `value`: (1, heads of keys, S, channels)."""
     if torch.is_autocast_enabled(query.device.type):
         kind = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(kind) for tensor in (query, key, value))
@@ -173,28 +174,16 @@ def shared_attention(
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return SharedFlash.apply(*rows, layout, scale)[None]  # type: ignore[no-any-return, no-untyped-call]
-    attend = functools.partial(inner, module, dropout=dropout, scaling=scaling, **kwargs)
-    return _over_padded(attend, query, key, value, layout)
-
-
-def _over_padded(
-    attend: Callable[..., tuple[torch.Tensor, Any]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-) -> torch.Tensor:
-    """By two calls of `attend` with batches that are padded on the right: the prefixes, shape (groups with a prefix,
-    heads, longest prefix, channels); and the segments, with keys and values of each one's prefix and itself."""
-    padded = layout.padded
-    parts = []
+    # Two batches padded on the right: the prefixes, shape (groups with a prefix, heads, longest prefix, channels); and
+    # the segments, with keys and values of their prefix and themselves.
+    padded, given, parts = layout.padded, {"dropout": dropout, "scaling": scaling, **kwargs}, []
     if layout.prefixes:
         batch = [_gathered(tensor, padded.prefixes) for tensor in (query, key, value)]
-        parts.append(attend(*batch, None, is_causal=True)[0].flatten(0, 1)[padded.prefix_places])
+        parts.append(inner(module, *batch, None, is_causal=True, **given)[0].flatten(0, 1)[padded.prefix_places])
     queries = _gathered(query, padded.segments)
     keys, values = (_gathered(tensor, padded.keys) for tensor in (key, value))
-    parts.append(attend(queries, keys, values, padded.mask)[0].flatten(0, 1)[padded.segment_places])
-    return torch.cat(parts)[None]
+    outputs = inner(module, queries, keys, values, padded.mask, **given)[0]
+    return torch.cat([*parts, outputs.flatten(0, 1)[padded.segment_places]])[None]
 
 
 def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -202,16 +191,15 @@ def _gathered(row: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return taken.view(len(taken), *places.shape, -1).transpose(0, 1)
 
 
-FLASH = "flash"  # part of the names of attentions that compute as `SharedFlash` does
+FLASH = "flash"  # part of the names of attentions equivalent to `SharedFlash`
 CHANGING_ROPE = ("dynamic", "longrope")
-"""Parts of the names of rotary embeddings whose frequencies follow the longest sequence of a batch."""
+"""Rotary embedding types whose frequencies depend on a batch's longest sequence."""
 KINDS = {"full_attention", "sliding_attention"}
-"""Kinds of layers that can share prompts. Sliding ones can as long as no sequence is longer than their window."""
+"""Layer types that can share prompts; sliding ones as long as no sequence exceeds their window."""
 
 
 def why_not_shared(model: nn.Module) -> str | None:
-    """The first reason why this model can't share prompts, unwrapped from DDP and DeepSpeed; `None` if there is
-    none."""
+    """The first reason why this model, possibly wrapped by DDP or DeepSpeed, cannot share prompts, else `None`."""
     return next(_reasons(model), None)
 
 
@@ -227,7 +215,7 @@ def window_of(model: nn.Module) -> int | None:
 
 
 def rope_limit_of(model: nn.Module) -> int | None:
-    """Columns from which the rotary embedding depends on the longest sequence of a batch; `None` if it never does."""
+    """Columns from which the rotary embedding depends on a batch's longest sequence; `None` if never."""
     config = _base(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     of_layers = [rope] if "rope_type" in rope else [entry for entry in rope.values() if isinstance(entry, dict)]
@@ -242,9 +230,9 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def draws_beyond_dropout(model: nn.Module, calm: torch.Tensor, make_pass: Callable[[], torch.Tensor]) -> bool:
-    """Whether a pass in training draws random numbers other than dropout: noise on embeddings, a router's jitter,
-    layers that are left out. Where attention has dropout, this can't be found out. The model comes in evaluation mode,
-    and is left in it, with the random generators where they were. `calm`: the result of `make_pass` in that mode."""
+    """Whether a training pass draws random numbers besides dropout, e.g. embedding noise, router jitter or skipped
+    layers. Cannot be detected if attention has dropout. Expects and leaves the model in evaluation mode, and restores
+    random generators. `calm`: the result of `make_pass` in that mode."""
     if getattr(_base(model).config, "attention_dropout", 0.0):
         return False
     gpus = [device for device in {parameter.device for parameter in model.parameters()} if device.type == "cuda"]
@@ -276,24 +264,24 @@ def _reasons(model: nn.Module) -> Iterator[str]:
     if getattr(adapter, "is_prompt_learning", False):
         yield "the model's adapter adds tokens to the prompt"
     if getattr(adapter, "alora_invocation_tokens", None) or getattr(adapter, "peft_type", None) == "LILY":
-        yield "the model's adapter follows the tokens of a whole sequence"
+        yield "the model's adapter depends on the tokens of a whole sequence"
     if hasattr(model, "_orig_mod"):
         yield "the model is compiled"
     if len({parameter.device for parameter in model.parameters()}) > 1:
-        yield "the model is split over devices"
+        yield "the model is split across devices"
     base = _base(model)
     config = base.config
     if config.get_text_config() is not config:
-        yield "the model takes more than text"
+        yield "the model accepts more than text"
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - KINDS:
         yield f"the model has layers of type {', '.join(sorted(kinds - KINDS))}"
     if getattr(base, "_is_stateful", False):
         yield "the model has recurrent layers"
     if getattr(config, "attention_chunk_size", None):
-        yield "the model's attention is cut into chunks"
+        yield "the model's attention is chunked"
     if not getattr(base, "_supports_attention_backend", False):
-        yield "the model's attention does not go through transformers' interface"
+        yield "the model's attention does not use transformers' interface"
     name = attention_of(model)
     if name != SDPA and FLASH not in name:
         yield f"the model's attention is `{name}`. Expected `{SDPA}` or flash attention: set `attn_implementation`"

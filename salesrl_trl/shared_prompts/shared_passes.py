@@ -1,5 +1,5 @@
-"""Log-probs of a padded batch, with each prompt once through the model: which batches go this way, how many passes it
-takes, and the comparison with TRL's own way at first use."""
+"""Log-probs of a padded batch with each prompt passed through the model once: which batches qualify, how many passes
+they need, and the comparison with TRL's passes at first use."""
 
 import contextlib
 import functools
@@ -32,21 +32,23 @@ from salesrl_trl.shared_prompts.shared_attention import (
 logger = get_logger(__name__)
 
 LogProbs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Log-probs (B, C) in nats, entropies (B, C) in nats if asked for, and the router's loss of a mixture if asked for."""
+"""Log-probs (B, C) and, on request, entropies (B, C), both in nats, and a mixture's router loss."""
+Pass = Callable[..., LogProbs]
+"""TRL's `_get_per_token_logps_and_entropies`."""
 MOST_TOKENS = 16_384
-"""Tokens of a pass without gradients. It keeps no activations, and larger ones are no faster."""
+"""Tokens per forward pass without gradients. Activations are not kept, and larger passes are not faster."""
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Mean difference from TRL's log-probs that rounding explains in any model, in nats, by number format."""
+"""Mean difference from TRL's log-probs explained by rounding in any model, in nats, by dtype."""
 MORE_PADDING = 8
-"""Tokens of a prompt that become padding in the comparison: not every first batch has some, and a model may count its
-positions without it. In 16 bits TRL's own log-probs without these columns show how much rounding matters."""
+"""Prompt tokens masked as padding in the comparison, because a first batch may lack padding and models may ignore it
+in positions. In 16 bits, TRL's own log-probs without these columns measure the rounding error."""
 TIMES_THE_ROUNDING = 4.0
-"""The row's log-probs may be this many times as far from TRL's as TRL's own without these columns."""
+"""Allowed multiple of that rounding error for the row's log-probs."""
 AGAIN_AFTER = (1, 2)
-"""Updates after which both ways are compared once more. A fresh adapter changes nothing, so the first comparison does
-not see it. With a warm-up the first update has a learning rate of 0."""
-MOST_OF_AN_ERROR = 200  # characters of an error in the line that names it
-_ON_ANOTHER_RANK = "another rank found that it can't"
+"""Updates after which both ways are compared again: a fresh adapter is the identity, so the first comparison cannot
+detect it, and with warm-up the first update's learning rate is 0."""
+MOST_OF_AN_ERROR = 200  # most characters of an error quoted in a log line
+_ON_ANOTHER_RANK = "another rank found that it cannot"
 _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 
 
@@ -54,16 +56,16 @@ _COMPARED = "at first use log-probs differ from TRL's by {:.1g} nats on average"
 class PassSettings:
     is_on: bool  # `shared_prompts: auto`
     reason: str | None = None
-    autocast: Callable[[], AbstractContextManager[Any]]
-    most_tokens: int | None = None  # of a pass without gradients. `MOST_TOKENS` when not given.
+    autocast: Callable[[], AbstractContextManager[object]]
+    most_tokens: int | None = None  # per pass without gradients; defaults to `MOST_TOKENS`
     highest: Callable[[int], int]
-    """The highest number of the ranks that make their passes together; a collective if there are several."""
-    highest_of_all: Callable[[int], int] = int  # the highest number of all ranks; a collective if there are several
+    """The maximum over ranks whose passes must be synchronised; a collective if there are several."""
+    highest_of_all: Callable[[int], int] = int  # the maximum over all ranks; a collective if there are several
 
 
 class SharedPrompts:
-    """The passes of one trainer, in place of TRL's `_get_per_token_logps_and_entropies`. The policy comes unwrapped.
-    Its reference has the same architecture."""
+    """Replaces TRL's `_get_per_token_logps_and_entropies` for one trainer. Takes the unwrapped policy; its reference
+    must have the same architecture."""
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
@@ -72,7 +74,7 @@ class SharedPrompts:
         self._attention = ""
         self._has_dropout = has_dropout(model)
         self.is_checked = False
-        self._is_due = True  # the next batch with a shared prompt is compared
+        self._is_due = True  # whether the next batch with a shared prompt is compared
         self._updates = 0
         self._reported: set[str] = set()
         reason = settings.reason or why_not_shared(model) if settings.is_on else None
@@ -86,7 +88,7 @@ class SharedPrompts:
             install(self._attention)
 
     def begin_update(self) -> None:
-        """Begin an update; a collective, until all ranks have compared. If one rank can't share prompts, none does."""
+        """Begin an update; a collective until all ranks have compared. If one rank cannot share prompts, none does."""
         self._updates += 1
         self._is_due |= self._updates - 1 in AGAIN_AFTER
         if self._is_agreed:
@@ -100,7 +102,7 @@ class SharedPrompts:
 
     def log_probs(
         self,
-        upstream: Callable[..., LogProbs],
+        upstream: Pass,
         model: nn.Module,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
@@ -108,9 +110,9 @@ class SharedPrompts:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **vision: Any,
+        **vision: object,
     ) -> LogProbs:
-        """As TRL's `_get_per_token_logps_and_entropies`, which is `upstream`. Some batches go TRL's way."""
+        """Like TRL's `_get_per_token_logps_and_entropies`, passed as `upstream`, which some batches still use."""
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
         batch = Columns(input_ids, attention_mask, logits_to_keep)
         groups = self.groups(upstream, model, batch, vision)
@@ -124,24 +126,24 @@ class SharedPrompts:
         return _sum(logps), _sum(entropies), aux_losses[0]
 
     def groups(
-        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", vision: Mapping[str, Any]
+        self, upstream: Pass, model: nn.Module, batch: "Columns", vision: Mapping[str, object]
     ) -> list[Group] | None:
-        """The groups of a batch; `None` if it goes TRL's way. The first batch with a shared prompt is compared with
-        TRL's way, and one after each of the first updates."""
+        """The groups of a batch; `None` if it needs TRL's passes. The first batch with a shared prompt, and one after
+        each of the first updates, is compared with TRL's passes."""
         if not self.is_on or vision.get("pixel_values") is not None:
             return None
         groups = groups_of(*batch)
         reason = None
         if groups is None:
-            reason = "a batch has an empty prompt, or is padded in another way than TRL's"
+            reason = "a batch has an empty prompt, or is padded differently than TRL's"
         elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
         elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
-            reason = f"from {self._rope_limit} tokens on, the model's rotary embedding follows a batch's longest row"
+            reason = f"from {self._rope_limit} tokens on, rotary embeddings depend on a batch's longest row"
         if self._settings.highest(reason is not None) and reason is None:
-            reason = "another rank has a batch that can't"
+            reason = "another rank has a batch that cannot"
         if reason is not None or groups is None:
             self._tell(str(reason))
             return None
@@ -150,7 +152,7 @@ class SharedPrompts:
         return groups if self.is_checked and self.is_on else None
 
     def _packs(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """The groups in as few passes as may be. Where ranks make passes together, each makes as many."""
+        """The groups in as few passes as possible; the same number on ranks that pass together."""
         packs = packed(groups, self._settings.most_tokens or MOST_TOKENS)
         for _ in range(self._settings.highest(len(packs)) - len(packs)):
             packs.append(_split_off(packs))
@@ -165,18 +167,16 @@ class SharedPrompts:
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
     ) -> LogProbs:
-        """One pass over some groups of a batch. What belongs to other groups is 0."""
+        """One forward pass over some groups of a batch, with 0 for other groups."""
         ids, mask, width = batch
         size, columns = ids.shape
         layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
         row = Row.of(layout, ids, mask, width)
-        arguments: dict[str, Any] = {LAYOUT: layout}
-        if compute_aux_loss:
-            arguments["output_router_logits"] = True
+        arguments = {LAYOUT: layout, **({"output_router_logits": True} if compute_aux_loss else {})}
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
-                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),  # handed on as it is: models make none
+                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),  # passed through: models build none
                 position_ids=row.position_ids,
                 shift_labels=row.labels,
                 fused_lm_head=True,
@@ -187,10 +187,9 @@ class SharedPrompts:
         return row.spread(outputs.log_probs, size, width), entropy, aux_loss
 
     @torch.no_grad()
-    def _compare(
-        self, upstream: Callable[..., LogProbs], model: nn.Module, batch: "Columns", groups: Sequence[Group]
-    ) -> None:
-        """Compare two completions of a prompt with TRL's way, if a batch has some. Each rank makes as many passes."""
+    def _compare(self, upstream: Pass, model: nn.Module, batch: "Columns", groups: Sequence[Group]) -> None:
+        """Compare two completions of a prompt with TRL's passes, if the batch has some. All ranks make equally many
+        passes."""
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
         shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)
@@ -206,10 +205,10 @@ class SharedPrompts:
             kind = _format(model)
         bound = ROUNDING.get(kind, max(ROUNDING.values()))
         was_training, ours, fault = model.training, None, None
-        model.eval()  # dropout would make all of them differ
+        model.eval()  # dropout would make them all differ
         try:
             trl = upstream(model, ids, mask, width)[0]
-            if kind in HALVES:  # positions further left: other roundings of rotary embeddings
+            if kind in HALVES:  # shifted positions round rotary embeddings differently
                 again = upstream(model, ids[:, hidden:], mask[:, hidden:], width)[0]
                 bound = max(bound, TIMES_THE_ROUNDING * _apart(again, trl, counted))
             ours, fault = self._tried(model, Columns(ids, mask, width))
@@ -223,19 +222,19 @@ class SharedPrompts:
         if not self.is_on:
             self._tell(fault or _ON_ANOTHER_RANK, everywhere=fault is not None)
         elif is_first:
-            dropout = "; dropout is drawn once for all of them" if self._has_dropout else ""
-            line = f"completions of a prompt go through the model with one copy of it{dropout}"
+            dropout = "; with a single dropout draw for all of them" if self._has_dropout else ""
+            line = f"completions of a prompt share one copy of it in forward passes{dropout}"
             logger.info(f"[Prompts] {line}; {_COMPARED.format(apart)}")
 
     def _tried(self, model: nn.Module, pair: "Columns") -> tuple[torch.Tensor | None, str | None]:
-        """The log-probs of a pass over two completions, and the reason against such passes. An error is one: TRL's own
-        passes may be possible. Too little memory is none: TRL's passes take no less."""
+        """The log-probs of a pass over two completions, and any reason against such passes. An error is a reason,
+        since TRL may still succeed. Running out of memory is not, as they need at least as much."""
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
             is_first = not self.is_checked
             if is_first and draws_beyond_dropout(model, ours, lambda: self.of(model, pair, groups)[0]):
-                return ours, "the model draws random numbers in training, and completions of a prompt would share them"
+                return ours, "the model draws random numbers in training, which completions of a prompt would share"
             return ours, None
         except torch.OutOfMemoryError:
             raise
@@ -249,7 +248,7 @@ class SharedPrompts:
         if reason not in self._reported:
             self._reported.add(reason)
             what = "for such a batch" if self.is_on else "from here on"
-            line = f"off: one pass for a group's prompt, because {reason}. TRL's own passes are made {what}"
+            line = f"off: sharing a group's prompt in forward passes, because {reason}. Using TRL's own passes {what}"
             logger.info(line, main_process_only=not everywhere)
 
 
@@ -261,7 +260,7 @@ class Columns(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, batches: Sequence[Mapping[str, Any]]) -> "Columns":
+    def of(cls, batches: Sequence[Mapping[str, torch.Tensor]]) -> "Columns":
         ids, mask = (
             torch.cat([torch.cat((batch[f"prompt_{kind}"], batch[f"completion_{kind}"]), dim=1) for batch in batches])
             for kind in ("ids", "mask")
@@ -270,7 +269,7 @@ class Columns(NamedTuple):
 
 
 def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:
-    """Groups in packs of at most `most` tokens, in their order. A group that is larger has a pack of its own."""
+    """Groups packed to at most `most` tokens, in order; a larger group gets its own pack."""
     packs: list[list[Group]] = []
     tokens = 0
     for group in groups:
@@ -283,13 +282,14 @@ def packed(groups: Sequence[Group], most: int) -> list[list[Group]]:
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor, counted: torch.Tensor) -> float:
-    """Mean difference of log-probs, in nats. 0 where none counts: a rank may have nothing to compare."""
+    """Mean difference of log-probs, in nats; 0 if none counts, as a rank may have nothing to compare."""
     differences = (ours.float() - theirs.float()).abs()[counted]
     return differences.mean().item() if len(differences) else 0.0
 
 
 def _split_off(packs: list[list[Group]]) -> list[Group]:
-    largest = max(packs, key=lambda pack: sum(len(group.rows) for group in pack))
+    rows = [sum(len(group.rows) for group in pack) for pack in packs]
+    largest = packs[rows.index(max(rows))]
     if len(largest) > 1:
         half = len(largest) // 2
         taken, largest[half:] = largest[half:], []
@@ -313,12 +313,12 @@ def _format(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def _every_copy_counted(layout: Layout) -> Iterator[None]:
-    """While active, the router's loss counts a token as often as it is there in the padded batch."""
-    import transformers.models.mixtral.modeling_mixtral as mixtral  # TRL takes the loss of every mixture from it
+    """While active, the router's loss counts a token as often as it occurs in the padded batch."""
+    import transformers.models.mixtral.modeling_mixtral as mixtral  # TRL uses its loss for every mixture
 
     counted = mixtral.load_balancing_loss_func
 
-    def weighted(logits: Any, experts: int, per_token: int, _: object) -> Any:
+    def weighted(logits: object, experts: int, per_token: int, _: object) -> object:
         return counted(logits, experts, per_token, layout.weight[None])
 
     with patched(mixtral, "load_balancing_loss_func", weighted):

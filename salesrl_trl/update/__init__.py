@@ -1,1 +1,1 @@
-"""From rewards to an optimizer step: advantages, figures of a log line, skipped batches, and the end of a run."""
+"""From rewards to an optimizer step: advantages, logged metrics, skipped batches, and stopping."""

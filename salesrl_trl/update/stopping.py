@@ -1,7 +1,7 @@
-"""The end of a run that was asked to stop, or that an error stops, with the undoing of a step that was cut off.
+"""Ending a run on request or after an error, undoing an interrupted step.
 
-The other processes may be waiting, for example for rewards. So a request reaches them without a collective: a thread
-of each (`spread_requests`) looks at a key in the store by which torch's processes found each other.
+Other processes may be waiting, e.g. for rewards, so a request reaches them without a collective: a thread in each
+(`watched`) polls a key in torch's distributed store.
 """
 
 import contextlib
@@ -10,17 +10,17 @@ import itertools
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed
 from accelerate import PartialState
 from torch.distributed import distributed_c10d
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from salesrl_trl.errors import CheckpointError, RunStopped, SalesRLError, StopRequested
@@ -29,16 +29,16 @@ from salesrl_trl.update.run_control import RunControl, highest
 
 logger = logging.getLogger(__name__)
 
-STOPPED = "stopped"  # reason code of completions that were given up because the run was asked to stop
+STOPPED = "stopped"  # reason code of completions cancelled because the run was asked to stop
 
 
 class StepSnapshot:
-    """The state at the end of an optimizer step: transformers' counts, the learning rate, KL coefficients, and the
-    `position`: micro-steps, and the slices of the generation batch under way, as TRL counts and keeps them."""
+    """The state at the end of an optimizer step: transformers' counts, learning rate, KL coefficients, and the
+    `position`: TRL's micro-step count and the slices of the current generation batch."""
 
     def __init__(
-        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: Any, kl: BranchedKL | None,
-        position: tuple[int, list[Any] | None],
+        self, state: TrainerState, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, kl: BranchedKL | None,
+        position: tuple[int, list[object] | None],
     ) -> None:  # fmt: skip
         self.step: int = state.global_step
         self._owners = (state, optimizer, scheduler, kl)
@@ -51,8 +51,8 @@ class StepSnapshot:
         self._generators = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         self._on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
-    def restore(self) -> tuple[int, list[Any] | None]:
-        """Returns the position, which the trainer sets back itself."""
+    def restore(self) -> tuple[int, list[object] | None]:
+        """Returns the position, which the trainer restores itself."""
         state, optimizer, scheduler, kl = self._owners
         state.global_step, state.epoch, state.num_input_tokens_seen = self._counts
         del state.log_history[self._lines :]
@@ -70,38 +70,43 @@ class StepSnapshot:
         return self._position
 
 
+class Undoing(Protocol):
+    """Operations of the trainer that end and undo a step."""
+
+    def capture(self) -> StepSnapshot: ...
+    def restore(self, snapshot: StepSnapshot) -> None: ...
+    def drop_gradients(self) -> None: ...
+    def cut_off(self, reason: str) -> None: ...
+    def save_checkpoint(self) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Stopping(TrainerCallback):
-    """Stops a run early, with a checkpoint: one that was asked to stop, can't be scored, or diverged. Keeps a skipped
-    batch from moving the policy by momentum. Under DeepSpeed the optimizer steps inside `backward`, before this:
-    momentum still moves the weights there."""
+    """Stops a run early, with a checkpoint, if it was asked to stop, cannot be scored, or diverged. Prevents momentum
+    from moving the policy on a skipped batch, except with DeepSpeed, whose optimizer already steps inside
+    `backward`."""
 
     run_control: RunControl
-    cut_off: Callable[[str], None]  # ends rewards and calls of tools that are out, with this reason code
-    device: torch.device
-    capture: Callable[[], StepSnapshot]  # the state at the end of an optimizer step
-    restore: Callable[[StepSnapshot], None]
-    drop_gradients: Callable[[], None]  # sets all gradients to `None`
-    can_undo: bool  # whether a skipped step leaves weights and optimizer alone; with DeepSpeed it does not
-    survived: BaseException | None = None  # after this error a checkpoint was saved
+    trl: Undoing
+    can_undo: bool  # whether a skipped step leaves weights and optimizer unchanged; not with DeepSpeed
+    survived: BaseException | None = None  # the error after which a checkpoint was saved
     _snapshot: StepSnapshot | None = None
     _first: int = 0
     _moves: bool = False
     _held: int = 0
-    _interrupted: bool = False  # no request interrupts this process again
-    _save: Callable[[], None] = lambda: None
+    _interrupted: bool = False  # requests no longer interrupt this process
 
     def forget(self) -> None:
         self._snapshot, self._moves, self.survived = None, False, None
         self._held, self._interrupted = 0, False
 
     def request(self, reason: str) -> None:
-        """End training on all ranks, with a checkpoint. From a signal handler too. `reason`: what asked, such as
-        `"SIGTERM"`. Nothing is waited for: completions that are not scored by now are missing. One process ends where
-        it is, by a `StopRequested` in its main thread, between two moves of the optimizer. Of several, all end after
-        the optimizer step under way, which is undone if it was skipped."""
+        """End training on all ranks, with a checkpoint. May be called from a signal handler. `reason`: who asked, e.g.
+        `"SIGTERM"`. Pending completions count as unscored. A single process ends immediately, by a `StopRequested` in
+        its main thread, but not during an optimizer step. Several processes end after the current optimizer step,
+        which is undone if it was skipped."""
         self.run_control.requested = reason
-        self.cut_off(STOPPED)
+        self.trl.cut_off(STOPPED)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -113,7 +118,7 @@ class Stopping(TrainerCallback):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While active, a request does not interrupt this process. It does so afterwards."""
+        """While active, a request does not interrupt this process; it does afterwards."""
         self._held += 1
         try:
             yield
@@ -122,15 +127,38 @@ class Stopping(TrainerCallback):
         if self.run_control.requested is not None:
             self._interrupt()
 
-    def watched(self, save: Callable[[], None]) -> AbstractContextManager[None]:
-        """While active, a request on one process reaches all others. `save` is that of `save_after`, for the end."""
-        self._save = save
-        return spread_requests(
-            lambda: self.run_control.requested, lambda reason: self.request(f"{reason} of another process")
-        )
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside the block, a request on one process reaches all others. All processes must enter it equally often."""
+        key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
+        store = _store()
+        if store is None:
+            yield
+            return
+
+        def watch() -> None:
+            try:
+                while not over.wait(POLL_S):
+                    if (reason := self.run_control.requested) is not None:
+                        store.set(key, reason)
+                        return
+                    if store.check([key]):
+                        self.request(f"{store.get(key).decode()} of another process")
+                        return
+            except RuntimeError as error:  # the first process is gone, so collectives fail too
+                why = type(error).__name__
+                logger.warning(f"other processes cannot be notified of a stop ({why}); they end with their step.")
+
+        thread = threading.Thread(target=watch, name="stop notice", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        self._snapshot = self.capture()
+        self._snapshot = self.trl.capture()
         self._first = self._snapshot.step
 
     def on_step_begin(self, *_: object, **__: object) -> None:
@@ -140,18 +168,18 @@ class Stopping(TrainerCallback):
         if self.run_control.drain_moves():
             self._moves = True
         else:
-            self.drop_gradients()
+            self.trl.drop_gradients()
 
     def on_log(self, *_: object, logs: Mapping[str, object], **__: object) -> None:
         self.run_control.record_line(logs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Stop if any rank was asked to, or if the budget is spent; undo the step if that cut it off. A collective."""
+        """Stop if any rank was asked to, or if the budget is spent, undoing an interrupted step. A collective."""
         run = self.run_control
-        run.record_urgency(highest(run.urgency(), self.device))
-        ends = run.requested is not None or run.is_spent  # the same on all ranks: they have gathered the reasons
+        run.record_urgency(highest(run.urgency(), PartialState().device))
+        ends = run.requested is not None or run.is_spent  # equal on all ranks, which have gathered the reasons
         if ends and not self._moves and self._snapshot is not None:
-            self.restore(self._snapshot)
+            self.trl.restore(self._snapshot)
         step = self.settle()
         if ends:
             run.stop(step, is_new=step > self._first)
@@ -159,66 +187,65 @@ class Stopping(TrainerCallback):
         if run.error is not None:
             control.should_save = state.global_step > 0
             control.should_training_stop = True
-            control.should_evaluate = False  # nothing could be scored
+            control.should_evaluate = False  # nothing can be scored
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        if self.run_control.error is not None:  # the epoch was left in its middle, and the step's end has saved
+        if self.run_control.error is not None:  # the epoch is incomplete, and the step's end has saved
             control.should_evaluate = control.should_save = False
 
     def settle(self) -> int:
-        """What follows an optimizer step is done; random draws belong to the next. Returns the steps done."""
-        self._snapshot, self._moves = self.capture(), False
+        """Mark an optimizer step as complete; later random draws belong to the next. Returns the steps done."""
+        self._snapshot, self._moves = self.trl.capture(), False
         return self._snapshot.step
 
     def raise_if_asked(self) -> None:
         """Raise `StopRequested` if any rank was asked to stop, `RunStopped` if the budget is spent; a collective."""
-        self.run_control.record_urgency(highest(self.run_control.urgency(), self.device))
+        self.run_control.record_urgency(highest(self.run_control.urgency(), PartialState().device))
         if self.run_control.requested is not None:
             raise StopRequested(self.run_control.requested)
         if self.run_control.is_spent:
             raise self.run_control.budget_spent(
-                "All steps are done and saved, but not the evaluation after them. Go on with a larger limit and "
+                "All steps are done and saved, but not the final evaluation. Resume with a larger limit and "
                 "--resume_from_checkpoint auto"
             )
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """While active, training is over, and a request or a spent budget ends the run with a checkpoint and
+        """Context after training, in which a request or a spent budget ends the run with a checkpoint and
         `RunStopped`."""
         try:
             yield
         except RunStopped:
-            self._save()
+            self.trl.save_checkpoint()
             raise
         except StopRequested as request:
-            self._save()
+            self.trl.save_checkpoint()
             raise RunStopped(
-                f"stopped by {request} after the last step. The same command with --resume_from_checkpoint auto does "
-                "what is left."
+                f"stopped by {request} after the last step. Rerun the command with --resume_from_checkpoint auto to "
+                "finish."
             ) from None
 
-    def save_after(self, error: BaseException, save: Callable[[], None]) -> BaseException:
-        """Save a checkpoint of the last whole step, if the error that ends training allows it; a collective. Returns
-        the error with which training ends: `RunStopped` after a request, else the same one, with a note of where to go
-        on."""
+    def save_after(self, error: BaseException) -> BaseException:
+        """Save a checkpoint of the last complete step, if the error that ends training allows it; a collective.
+        Returns the error to raise: `RunStopped` after a request, else the same one with a note on how to resume."""
         is_asked = isinstance(error, StopRequested)
         if not is_asked and (isinstance(error, SalesRLError) or not isinstance(error, Exception)):
             return error
         snapshot, self._interrupted = self._snapshot, True
-        self.cut_off(STOPPED)
+        self.trl.cut_off(STOPPED)
         step, is_new = (0, False) if snapshot is None else (snapshot.step, snapshot.step > self._first)
         try:
             if snapshot is not None and is_new:
                 if self._moves:
-                    return _lost(error, "the optimizer was moving the weights")
+                    return _lost(error, "the optimizer was updating the weights")
                 if not all_arrive(step):
-                    return _lost(error, "other processes are not at the same place")
-                self.restore(snapshot)
-                save()
+                    return _lost(error, "other processes are not at the same step")
+                self.trl.restore(snapshot)
+                self.trl.save_checkpoint()
         except CheckpointError as failure:
             return failure if is_asked else _lost(error, str(failure))
         if not (is_asked or is_new):
-            return error  # of the start-up, or of the first step: it would come again
+            return error  # during start-up or the first step: it would recur
         if is_asked:
             return RunStopped(self.run_control.stopped_by(str(error), step, is_new=is_new))
         error.add_note(self.run_control.stopped_by(type(error).__name__, step, is_new=is_new))
@@ -227,18 +254,18 @@ class Stopping(TrainerCallback):
 
 
 def _lost(error: BaseException, why: str) -> BaseException:
-    logger.warning(f"no checkpoint was saved when the run ended, because {why}. Go on from the one before.")
+    logger.warning(f"no checkpoint was saved when the run ended, because {why}. Resume from the previous one.")
     return RunStopped(f"stopped by {error}. {why}") if isinstance(error, StopRequested) else error
 
 
-POLL_S = 0.25  # seconds between two looks. A look is one small message to the first process.
-PATIENCE = timedelta(seconds=10)  # longest wait for an answer of the store
-_runs = itertools.count()  # all processes count alike, so that each run has its own key
+POLL_S = 0.25  # seconds between polls, each one small message to the first process
+PATIENCE = timedelta(seconds=10)  # maximum wait for the store
+_runs = itertools.count()  # all processes count alike, so each run has its own key
 
 
 def _store() -> distributed_c10d.Store | None:
-    """A connection of its own to the processes' store, as others may wait on the existing one. `None` for a process
-    that is alone."""
+    """A separate connection to the processes' store, as others may block on the existing one. `None` for a single
+    process."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
     store: distributed_c10d.Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -246,43 +273,9 @@ def _store() -> distributed_c10d.Store | None:
     return store
 
 
-@contextlib.contextmanager
-def spread_requests(requested: Callable[[], str | None], stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, notify the other processes of a stop, and be notified by them. All processes must enter it
-    equally often. `requested` returns who asked this process to stop, `None` before that. `stop` is called at most
-    once, from another thread, with who asked another process first."""
-    key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
-    store = _store()
-    if store is None:
-        yield
-        return
-
-    def watch() -> None:
-        try:
-            while not over.wait(POLL_S):
-                reason = requested()
-                if reason is not None:
-                    store.set(key, reason)
-                    return
-                if store.check([key]):
-                    stop(store.get(key).decode())
-                    return
-        except RuntimeError as error:  # the first process is gone, so that collectives fail too
-            why = type(error).__name__
-            logger.warning(f"other processes can't be notified of a stop ({why}). They stop at the end of a step.")
-
-    thread = threading.Thread(target=watch, name="stop notice", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def all_arrive(step: int) -> bool:
-    """Whether all processes come here within `PATIENCE`, after the same number of optimizer steps. No collective: the
-    others may wait in one, after an error on this process alone."""
+    """Whether all processes arrive here within `PATIENCE`, after the same number of optimizer steps. Not a collective:
+    after an error on this process alone, the others may be waiting in one."""
     number = next(_runs)
     try:
         store = _store()
@@ -293,5 +286,5 @@ def all_arrive(step: int) -> bool:
         store.set(keys[torch.distributed.get_rank()], str(step))
         store.wait(keys, PATIENCE)
         return {store.get(key) for key in keys} == {str(step).encode()}
-    except RuntimeError:  # in vain, or the process with the store is gone
+    except RuntimeError:  # timed out, or the process with the store is gone
         return False

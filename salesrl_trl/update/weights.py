@@ -1,29 +1,20 @@
-"""What both models need of their weights: adapters in float32, and a check that vLLM samples from them."""
-
-import logging
-from collections.abc import Callable
+"""Weights: adapters in float32, and a check that vLLM samples from the weights being trained."""
 
 import torch
-from accelerate import PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import reduce
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from salesrl_trl.errors import WeightSyncError
-from salesrl_trl.kl.penalty import loss_mask
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-def log_on_main(level: int, line: str) -> None:
-    if PartialState().is_main_process:
-        logger.log(level, line)
-
-
 class OutsideAutocast:
-    """True where autocast is off."""
+    """True while autocast is off."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -33,17 +24,17 @@ class OutsideAutocast:
 
 
 def spare_casts(model: torch.nn.Module, device_type: str) -> None:
-    """Keep LoRA's float32 layers from turning inputs into float32 where autocast turns them back at once. Without
-    dropout loss and gradients are the same to the bit: float32 holds every number of 16 bits."""
+    """Prevent LoRA's float32 layers from casting inputs to float32 that autocast casts back at once. Without dropout,
+    loss and gradients are bitwise the same, since float32 represents every 16-bit number."""
     for module in model.modules():
         if isinstance(module, Linear) and not module.lora_variant:
             module.cast_input_dtype_enabled = OutsideAutocast(device_type)  # type: ignore[assignment]
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
-    """Make a PEFT model's trainable weights float32, in place. TRL turns those of a quantised model into bf16, and
-    peft leaves trained modules (`modules_to_save`) in the base model's format. Without `autocast` only adapters
-    change: other modules would get activations of another format."""
+    """Convert a PEFT model's trainable weights to float32, in place. TRL converts a quantised model's to bf16, and
+    peft keeps trained modules (`modules_to_save`) in the base model's dtype. Without `autocast` only adapters are
+    converted: other modules would receive activations of another dtype."""
     for module in model.modules():
         if autocast or isinstance(module, BaseTunerLayer):
             for parameter in module.parameters():
@@ -52,34 +43,31 @@ def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:
 
 
 class WeightCheck:
-    """Checks once, by the log-probs of one batch, that vLLM samples from the weights in training. It does not see a
-    push that does nothing where vLLM read the same weights from disk: the preflight's stage `step` does. `limit`:
-    largest mean absolute difference in nats. `hints`: possible reasons of one."""
+    """Checks once, on one batch's log-probs, that vLLM samples from the weights being trained. Cannot detect a push
+    without effect if vLLM loaded the same weights from disk; preflight's stage `step` can. `limit`: largest mean
+    absolute difference in nats. `hints`: possible causes."""
 
     def __init__(self, limit: float, hints: str = "") -> None:
         self._limit = limit
         self._hints = hints
         self.is_done = False
-        self.difference: float | None = None  # mean absolute difference in nats, after a check that compared
+        self.difference: float | None = None  # mean absolute difference in nats, after a comparison
 
     def skip(self, reason: str) -> None:
-        """Log why there is nothing to compare, and end the check."""
+        """Log why nothing can be compared, and end the check."""
         self.is_done = True
-        log_on_main(logging.INFO, f"off: the check that vLLM samples from the weights in training, because {reason}")
+        logger.info(f"off: the check that vLLM samples from the weights being trained, because {reason}")
 
-    def check(self, output: dict[str, torch.Tensor], logps_of: Callable[..., torch.Tensor]) -> None:
-        """Check one of TRL's generation batches; a collective. `logps_of` returns the trainer's log-probs of it, (B,
-        T), where TRL has not computed them. Raises `WeightSyncError` where log-probs are too far apart, or NaN."""
-        sampled = output.get("sampling_per_token_logps")
-        if sampled is None:
-            self.skip("these rollouts come without log-probs")
-            return
-        ours = output.get("old_per_token_logps")
-        sums = logp_difference(logps_of(output) if ours is None else ours, sampled, loss_mask(output))
-        self.record(reduce(sums, "sum"))
+    def check(self, ours: torch.Tensor | None, sampled: torch.Tensor | None, mask: torch.Tensor) -> None:
+        """Check a generation batch's log-probs, shape (B, T); a collective. Raises `WeightSyncError` if they differ
+        too much or are NaN. `None`: vLLM returned none."""
+        if ours is None or sampled is None:
+            self.skip("these rollouts lack log-probs")
+        else:
+            self.record(reduce(logp_difference(ours, sampled, mask), "sum"))
 
     def record(self, sums: torch.Tensor) -> None:
-        """Judge the sums of `logp_difference` over all ranks, shape (3,), as `check` does."""
+        """Check the sums of `logp_difference` over all ranks, shape (3,)."""
         difference, tokens, missing = sums.tolist()
         if not tokens + missing:
             return
@@ -87,26 +75,24 @@ class WeightCheck:
         mean = self.difference = difference / tokens if tokens else 0.0
         if missing:
             raise WeightSyncError(
-                f"{missing:.0f} of the first {tokens + missing:.0f} sampled tokens have a log-prob that is no number, "
-                "in vLLM or in the trainer. Expected a number for each: weights are broken, or overflow in their "
-                f"number format. {self._hints}"
+                f"{missing:.0f} of the first {tokens + missing:.0f} sampled tokens have a NaN log-prob in vLLM or in "
+                f"the trainer. Expected numbers: the weights are broken, or overflow in their dtype. {self._hints}"
             )
-        if not mean <= self._limit:  # infinite too
+        if not mean <= self._limit:  # also rejects infinity
             raise WeightSyncError(
                 f"vLLM's log-probs differ from the trainer's by {mean:.3f} nats on average over the first "
-                f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or in another "
-                f"number format, than the ones in training. {self._hints}"
+                f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or with "
+                f"another dtype, than those being trained. {self._hints}"
             )
-        log_on_main(
-            logging.INFO,
-            f"[Weights] vLLM samples from the weights in training: log-probs differ by {mean:.4f} nats on average "
-            f"over {tokens:.0f} tokens",
+        logger.info(
+            f"[Weights] vLLM samples from the weights being trained: log-probs differ by {mean:.4f} nats on average "
+            f"over {tokens:.0f} tokens"
         )
 
 
 def logp_difference(ours: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Over the tokens that count, from shapes (B, T): the sum of absolute differences in nats, the number of tokens
-    with a difference, and of those without one, because a log-prob is NaN. Shape (3,), float64."""
+    """Over the counted tokens of shape (B, T): the sum of absolute differences in nats, the number of tokens compared,
+    and the number with a NaN log-prob. Shape (3,), float64."""
     difference = (ours.double() - sampled.double()).abs()
     missing = difference.isnan() & mask.bool()
     counted = mask.bool() & ~missing

@@ -1,1 +1,1 @@
-"""The trainer's components and parts, and how they get what they use of TRL's trainer, which `trainer` overrides."""
+"""The trainer's components and parts, and their access to TRL's trainer, which `trainer` overrides."""

@@ -1,14 +1,12 @@
-"""The components of a trainer, built before TRL's own and connected after it by what they use of it (`Hooks`). Owns
-the order in which they are built, and what happens when a run fails. Holds no trainer."""
+"""The components of a trainer: built before TRL's own, then connected to it through `Hooks`. Defines the order of
+construction and what happens when a run fails. Never holds the trainer."""
 
 import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
@@ -18,7 +16,7 @@ from salesrl_trl.config.checks import from_fields
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.config.trl_settings import load_sampler
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.generation.sampler import Sampled, Sampler, Streamed, Upstream, WholeBatch
+from salesrl_trl.generation.sampler import Sampled, Sampler, TRLSampler, Upstream
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.kl.law import KLLaw
 from salesrl_trl.names import Phase, StartUp
@@ -34,15 +32,17 @@ from salesrl_trl.telemetry.timeline import phased
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import MAX_OUTAGE_S, RunControl
 from salesrl_trl.update.stopping import Stopping
-from salesrl_trl.wiring.part import Hooks, Part, PartContext, connect_parts
+from salesrl_trl.wiring.part import Part, connect_parts
 from salesrl_trl.wiring.policy import Policy, Reference
+from salesrl_trl.wiring.trl_access import Hooks
 
 logger = get_logger(__name__)
 
 
 class Components:
-    """The components of one trainer. Without `instruments`: phases, heartbeats, and a trace of the first 50 steps.
-    `kl_law` takes the place of the law that `args` sets. `gets_adapter`: TRL will put an adapter on the model."""
+    """The components of one trainer, and the `PartContext` of its parts. `instruments` default to phases, heartbeats,
+    and a trace of the first 50 steps. `kl_law` replaces the KL controller set in `args`. `gets_adapter`: TRL will add
+    an adapter to the model."""
 
     def __init__(
         self, rewards: RewardFuncs, args: SalesGRPOConfig, instruments: Instruments | None, kl_law: KLLaw | None,
@@ -50,10 +50,10 @@ class Components:
     ) -> None:  # fmt: skip
         show_lines()
         hide_lines()
-        self._args = args
+        self.args = args
         self._rewards = rewards
         self._own_parts = parts
-        self.parts: list[Part] = []  # once TRL's trainer is built: the built-in ones, then those given
+        self.parts: list[Part] = []  # built-in parts, then the user's; filled once TRL's trainer is built
         self.reward_loop = rewards.reward_loop
         reward = self.reward = self.reward_loop.reward
         self._rows: Any = train_dataset
@@ -63,17 +63,17 @@ class Components:
         self.instruments = instruments or Instruments(settings, args.device, Path(args.output_dir))
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
-        self.converses = False  # whether completions that may call tools go through their turns one by one
+        self.converses = False  # whether each conversation with tools advances independently
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
         self.kl = BranchedKL(targets, law, args.kl_settings.windows, args.kl_penalty()) if targets else None
         self.policy = Policy(args, self.kl is not None, gets_adapter)
-        self.figures_of_rewards = RewardFigures(args.branches, reward.names)
+        self.figures = RewardFigures(args.branches, reward.names)
         lines = {"baseline": args.hybrid_reference_weight, "refill": args.refill_groups}
         further = [line for line, setting in lines.items() if setting]
         own = [name for part in parts for name in part.figure_names]
-        self.ledger = Ledger(self.figures_of_rewards, with_kl=bool(targets), further=further, own=own)
+        self.ledger = Ledger(self.figures, with_kl=bool(targets), further=further, own=own)
         self.run_control = from_fields(RunControl, args, max_outage_s=MAX_OUTAGE_S)
         self.keeper = Keeper(args, self.kl, self.run_control, self.parts)
 
@@ -81,33 +81,26 @@ class Components:
         self, trl: Hooks, sampler: Callable[[Upstream], Sampler] | None, quick_eval: QuickEvalSettings | None,
         policy: BufferPolicy | None = None,
     ) -> list[TrainerCallback]:  # fmt: skip
-        """Build what uses TRL's own methods. Returns a run's callbacks, in order. `sampler` makes another engine."""
-        self._trl, args = trl, self._args
-        # 1. settings and rewards that do not go with what TRL was given are refused
+        """Build what uses TRL's methods. Returns the run's callbacks, in order. `sampler` creates a custom engine."""
+        self.trl, args = trl, self.args
+        # 1. reject settings and rewards incompatible with TRL's arguments
         own = sampler or load_sampler(args.sampler)
         inside_trl = self._why_inside_trl(trl, own is not None)
         rollouts.check_rewards(args, inside_trl, trl.reward_answered, self.reward.names)
         size = args.per_device_train_batch_size * args.steps_per_generation
-        # 2. the end of a run, the reference, and what both models need
-        self.stopping = Stopping(
-            run_control=self.run_control,
-            cut_off=self._cut_off,
-            device=trl.accelerator.device,
-            capture=trl.capture,
-            restore=trl.restore,
-            drop_gradients=trl.drop_gradients,
-            can_undo=not trl.is_deepspeed,
-        )
-        self.reference = Reference(trl.model, trl.ref_model)
+        # 2. stopping, the reference, and preparation of both models
+        self.stopping = Stopping(run_control=self.run_control, trl=trl, can_undo=not trl.is_deepspeed)
+        model = trl.model()
+        self.reference = Reference(model, trl.ref_model)
         if self.reference.has_adapter and not trl.is_deepspeed:
-            self.policy.raise_adapters(trl.model)
+            self.policy.raise_adapters(model)
         for warning in (*args.machine_notes, *rollouts.sampling_warnings(args)):
             logger.warning(warning)
         # 3. rollouts, and their order
         rollouts.check_pictures_ahead(args, trl.reads_pictures and own is None)
         self._connect_rollouts(trl, own, inside_trl)
         at_once = self._rewards.why_at_once(args.num_generations, size, inside_trl and trl.tools)
-        # a function may score a whole batch before it is known which groups are equal
+        # a function may score a whole batch before zero-variance groups are known
         answers_alone = all(trl.reward_answered) and not inside_trl
         talks = trl.tools is not None or self.reward.is_played
         self.pipeline.buffer.policy = rollouts.buffer_policy_of(
@@ -118,13 +111,12 @@ class Components:
         in_trls_order = rollouts.why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
         reason = in_trls_order or rollouts.why_not_divisible(args, at_once)
         if self.pipeline.buffer.chooses:
-            reason = "groups go by themselves, and a step begins when all of its own are scored"
+            reason = "groups are chosen individually, and a step begins once all of its groups are scored"
         self.in_groups = args.scored_groups_first and reason is None
         if args.scored_groups_first and reason is not None:
             logger.info(f"off: `scored_groups_first`, because {reason}")
-        # 4. the passes of an update, and the phases around them
-        unwrapped = trl.accelerator.unwrap_model(trl.model)
-        self.passes = rollouts.passes_of(args, trl.accelerator, unwrapped, self.ledger, in_trls_order)
+        # 4. the model computations of an update, and their phases
+        self.passes = rollouts.passes_of(args, trl.accelerator, model, self.ledger, in_trls_order)
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             engine: Any = trl.engine
@@ -133,146 +125,109 @@ class Components:
         else:
             self.policy.weight_check.skip("transformers generates with the trainer's own model")
         # 5. the parts
-        run = PartContext(
-            args=self._args, trl=trl, branches=self.branches, reward_loop=self.reward_loop,
-            figures=self.figures_of_rewards, ledger=self.ledger, sampler=self.sampler, pipeline=self.pipeline,
-            scoring=self.scoring, instruments=self.instruments, run_control=self.run_control, kl=self.kl,
-            least_lookahead=int(self._is_served or self._partial > 0), partial_rollouts=self._partial,
-            recorded_weights=self._rewards.recorded_weights, quick_eval=quick_eval, parts=self.parts,
-        )  # fmt: skip
-        connect_parts(run, self.parts, self._own_parts)
+        self.recorded_weights: Mapping[str, float] = self._rewards.recorded_weights
+        self.quick_eval = quick_eval
+        connect_parts(self, self.parts, self._own_parts)
         return [
             self.stopping,
             StepMarks(self.instruments, self._begin, self.step_is_over, self.pipeline.forget),
             *self.parts,
         ]
 
-    def _cut_off(self, reason: str) -> None:
-        self.reward_loop.cut_off(reason)
-        for part in self.parts:
-            part.cancel(reason)
-
     def _who_generates(self) -> str:
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
-        if self._args.use_vllm:
-            return f"vLLM generates{' on its server' * (self._args.vllm_mode == 'server')}"
-        return (
-            f"{self._args.sampler or 'transformers'} generates on the {self._args.device.type.upper()}, without vLLM"
-        )
+        if self.args.use_vllm:
+            return f"vLLM generates{' on its server' * (self.args.vllm_mode == 'server')}"
+        return f"{self.args.sampler or 'transformers'} generates on the {self.args.device.type.upper()}, without vLLM"
 
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
-        """Why generation begins inside TRL's scoring. `None` where it does not, as without tools."""
-        args = self._args
+        """Why generation happens inside TRL's scoring; `None` if it does not, e.g. without tools."""
+        args = self.args
         if trl.tools is None and not self.reward.is_played:
             return None
         splits = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1
         reason = rollouts.first({
-            "`sampler` is an engine of its own, which generates whole batches": has_own_engine,
-            "the policy's processor makes pictures of a whole batch": trl.reads_pictures,
-            "tensor parallelism generates one batch in several processes": splits,
+            "`sampler` is a custom engine, which generates whole batches": has_own_engine,
+            "the policy's processor encodes the images of a whole batch": trl.reads_pictures,
+            "tensor parallelism generates a batch across processes": splits,
         })  # fmt: skip
         if self.reward.is_played:
             rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
-        self.converses = reason is None and bool(trl.tool_names)  # an environment may have none
+        self.converses = reason is None and bool(trl.tool_names)  # an environment may lack tools
         if reason is not None:
-            logger.info(f"off: each conversation with tools goes through its turns by itself, because {reason}")
-        return reason or ("environments have the prompts" if trl.tools == "an environment" else None)
+            logger.info(f"off: independent turns of conversations with tools, because {reason}")
+        return reason or ("environments provide the prompts" if trl.tools == "an environment" else None)
 
     def _connect_rollouts(
         self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: str | None
     ) -> None:
-        args = self._args
-        is_served = self._is_served = bool(args.use_vllm) and args.vllm_mode == "server"
+        args = self.args
+        is_served = bool(args.use_vllm) and args.vllm_mode == "server"
         self.sampler = self._sampler(trl, build)
-        # Threads share no tokenizer: another one decodes a server's completions while prompts are encoded.
+        self.least_lookahead = int(is_served or self.partial_rollouts > 0)
+        # Tokenizers are not thread-safe: a copy decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        launcher = Launcher(
-            sampler=self.sampler,
-            reward_loop=self.reward_loop,
-            timeline=self.timeline,
-            decode=functools.partial(decoder.decode, skip_special_tokens=True),
-            behaviour_logps=lambda sampled: trl.logps_of(padded(sampled, trl, args)),
-            group=trl.group,
-            reward_arguments=trl.reward_arguments,
-            inside_trl=inside_trl is not None,
-            play=trl.play if self.reward.is_played else None,
-            go_on=trl.go_on,
-        )
+        inside, plays = inside_trl is not None, self.reward.is_played
+        launcher = from_fields(Launcher, self, decoder=decoder, inside_trl=inside, plays=plays)
         self.pipeline = Pipeline(
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
             seed=args.seed,
         )  # fmt: skip
         self.keeper.buffer = self.pipeline.buffer
-        self.scoring = RolloutScoring(
-            pipeline=self.pipeline,
-            reward_loop=self.reward_loop,
-            figures=self.figures_of_rewards,
-            ledger=self.ledger,
-            instruments=self.instruments,
-            run_control=self.run_control,
-            settings=from_fields(
-                ScoringSettings, args, branches=self.branches, weights=trl.reward_weights,
-                answered=trl.reward_answered,
-            ),
-            device=trl.accelerator.device, score=trl.score, advantages=trl.advantages, parts=self.parts,
-        )  # fmt: skip
+        settings = from_fields(
+            ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
+        )
+        self.scoring = from_fields(RolloutScoring, self, settings=settings, device=trl.accelerator.device)
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
-        args, talks = self._args, self.converses or self.reward.is_played
+        args, talks = self.args, self.converses or self.reward.is_played
         templates = ("response_template", "response_schema")
         parses = any(getattr(trl.tokenizer, name, None) is not None for name in templates)
-        whole = rollouts.first({  # why completions can't be reported one by one
-            "`sampler` is an engine of its own": build is not None,
+        whole = rollouts.first({  # why completions cannot be reported individually
+            "`sampler` is a custom engine": build is not None,
             "transformers generates a whole batch at once": not args.use_vllm,
             "`rollout_func` generates a whole batch at once": trl.has_rollout_func,
-            "the tokenizer's response template parses the completions of a whole batch at once": parses,
+            "the tokenizer's response template parses a whole batch at once": parses,
         })  # fmt: skip
-        self._partial = 0.0  # `partial_rollouts`, where it has an effect
+        self.partial_rollouts = 0.0  # `partial_rollouts`, if effective
         if args.partial_rollouts:
             reason = rollouts.why_not_partial(args, whole, talks, trl.reads_pictures)
             if reason is None:
-                self._partial = args.partial_rollouts
+                self.partial_rollouts = args.partial_rollouts
                 trl.engine.loop.most_unfinished = args.most_unfinished
-            elif args.most_lookahead:  # else the settings have said so
-                logger.info(f"`partial_rollouts` has no effect here, because {reason}")
+            elif args.most_lookahead:  # otherwise the settings already logged it
+                logger.info(f"`partial_rollouts` is ignored here, because {reason}")
         if self.reward.is_played:
-            return WholeBatch(trl.generate, trl.engine)  # looks at the engine's weights alone
+            return TRLSampler(trl, trl.engine)  # used only to check the engine's weights
         if self.converses:
-            return Streamed(trl.generate, trl.engine, trl.converse)
-        if build is None:
-            if whole is None:
-                return Streamed(trl.generate, trl.engine, trl.ask)
-            logger.info(f"off: rewards start as soon as a completion is finished, because {whole}")
-            return WholeBatch(trl.generate, trl.engine)
-        return build(
-            Upstream(
-                generate=trl.generate, model=lambda: trl.accelerator.unwrap_model(trl.model), step=trl.step,
-                temperature=args.temperature, max_completion_length=args.max_completion_length,
-                eos_token_ids=tuple(trl.eos_token_ids),
-            )
-        )  # fmt: skip
+            return TRLSampler(trl, trl.engine, trl.converse)
+        if build is not None:
+            return build(trl)
+        if whole is not None:
+            logger.info(f"off: starting a completion's reward as soon as it is finished, because {whole}")
+        return TRLSampler(trl, trl.engine, trl.ask if whole is None else None)
 
     def _begin(self) -> None:
-        trl, (micro_step, has_batch) = self._trl, self._trl.position()
-        if trl.is_deepspeed:  # its optimizer steps inside `backward`
+        trl, (micro_step, has_batch) = self.trl, self.trl.position()
+        if trl.is_deepspeed:  # it steps the optimizer inside `backward`
             engine = trl.accelerator.deepspeed_engine_wrapped.engine
             engine.step = phased(self.timeline, Phase.OPTIMIZER, engine.step)
         self.pipeline.restart(micro_step, trl.step(), has_batch, self.keeper.drain_rollouts())
         self.keeper.restore_parts()
 
     def check_sampler(self, prompts: Sequence[object]) -> Sampled:
-        """Sample a completion for each prompt. Raises `WeightSyncError` for other weights than those in training; a
-        collective."""
+        """Sample a completion for each prompt, and check vLLM's weights. Raises `WeightSyncError` if they differ from
+        those being trained; a collective."""
         sampled = self.sampler.start(prompts, lambda *_, **__: None, ahead=False).result()
-        with self._trl.accelerator.autocast():  # a model that is not trained yet does not have it of its own
-            self.policy.weight_check.check(padded(sampled, self._trl, self._args), self._trl.logps_of)
+        with self.trl.accelerator.autocast():  # a model gets its own autocast only when training starts
+            self.trl.check_weights(self.trl.padded(sampled))
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
-        """Move the coefficients of the next step by this step's KL over all ranks; a collective."""
-        trl = self._trl
+        """Update the next step's coefficients from this step's KL over all ranks; a collective."""
+        trl = self.trl
         totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
         betas, shares = kl.control.betas, kl.control.shares
         if mode == "train":
@@ -281,28 +236,27 @@ class Components:
 
     def step_is_over(self) -> None:
         for part in self.parts:
-            part.after_step(self._trl.step())
+            part.after_step(self.trl.step())
 
-    def figures(self, mode: str) -> dict[str, float]:
+    def log_line(self, mode: str) -> dict[str, float]:
         figures = self.ledger.flush(mode)
         for part in self.parts:
             figures |= part.figures(mode)
         if mode == "train":
-            figures |= self.instruments.figures(self._trl.accelerator)
+            figures |= self.instruments.figures(self.trl.accelerator)
         return figures
 
     @contextlib.contextmanager
-    def running(self, save: Callable[[], None]) -> Iterator[None]:
-        """Inside the block a run goes on. If it fails, measurements are kept, and `save` saves a checkpoint. Raises
-        the reason of a stop."""
-        self.instruments.start(self._trl.accelerator.is_main_process)
+    def running(self) -> Iterator[None]:
+        """Context of a run. If it fails, keeps measurements and saves a checkpoint. Raises the reason for a stop."""
+        self.instruments.start(self.trl.accelerator.is_main_process)
         self.timeline.begin(StartUp.PREPARE)
         try:
-            with self.stopping.watched(save):
+            with self.stopping.watched():
                 try:
                     yield
                 except BaseException as error:
-                    last = self.stopping.save_after(error, save)
+                    last = self.stopping.save_after(error)
                     if last is error:
                         raise
                     raise last from error
@@ -335,7 +289,3 @@ class Components:
         self.instruments.close()
         for part in self.parts:
             part.close()
-
-
-def padded(sampled: Sampled, trl: Hooks, args: SalesGRPOConfig) -> dict[str, torch.Tensor]:
-    return sampled.padded(trl.tokenizer.pad_token_id, args.pad_to_multiple_of, trl.accelerator.device)

@@ -1,102 +1,41 @@
-"""A part of a trainer: what it can train without. Owns the interface, and the list of built-in parts with what turns
-each of them on. A part of your own goes into `SalesGRPOTrainer(parts=[...])`."""
+"""Parts are optional components of a trainer. Defines their interface, and which settings enable the built-in ones.
+Pass your own as `SalesGRPOTrainer(parts=[...])`."""
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from accelerate import Accelerator
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from transformers.trainer_callback import CallbackHandler
+from transformers import TrainerCallback, TrainerState
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Finished, Generate, Handle, Sampler, Start
+from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
-from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.pipeline import Pipeline
-from salesrl_trl.rollout.rollout_scoring import CompletedBatch, Output, RolloutScoring
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
 from salesrl_trl.telemetry.instruments import Instruments
-from salesrl_trl.types import Example
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
-from salesrl_trl.update.stopping import StepSnapshot
 
 if TYPE_CHECKING:
-    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM, which takes seconds
+    from salesrl_trl.wiring.trl_access import Hooks  # imports vLLM, which takes seconds
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hooks:
-    """Values and bound callables of TRL's trainer, which `trl_access` makes. No component gets the trainer itself."""
-
-    model: torch.nn.Module
-    ref_model: torch.nn.Module | None
-    step: Callable[[], int]
-    accelerator: Accelerator
-    is_deepspeed: bool
-    updates: bool  # whether steps change the policy
-    engine: "SalesVLLMGeneration | GenerationConfig"
-    """The engine, or the settings with which the policy itself generates."""
-    has_rollout_func: bool
-    tools: str | None
-    """`"tools"` or `"an environment"`: what completions may call while TRL generates them. `None` for neither."""
-    tool_names: Sequence[str]
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: Sequence[int]
-    chat_template: str | None
-    reward_weights: Sequence[float]
-    reward_names: Sequence[str]  # under which TRL logs the functions of these weights
-    reward_answered: Sequence[bool]
-    group: Callable[[], int]  # completions of a prompt at the moment: in training, or in an evaluation
-    reward_arguments: Callable[[], Mapping[str, object]]
-    """Returns what reward functions may ask for beside columns: `reward.scorer.TRL_ARGUMENTS`. A run has its own."""
-    has_entropy_bonus: bool
-    has_aux_loss: bool
-    num_generations_eval: int
-    generate: Generate
-    ask: Start  # the same by vLLM, each completion reported when it is finished
-    converse: Start  # the same for completions that may call tools
-    play: Callable[[Sequence[Example], Finished, bool], Handle]  # plays an episode with each row
-    go_on: Callable[[], None]  # generates the next turns of those that are out
-    reads_pictures: bool
-    logps_of: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    """Log-probs of a batch's completions under the current policy, shape (B, T)."""
-    score: Callable[[Rollout], Output]
-    advantages: Callable[[], MutableSequence[float]]
-    set_aside: Callable[[], AbstractContextManager[None]]
-    """While active: evaluation mode, one completion a prompt; TRL's figures and tables stay as they are."""
-    drop_gradients: Callable[[], None]
-    save: Callable[[Path], None]
-    log: Callable[[Mapping[str, float | None]], None]
-    """Adds an entry to the log, without the figures that TRL gathers for a step."""
-    callbacks: CallbackHandler
-    eval_dataset: object
-    position: Callable[[], tuple[int, bool]]
-    """Returns the micro-steps done, and whether a generation batch is there to go on with."""
-    capture: Callable[[], StepSnapshot]
-    restore: Callable[[StepSnapshot], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartContext:
-    """What a part may use of a trainer. TRL's own is behind `trl`."""
+class PartContext(Protocol):
+    """What a part may use of a trainer. `trl` is the access to TRL's."""
 
     args: SalesGRPOConfig
-    trl: Hooks
+    trl: "Hooks"
     branches: Branches
     reward_loop: RewardLoop
     figures: RewardFigures
@@ -107,97 +46,99 @@ class PartContext:
     instruments: Instruments
     run_control: RunControl
     kl: BranchedKL | None
-    least_lookahead: int  # at 0 a server and the trainer would wait for each other
-    partial_rollouts: float  # the setting, 0 where it has no effect
+    least_lookahead: int  # with 0, a server and the trainer would wait for each other
+    partial_rollouts: float  # the setting, or 0 if ineffective
     recorded_weights: Mapping[str, float]  # of several reward functions
     quick_eval: QuickEvalSettings | None
-    parts: "Sequence[Part]"  # all of them, in their order
+    parts: "list[Part]"  # all parts, in order
 
 
 class Part(TrainerCallback):
-    """One part of a trainer, and a callback of transformers.
+    """A part of a trainer, which is also a transformers callback.
 
-    All ranks have the same parts in the same order, and call each method together: a method may make a collective,
-    except where it says otherwise. Every method does nothing here.
+    All ranks have the same parts in the same order and call each method together, so methods may use collectives
+    unless documented otherwise. The base methods do nothing.
     """
 
     name: str = ""
-    """Under which a checkpoint keeps `state_dict`; the class's name if empty."""
+    """Key of its `state_dict` in checkpoints; defaults to the class name."""
     figure_names: Sequence[str] = ()
-    """Names of the figures that `on_batch` returns. Each log line of training has them, NaN where there were none."""
+    """Names of the metrics returned by `on_batch`. Every training log line has them, NaN if there were none."""
     held_out_figures: Mapping[str, str] = MappingProxyType({})
-    """Further figures of the `[HeldOut@]` line: by their name there, the tag in the log of an evaluation."""
+    """Additional metrics in the `[HeldOut@]` line: label there to tag in the evaluation's log."""
     quick_figures: Sequence[Figure] = ()
-    """Further figures of quick evaluations."""
+    """Additional metrics for quick evaluations."""
 
     def connect(self, run: PartContext) -> None:
-        """The trainer is built, and the parts before this one are connected."""
+        """Called once the trainer is built and the preceding parts are connected."""
 
     def begin(self, resumed: str | None, run_id: str) -> None:
-        """`train` begins, from the checkpoint `resumed` if there is one. `run_id`: of the run, over its resumes."""
+        """Called when `train` begins, from the checkpoint `resumed` if any. `run_id` persists across resumes."""
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Steps begin. `state`: what the checkpoint holds of this part; empty where there is none."""
+        """Called before the first step. `state`: this part's state from the checkpoint, or empty."""
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint keeps, as values of JSON. Called on the main process alone."""
+        """State for a checkpoint, as JSON values. Called on the main process only."""
         return {}
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
-        """All rewards of a batch are in, of training or of an evaluation. Returns figures by `figure_names`, the same
-        on all ranks. To stop the run behind its step, with a checkpoint, set `run_control.error` of the `PartContext`
-        to a `SalesRLError`, on all ranks alike: `train` raises it."""
+        """Called when all rewards of a training or evaluation batch have arrived. Returns metrics named in
+        `figure_names`, equal on all ranks. To stop the run after its step, with a checkpoint, set the `PartContext`'s
+        `run_control.error` to a `SalesRLError` on all ranks; `train` raises it."""
         return {}
 
     def after_step(self, step: int) -> None:
-        """An optimizer step is logged, saved and evaluated. Called before the first step of a run too, and maybe twice
-        for the last one."""
+        """Called after an optimizer step is logged, saved and evaluated, also before a run's first step, and possibly
+        twice for the last one."""
 
     def figures(self, mode: str) -> Mapping[str, float]:
-        """Figures of a log line of `"train"` or `"eval"`: the same names each time, the same values on all ranks."""
+        """Metrics for a `"train"` or `"eval"` log line: the same names each time, the same values on all ranks."""
         return {}
 
     def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, object]) -> None:
-        """The policy lies in a folder without a model card of anybody else's. `given`: what a user asked for by
-        `create_model_card`. Called on the main process alone."""
+        """Called when the policy was saved to a folder without a foreign model card. `given`: arguments of
+        `create_model_card`. Called on the main process only."""
 
     def card_values(self) -> Mapping[str, object]:
-        """What the model card shows of this part, by the names that `parts/model_card.jinja` has."""
+        """This part's values for the model card, by their names in `parts/model_card.jinja`."""
         return {}
 
     def busy_with(self) -> str | None:
-        """What a generation that lasts is waiting for, in the words of a heartbeat; `None` if it is not for this."""
+        """Text for the heartbeat if a long generation is waiting for this part, else `None`."""
         return None
 
     def cancel(self, reason: str) -> None:
-        """End what is under way and all that begins later, which is missing for this reason. From any thread."""
+        """Cancel pending and future work, which counts as failed for this reason. May be called from any thread."""
 
     def end_run(self) -> None:
-        """A run is over, also by a failure, or another one begins: close its files. No collective."""
+        """Called when a run ends, also by failure, or another begins: close its files. No collectives."""
 
     def close(self) -> None:
-        """The trainer is finished. No collective."""
+        """Called when the trainer is closed. No collectives."""
 
 
 def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> None:
-    """Add the built-in parts, then a user's `own`, to a trainer's, and connect them in this order."""
+    """Add the built-in parts and then the user's `own` to `parts`, and connect them in this order."""
     parts += [*built_in(run), *own]
     names = [part.name or type(part).__name__ for part in parts]
     for name in names:
         check(
             names.count(name) == 1,
-            f"two parts are named {name!r}. Expected a `name` for each: checkpoints keep their states by it.",
+            f"two parts are named {name!r}. Expected unique names: checkpoints store their states by name.",
         )
     for part in parts:
         part.connect(run)
 
 
 def built_in(run: PartContext) -> list[Part]:
-    """The parts that the settings ask for, in the order of their collectives. Nothing is imported for the others."""
+    """The parts enabled by the settings, in the order of their collectives. The others are not imported."""
     args, reward = run.args, run.reward_loop.reward
-    has_bbq = any(BBQ_COLUMN in columns for columns in _columns(run.trl.eval_dataset))
+    held_out = run.trl.eval_dataset
+    datasets = held_out.values() if isinstance(held_out, dict) else [held_out]
+    has_bbq = any(BBQ_COLUMN in (getattr(each, "column_names", None) or ()) for each in datasets)
     has_quick = run.quick_eval is not None and bool(run.quick_eval.steps)
-    # what asks for it comes last; without, a run does without it where its layer is not there
+    # the last entry is what requires it; if empty, the part is skipped when its layer is not installed
     wanted = (
         ("parts.run_banner:Banner", True, ""),
         ("parts.step_lines:StepLine", True, ""),
@@ -213,7 +154,7 @@ def built_in(run: PartContext) -> list[Part]:
         ("parts.trackers:TrackersPart", True, ""),
         ("parts.weight_change:WeightChange", run.trl.updates, ""),
         ("parts.model_card:ModelCard", True, ""),
-        # behind all that logs figures
+        # after everything that logs metrics
         ("record.recorder:ClosingReport", "tensorboard" in args.report_to, ""),
     )
     parts: list[Part] = []
@@ -230,9 +171,9 @@ def built_in(run: PartContext) -> list[Part]:
     return parts
 
 
-def layer(module: str, asked_by: str = "") -> Any:
-    """A module of a layer, or one that a run may do without. Raises `ConfigError` where its layer, or a package of
-    its, is not installed."""
+def layer(module: str, asked_by: str = "") -> ModuleType:
+    """Imports a module of a layer, or an optional one. Raises `ConfigError` if its layer or a dependency is not
+    installed."""
     try:
         return importlib.import_module(f"salesrl_trl.{module}")
     except ModuleNotFoundError as error:
@@ -242,17 +183,11 @@ def layer(module: str, asked_by: str = "") -> Any:
 def lacking(layer: str, asked_by: str, package: str) -> ConfigError:
     extra = f"[{layer}]" if layer in EXTRAS else ""
     return ConfigError(
-        f"{asked_by or 'it'} needs the layer `salesrl_trl.{layer}`, and `{package}` is not installed. Expected all "
-        f"of it: pip install 'salesrl_trl{extra}'."
+        f"{asked_by or 'it'} needs the layer `salesrl_trl.{layer}`, and `{package}` is not installed. To install it: "
+        f"pip install 'salesrl_trl{extra}'."
     )
 
 
-EXTRAS = ("agents", "demo")  # layers with packages that the core does not bring
+EXTRAS = ("agents", "demo")  # layers with extra dependencies
 
-AGENTS = "agents"  # name of the part of tools and episodes
-BBQ_COLUMN = "stereotyped_groups"  # of rows of BBQ alone: an evaluation of them has BBQ's scores
-
-
-def _columns(dataset: object) -> list[Sequence[str]]:
-    datasets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return [getattr(each, "column_names", None) or () for each in datasets]
+BBQ_COLUMN = "stereotyped_groups"  # only in BBQ's rows, whose evaluation computes BBQ's scores

@@ -1,8 +1,7 @@
-"""The policy while TRL builds its trainer: loaded or given, looked at, and handed to vLLM. `components` calls it."""
+"""The policy while TRL builds its trainer: loaded or passed in, inspected, and handed to vLLM."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
@@ -13,20 +12,20 @@ from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of,
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.generation.vllm import vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
 from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
 
 
 class Policy:
-    """The policy of one trainer. `has_kl`: the loss has a KL, so that a reference is needed. `gets_adapter`: TRL will
-    put an adapter on the model."""
+    """The policy of one trainer. `has_kl`: the loss has a KL term, so a reference is needed. `gets_adapter`: TRL will
+    add an adapter to the model."""
 
     model: PreTrainedModel  # not set before TRL has loaded it
-    weight_check: WeightCheck  # compares vLLM's weights with those in training, once
+    weight_check: WeightCheck  # compares vLLM's weights with those being trained, once
     first_weights: str | None
-    """A digest of the weights of the reference policy, or of an adapter's base: a resumed run must have the same."""
-    shape: str  # number of weights, and a digest of their names and shapes
+    """Digest of the reference policy's, or an adapter's base, weights, which must match on resume."""
+    shape: str  # number of weights and a digest of their names and shapes
 
     def __init__(self, args: SalesGRPOConfig, has_kl: bool, gets_adapter: bool) -> None:
         self._args = args
@@ -35,24 +34,24 @@ class Policy:
 
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
-        """While active, a TRL trainer under construction gets our engine options and reference policy. `model`: the
-        policy, or its id, by which TRL loads it. TRL loads a reference, and takes its log-probs, if `beta` is not 0.
-        Alone TRL would spread models over all visible GPUs (`device_map="auto"`). Here they go to one device."""
+        """While active, a TRL trainer under construction uses our engine options and reference policy. `model`: the
+        policy or its id. TRL loads a reference and computes its log-probs if `beta` is not 0. By itself TRL would
+        spread models over all visible GPUs (`device_map="auto"`); here they are loaded onto one device."""
         args, load = self._args, upstream_trainer.create_model_from_path
-        is_loaded = not isinstance(model, str)
         if not isinstance(model, str):
             self._look(model)
 
         def on_one_device(*positional: object, **kwargs: object) -> PreTrainedModel:
-            nonlocal is_loaded
             loaded = load(*positional, **{"device_map": None, **kwargs})
-            if not is_loaded:  # the first one is the policy, the next one its reference
+            if not hasattr(self, "model"):  # the policy is loaded first, then its reference
                 self._look(loaded)
-                is_loaded = True
             return loaded
 
+        def engine(*positional: object, **kwargs: object) -> SalesVLLMGeneration:
+            return SalesVLLMGeneration(*positional, engine_options=engine_options(args, self.model), **kwargs)
+
         with (
-            vllm_engine_options(lambda: engine_options(args, self.model)),
+            patched(upstream_trainer, "VLLMGeneration", engine),
             patched(args, "beta", 1.0 if self._has_kl else 0.0),
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
@@ -65,26 +64,26 @@ class Policy:
         self.first_weights = weights_of(model.named_parameters()) if has_base else None
         self.shape = shape_of(model.named_parameters())
 
-    def identity_of(self, rows: object, branches: Branches) -> Identity:
-        """The identity of a run that trains on these rows."""
-        return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
-
     def raise_adapters(self, model: torch.nn.Module) -> None:
         raise_adapters(model, self._args.bf16 or self._args.fp16)
-        spare_casts(model, self._args.device.type)  # that autocast takes back
+        spare_casts(model, self._args.device.type)  # which autocast would undo
+
+    def identity_of(self, rows: object, branches: Branches) -> Identity:
+        """The identity of a run trained on these rows."""
+        return identity_of_run(self._args, rows, branches, self.first_weights, self.shape)
 
 
 class Reference:
-    """Tells the reference policy from the one in training. `model` is the policy, with its adapter if there is one.
-    `ref_model` is TRL's copy. With an adapter there is no copy: the policy without its adapter is the reference."""
+    """Distinguishes the reference policy from the one being trained. `model` is the policy, including any adapter;
+    `ref_model` is TRL's copy. With an adapter, the reference is the policy without its adapter instead of a copy."""
 
     def __init__(self, model: torch.nn.Module, ref_model: torch.nn.Module | None) -> None:
         self._ref_model = ref_model
         tuners = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-        self._tuner: Any = next(tuners, None)  # peft publishes no types
+        self._tuner = next(tuners, None)
         self.has_adapter = self._tuner is not None  # whether an adapter is trained
         for one_model in (model, ref_model):
-            if one_model is not None:  # a compiled one has no truth value
+            if one_model is not None:  # compiled models lack a truth value
                 leave_out_no_pictures(one_model)
 
     def is_active(self, model: torch.nn.Module) -> bool:
@@ -94,12 +93,12 @@ class Reference:
 
 
 def leave_out_no_pictures(model: torch.nn.Module) -> None:
-    """Leave out the model's vision tower for a batch without pictures. If other batches of the same rollout have
-    pictures, TRL gives the tower an empty tensor, and it fails."""
+    """Skip the model's vision tower for micro-batches without images. If other micro-batches of the rollout have some,
+    TRL passes the tower an empty tensor, which fails."""
 
     def leave_out(
-        _: object, args: tuple[object, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        _: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor | None]
+    ) -> tuple[tuple[object, ...], dict[str, torch.Tensor | None]] | None:
         pixels = kwargs.get("pixel_values")
         if pixels is None or pixels.numel():
             return None

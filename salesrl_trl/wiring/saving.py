@@ -1,4 +1,4 @@
-"""What the trainer writes and pushes: overrides of transformers' saving, with the package's own files."""
+"""Saving and pushing: overrides of transformers' methods, with the package's own files."""
 
 import functools
 from concurrent.futures import Future
@@ -8,19 +8,24 @@ from typing import Any
 import transformers.trainer as transformers_trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
+from trl import GRPOTrainer
 
-from salesrl_trl.checkpoint.keeper import fitted
+from salesrl_trl.checkpoint.keeper import Batches, fitted
 from salesrl_trl.checkpoint.run_files import may_write_card, one_policy, staged, unstaged
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.names import SAVING_FOLDER
 from salesrl_trl.telemetry.logs import spared
-from salesrl_trl.wiring.trl_access import TRLAccess
+from salesrl_trl.wiring.components import Components
 
 
-class SavingTrainer(TRLAccess):
+class SavingTrainer(GRPOTrainer):
+    args: SalesGRPOConfig
+    components: Components
+    _buffered_inputs: Batches | None
     push_in_progress: PushInProgress | None = None
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
-        """Saves beside the other checkpoints. A checkpoint takes its place when it is whole, and then is pushed."""
+        """Saves to a temporary folder, moves the finished checkpoint into place, and then pushes it."""
         with self.components.stopping.held():
             write = functools.partial(super()._save_checkpoint, model, trial)
             folder = self.components.keeper.save(self.state, write)
@@ -29,7 +34,7 @@ class SavingTrainer(TRLAccess):
                     self._push_from_checkpoint(str(folder))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes a checkpoint when it has its name, behind the training."""
+        """Pushes a checkpoint that is in place, in the background."""
         args, folder = self.args, Path(checkpoint_folder)
         jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
         under_way = [job for job in jobs if not job.done()]
@@ -44,7 +49,7 @@ class SavingTrainer(TRLAccess):
         self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
         revision: str | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Pushes the policy and its card, of all that is in the run's folder."""
+        """Pushes only the policy and its card from the run's folder."""
         self.save_model(_internal_call=True)
         if self.is_world_process_zero():
             if self.hub_model_id is None:
@@ -70,7 +75,7 @@ class SavingTrainer(TRLAccess):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Writes our card where TRL writes its own, and not beside a checkpoint that is being written."""
+        """Writes our card instead of TRL's, but not next to a checkpoint that is being written."""
         folder = Path(self.args.output_dir)
         folder = folder.parent if folder.name == SAVING_FOLDER else folder
         if self.is_world_process_zero() and may_write_card(folder):
@@ -82,9 +87,9 @@ class SavingTrainer(TRLAccess):
             part.on_policy_saved(folder, self.state, given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, object] | None = None) -> None:
-        """Leaves one policy in the folder, with its card."""
+        """Leaves exactly one policy in the folder, with its card."""
         folder = Path(output_dir or self.args.output_dir)
-        has_room = may_write_card(folder)  # peft writes another one
+        has_room = may_write_card(folder)  # before peft writes its own
         is_adapter = self.components.reference.has_adapter
         with one_policy(folder, self.components.policy.model.name_or_path, is_adapter=is_adapter):
             super()._save(output_dir, state_dict)
@@ -97,7 +102,7 @@ class SavingTrainer(TRLAccess):
         self.components.keeper.add_parts(Path(output_dir), *at, self._buffered_inputs or [])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the package's own files, and of the others what fits this run's settings."""
+        """Loads the package's own files, and the parts of the others that fit this run's settings."""
         with fitted(self.optimizer, self.lr_scheduler, self.state.global_step):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:

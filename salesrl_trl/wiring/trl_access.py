@@ -1,130 +1,144 @@
-"""What components use of TRL's trainer: makes its `Hooks`. Overrides nothing: `trainer`, its only user, does."""
+"""The components' access to TRL's trainer, which they never hold themselves."""
 
 import contextlib
 import copy
-import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Trainer
-from trl.models.utils import disable_gradient_checkpointing
+from accelerate import Accelerator
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_callback import CallbackHandler
+from trl import GRPOTrainer
 
-from salesrl_trl.errors import DataError
-from salesrl_trl.generation.sampler import logps_arguments
 from salesrl_trl.ground.process import patched
-from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.kl.penalty import loss_mask
 from salesrl_trl.reward.reward_loop import RewardColumn
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.rollout_scoring import Output
-from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.update.stopping import StepSnapshot
-from salesrl_trl.wiring.part import Hooks
 from salesrl_trl.wiring.trl_generation import TRLGeneration
 
+if TYPE_CHECKING:
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration  # imports vLLM, which takes seconds
 
-class TRLAccess(TRLGeneration):
-    updates: bool
-    _timeline: Timeline
-    _loss_inputs: dict[str, object] | None = None  # the micro-batch whose loss TRL computes
-    _logs: dict[str, Any]
-    beta: float | BranchPenalty
 
-    def _hooks(self) -> Hooks:
-        return Hooks(
-            model=self.model,
-            ref_model=self.ref_model,
-            step=lambda: self.state.global_step,
-            accelerator=self.accelerator,
-            is_deepspeed=self.is_deepspeed_enabled,
-            updates=self.updates,
-            engine=self.vllm_generation if self.use_vllm else self.generation_config,
-            has_rollout_func=self.rollout_func is not None,
-            tool_names=[each.__name__ for each in self.tools],
-            tools="an environment" if self.environment_factories is not None else "tools" if self.tools else None,
-            tokenizer=self._tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            chat_template=self.chat_template,
-            reward_weights=self.reward_weights.tolist(),
-            reward_names=self.reward_func_names,
-            reward_answered=[isinstance(function, RewardColumn) for function in self.reward_funcs],
-            group=lambda: self.num_generations if self.model.training else self.num_generations_eval,
-            reward_arguments=lambda: {"trainer_state": self.state},
-            has_entropy_bonus=self._entropy_bonus_enabled,
-            has_aux_loss=self.aux_loss_enabled,
-            num_generations_eval=self.num_generations_eval,
-            generate=self._sample,
-            ask=self._stream,
-            converse=self._converse,
-            play=self._play,
-            go_on=self._go_on,
-            reads_pictures=self._is_vlm,
-            logps_of=self._logps_of,
-            score=self._score,
-            advantages=lambda: self._logs["advantages"],
-            set_aside=self._set_aside,
-            drop_gradients=self._drop_gradients,
-            save=lambda folder: self.save_model(str(folder), _internal_call=True),  # pushes to no hub
-            log=functools.partial(Trainer.log, self),
-            callbacks=self.callback_handler,
-            eval_dataset=self.eval_dataset,
-            position=lambda: (self._step, self._buffered_inputs is not None),
-            capture=lambda: StepSnapshot(
-                self.state, self.optimizer, self.lr_scheduler, self.components.kl, (self._step, self._buffered_inputs)
-            ),
-            restore=self._restore,
-        )
+class Hooks(TRLGeneration):
+    """Values and operations of TRL's trainer."""
 
-    def _restore(self, snapshot: StepSnapshot) -> None:
-        self._step, self._buffered_inputs = snapshot.restore()
-        self._metrics["train"].clear()  # of the step that is undone
-        self.components.passes.forget()
-        self.components.normaliser.forget()
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        super().__init__(trainer)
+        self.ref_model: torch.nn.Module | None = trainer.ref_model
+        self.accelerator: Accelerator = trainer.accelerator
+        self.is_deepspeed: bool = trainer.is_deepspeed_enabled
+        self.updates: bool = trainer.updates  # whether steps change the policy
+        self.engine: SalesVLLMGeneration | GenerationConfig = (
+            trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+        )  # or the policy's own generation settings
+        self.has_rollout_func = trainer.rollout_func is not None
+        has_environments = trainer.environment_factories is not None
+        self.tools = "an environment" if has_environments else "tools" if trainer.tools else None
+        """What completions may call while TRL generates them, if anything."""
+        self.tool_names = [each.__name__ for each in trainer.tools]
+        self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
+        self.eos_token_ids: tuple[int, ...] = tuple(trainer.eos_token_ids)
+        self.temperature: float = trainer.args.temperature
+        self.max_completion_length: int = trainer.args.max_completion_length
+        self.reward_weights: Sequence[float] = trainer.reward_weights.tolist()
+        self.reward_names: Sequence[str] = trainer.reward_func_names  # as logged by TRL
+        self.reward_answered = [isinstance(function, RewardColumn) for function in trainer.reward_funcs]
+        self.has_entropy_bonus: bool = trainer._entropy_bonus_enabled
+        self.has_aux_loss: bool = trainer.aux_loss_enabled
+        self.num_generations_eval: int = trainer.num_generations_eval
+        self.reads_pictures: bool = trainer._is_vlm
+        self.callbacks: CallbackHandler = trainer.callback_handler
+        self.eval_dataset: object = trainer.eval_dataset
 
-    def _drop_gradients(self) -> None:
+    def model(self) -> PreTrainedModel:
+        """The policy, without the wrappers of distributed training."""
+        return self.accelerator.unwrap_model(self._trainer.model)
+
+    def step(self) -> int:
+        return self._trainer.state.global_step
+
+    def position(self) -> tuple[int, bool]:
+        """The micro-steps done, and whether a generation batch is in progress."""
+        return self._trainer._step, self._trainer._buffered_inputs is not None
+
+    def capture(self) -> StepSnapshot:
+        trainer = self._trainer
+        position = (trainer._step, trainer._buffered_inputs)
+        return StepSnapshot(trainer.state, trainer.optimizer, trainer.lr_scheduler, trainer.components.kl, position)
+
+    def restore(self, snapshot: StepSnapshot) -> None:
+        trainer = self._trainer
+        trainer._step, trainer._buffered_inputs = snapshot.restore()
+        trainer._metrics["train"].clear()  # belongs to the undone step
+        trainer.components.passes.forget()
+        trainer.components.normaliser.forget()
+
+    def drop_gradients(self) -> None:
+        """Set all gradients to `None`."""
         if self.accelerator.scaler is not None:
-            with contextlib.suppress(RuntimeError):  # clipping has done it
-                self.accelerator.unscale_gradients()  # else the scaler refuses a step in which it saw no gradient
-        self.optimizer.zero_grad(set_to_none=True)
+            with contextlib.suppress(RuntimeError):  # clipping already did it
+                self.accelerator.unscale_gradients()  # otherwise the scaler rejects a step without gradients
+        self._trainer.optimizer.zero_grad(set_to_none=True)
 
-    def _check_size(self, rows: int) -> None:
-        prompts = self.args.generation_batch_size // self.num_generations
-        if rows < prompts:
-            raise DataError(
-                f"the training dataset has {rows or 'too few'} rows, and a generation batch takes {prompts} prompts: "
-                "no step can be done. Expected as many rows. Add some, or lower `per_device_train_batch_size` or "
-                "`gradient_accumulation_steps`."
-            )
+    def cut_off(self, reason: str) -> None:
+        """Cancel pending rewards and tool calls, with this reason code."""
+        self._trainer.components.reward_loop.cut_off(reason)
+        for part in self._trainer.components.parts:
+            part.cancel(reason)
 
-    def _score(self, rollout: Rollout) -> Output:
-        """TRL's own method. Its figures and tables are kept only when all rewards are in."""
-        mode = rollout.mode
-        before = (self._metrics[mode], self._logs)
-        output: Output = super()._generate_and_score_completions(rollout.inputs)
+    def save_checkpoint(self) -> None:
+        self._trainer._save_checkpoint(self._trainer.model, None)
+
+    def save(self, folder: Path) -> None:
+        self._trainer.save_model(str(folder), _internal_call=True)  # without a push to the hub
+
+    def log(self, figures: Mapping[str, float | None]) -> None:
+        """Add a log entry, without the metrics that TRL collects for a step."""
+        Trainer.log(self._trainer, figures)
+
+    def score(self, rollout: Rollout) -> Output:
+        """Calls TRL's own scoring. Keeps its metrics and tables only once all rewards have arrived."""
+        trainer, mode = self._trainer, rollout.mode
+        before = (trainer._metrics[mode], trainer._logs)
+        output: Output = GRPOTrainer._generate_and_score_completions(trainer, rollout.inputs)
         if not rollout.is_complete:
-            self._metrics[mode], self._logs = before
-        elif not self.components.policy.weight_check.is_done and self.vllm_generation.temperature == self.temperature:
-            # not of an evaluation, which answers greedily
-            self.components.policy.weight_check.check(output, self._logps_of)
+            trainer._metrics[mode], trainer._logs = before
+        elif (
+            not trainer.components.policy.weight_check.is_done
+            and trainer.vllm_generation.temperature == trainer.temperature
+        ):
+            self.check_weights(output)  # not for greedy evaluations
         return output
 
-    def _logps_of(self, output: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            arguments = logps_arguments(output, self.args.per_device_train_batch_size)
-            return self._get_per_token_logps_and_entropies(self.model, **arguments)[0]
+    def check_weights(self, output: Output) -> None:
+        """Check on one of TRL's generation batches that vLLM samples from the weights being trained; a collective."""
+        ours, sampled = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
+        if ours is None and sampled is not None:
+            ours = self.logps_of(output)
+        self._trainer.components.policy.weight_check.check(ours, sampled, loss_mask(output))
+
+    def advantages(self) -> MutableSequence[float]:
+        """The advantages column of TRL's table of completions; its last rows are the batch's."""
+        return self._trainer._logs["advantages"]
 
     @contextlib.contextmanager
-    def _set_aside(self) -> Iterator[None]:
-        """While active, the policy evaluates, one answer a prompt. Figures and tables of others stay as they are."""
-        was_training = self.model.training
-        self.model.eval()
+    def set_aside(self) -> Iterator[None]:
+        """While active, the policy is in evaluation mode with one completion per prompt; other metrics and tables are
+        unaffected."""
+        trainer, was_training = self._trainer, self._trainer.model.training
+        trainer.model.eval()
         try:
             with (
-                patched(self, "num_generations_eval", 1),
-                patched(self, "_metrics", {**self._metrics, "eval": defaultdict(list)}),
-                patched(self, "_logs", copy.deepcopy(self._logs)),
+                patched(trainer, "num_generations_eval", 1),
+                patched(trainer, "_metrics", {**trainer._metrics, "eval": defaultdict(list)}),
+                patched(trainer, "_logs", copy.deepcopy(trainer._logs)),
             ):
                 yield
         finally:
-            self.model.train(was_training)
+            trainer.model.train(was_training)

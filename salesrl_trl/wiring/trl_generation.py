@@ -1,19 +1,21 @@
-"""TRL's trainer as it generates: batches begin on the engine loop, and TRL's `_generate` runs around them."""
+"""Generation through TRL's trainer: batches run on the engine loop, with TRL's `_generate` around them."""
 
 import copy
 import functools
+from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
-from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.generation.engine_loop import CompletionTasks, Rounds, TaskBatch
+from salesrl_trl.generation.engine_loop import CompletionTasks, Prompt, Rounds, TaskBatch, TurnLoop
 from salesrl_trl.generation.sampler import (
-    Begun,
     Encoded,
     Finished,
     Handle,
@@ -21,139 +23,194 @@ from salesrl_trl.generation.sampler import (
     Sampled,
     TokenSource,
     ToolsOf,
-    TurnAccess,
+    logps_arguments,
 )
 from salesrl_trl.ground.process import patched
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest
-from salesrl_trl.wiring.components import Components
-from salesrl_trl.wiring.part import AGENTS
 
 
-class TRLGeneration(GRPOTrainer):
-    args: SalesGRPOConfig
-    components: Components
-    updates: bool
-    _made = Made()  # what exists already, while TRL's `_generate` runs around it
-    _last_loaded_step: int
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The `Handle` of a batch in progress."""
+
+    trainer: GRPOTrainer
+    batch: TaskBatch
+    sample: Callable[[], Sampled]
+    is_ready: bool
+
+    def result(self) -> Sampled:
+        trainer, batch = self.trainer, self.batch
+        with batch.cancelled_by_errors():
+            if batch.by_new_weights and trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
+                trainer.vllm_generation.sync_weights()
+                trainer._last_loaded_step = trainer.state.global_step
+            batch.loop.run(batch)
+            return self.sample()
+
+    def give_up(self) -> None:
+        self.batch.cancel()
+
+
+class TRLEngine:
+    """TRL's engine, on which conversations run their turns."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+        self.functions: Sequence[Callable[..., object]] = trainer.tools  # including environments' methods
+        self.chat_template: str | None = trainer.chat_template
+        self.most_turns: int = trainer.max_tool_calling_iterations  # turns after which tools may be called
+        self.has_logprobs: bool = trainer.use_vllm
+        self.keeps_records = bool(trainer.args.record)
+
+    @functools.cached_property
+    def loop(self) -> TurnLoop:
+        trainer = self._trainer
+        if trainer.use_vllm:
+            return trainer.vllm_generation.loop
+        most = functools.partial(highest, device=trainer.accelerator.device) if trainer.args.is_sharded else int
+        return Rounds(trainer._generate_single_turn, most)
+
+    @functools.cached_property
+    def tools_loop(self) -> AbstractEventLoop:
+        """The event loop for tools: TRL's, which exists if any function is async, or a new one."""
+        if (loop := getattr(self._trainer, "async_loop", None)) is None:
+            _, loop, ready = start_event_loop_in_daemon(name="tools")
+            ready.wait()
+        return loop
+
+    @functools.cached_property
+    def thread_tokenizer(self) -> PreTrainedTokenizerBase:
+        """A copy for threads."""
+        return copy.deepcopy(self._trainer._tokenizer)
 
     @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
+    def form(self) -> Mapping[str, Any]:
+        """The remaining fields of `agents.chat_turns.ChatForm`."""
+        trainer = self._trainer
+        in_process = trainer.use_vllm and trainer.vllm_mode == "colocate"
+        engine = trainer.vllm_generation.llm.llm_engine.model_config if in_process else None
+        return {
+            "kwargs": trainer.chat_template_kwargs, "ends": frozenset(trainer.eos_token_ids),
+            "most_completion": trainer.max_completion_length,
+            "most_tokens": engine.max_model_len if engine else trainer.model.config.max_position_embeddings,
+        }  # fmt: skip
 
-    def _sample(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        return self._sample_made(prompts, Made(tokens=tokens))
+    def encode(self, prompts: Sequence[object]) -> Encoded:
+        return Encoded(*self._trainer._tokenize_prompts(copy.deepcopy(list(prompts))))
 
-    def _sample_made(self, prompts: Sequence[object], made: Made) -> Sampled:
-        """TRL's own `_generate`. Its measurements go with the completions, to be logged when these train."""
-        was_training, seen = self.model.training, self.state.num_input_tokens_seen
-        measured: dict[str, list[float]] = defaultdict(list)
-        rollout_func = self.rollout_func if made.rollout is None else lambda *_: dict(made.rollout or {})
+    def begin(self, batch: TaskBatch, encoded: Encoded, sample: Callable[[], Sampled], ahead: bool) -> Handle:
+        """Begin a batch on its loop, after pushing changed weights as TRL does; a collective. `sample` is called once
+        it is finished. `ahead`: training continues before that."""
+        trainer = self._trainer
+        batch.ahead = ahead
+        with batch.cancelled_by_errors():
+            if trainer.use_vllm:
+                with patched(trainer.vllm_generation, "batch", batch):
+                    trainer._generate_single_turn(*encoded, self.group())
+            else:
+                prompts = [Prompt(prompt_token_ids=ids) for ids in encoded.ids]
+                batch.begin(prompts, [None] * len(prompts))
+                batch.loop.run(batch)
+
+        return Begun(trainer, batch, sample, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
+
+    def sample(self, prompts: Sequence[object], made: Made) -> Sampled:
+        """TRL's own `_generate` around precomputed results; a collective. Its metrics are kept with the completions
+        and logged when these are trained on."""
+        trainer, measured = self._trainer, defaultdict[str, list[float]](list)
+        was_training, seen = trainer.model.training, trainer.state.num_input_tokens_seen
+        rollout_func = trainer.rollout_func if made.rollout is None else lambda *_: dict(made.rollout or {})
         try:
             with (
-                patched(self, "_metrics", {**self._metrics, self._mode: measured}),
-                patched(self, "_made", made),
-                patched(self, "rollout_func", rollout_func),
+                patched(trainer, "_metrics", {**trainer._metrics, "train" if was_training else "eval": measured}),
+                patched(trainer, "_made", made),
+                patched(trainer, "rollout_func", rollout_func),
             ):
-                generated = super()._generate(list(prompts))
-            tokens_seen = self.state.num_input_tokens_seen - seen
+                generated = GRPOTrainer._generate(trainer, list(prompts))
+            tokens_seen = trainer.state.num_input_tokens_seen - seen
         finally:
-            self.state.num_input_tokens_seen = seen
-            self.model.train(was_training)  # transformers' continuous batching leaves it in training
+            trainer.state.num_input_tokens_seen = seen
+            trainer.model.train(was_training)  # transformers' continuous batching leaves it in training mode
         measured.pop("num_tokens")
-        if (images := generated[6]) is not None:  # `None` for a row without any, which processors refuse
+        if (images := generated[6]) is not None:  # processors reject the `None` of rows without images
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
-    def _stream(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        encoded, loop = self._encode(prompts), self.vllm_generation.loop
+    def group(self) -> int:
+        """Completions per prompt in the current mode, training or evaluation."""
+        trainer = self._trainer
+        return trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+
+    def sums(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sums over all ranks, which must use the same names; a collective."""
+        accelerator = self._trainer.accelerator
+        table = torch.tensor([*mine.values()], dtype=torch.float32, device=accelerator.device)
+        return dict(zip(mine, accelerator.reduce(table, reduction="sum").tolist(), strict=True))
+
+    def tools_of(self, place: int) -> ToolsOf:
+        """The tools of the conversation at this place in the batch."""
+        trainer = self._trainer
+        if trainer.environment_factories is None:
+            return ToolsOf(trainer.tools, trainer._standalone_tools)
+        name = trainer._batch_environments[place]  # created by TRL for the batch
+        own = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
+        return ToolsOf(trainer._env_tools[name], own)
+
+
+class TRLGeneration(TRLEngine):
+    """Ways to generate a batch of rollouts."""
+
+    agents: Any  # the part for tools and episodes, if any
+
+    def generate(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
+        return self.sample(prompts, Made(tokens=tokens))
+
+    def ask(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Generate with vLLM, reporting each completion when it is finished."""
+        encoded, loop = self.encode(prompts), self.loop
         batch = CompletionTasks(len(prompts), loop, finished)
 
         def sample() -> Sampled:
             turns = batch.results()
             logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
             tokens = [turn.ids for turn in turns], logprobs or None
-            return self._sample_made(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
+            return self.sample(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
 
-        return self._begin(batch, encoded, sample, ahead)
+        return self.begin(batch, encoded, sample, ahead)
 
-    def _encode(self, prompts: Sequence[object]) -> Encoded:
-        return Encoded(*self._tokenize_prompts(copy.deepcopy(list(prompts))))
+    def converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+        """Generate completions that may call tools."""
+        return self.agents.converse(self, prompts, finished, ahead)
 
-    def _begin(self, batch: TaskBatch[Any], encoded: Encoded, sample: Callable[[], Sampled], ahead: bool) -> Handle:
-        """Begin a batch on its loop, with changed weights as by TRL. `sample` is called when it is over."""
-        batch.ahead = ahead
-        group = self.num_generations if self.model.training else self.num_generations_eval
-        with batch.cancelled_by_errors():
-            if self.use_vllm:
-                with patched(self.vllm_generation, "batch", batch):
-                    self._generate_single_turn(*encoded, group)
-            else:
-                prompts = [{"prompt_token_ids": ids} for ids in encoded.ids]
-                batch.begin(prompts, [None] * len(prompts))
-                batch.loop.run(batch)
+    def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+        """Play an episode with each row."""
+        return self.agents.play(self, rows, finished, ahead)
 
-        def end() -> Sampled:
-            with batch.cancelled_by_errors():
-                if batch.by_new_weights and self.use_vllm and self.state.global_step != self._last_loaded_step:
-                    self.vllm_generation.sync_weights()
-                    self._last_loaded_step = self.state.global_step
-                batch.loop.run(batch)
-                return sample()
+    def go_on(self) -> None:
+        """Generate the turns requested by conversations, unless the engine's weights are outdated."""
+        trainer = self._trainer
+        if trainer.use_vllm and trainer.state.global_step == trainer._last_loaded_step:
+            self.loop.resume()
 
-        return Begun(end, batch.cancel, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
+    def reward_arguments(self) -> Mapping[str, object]:
+        """Arguments available to reward functions besides columns (`reward.scorer.TRL_ARGUMENTS`)."""
+        return {"trainer_state": self._trainer.state}
 
-    def _go_on(self) -> None:
-        """Generate the turns that conversations have asked for, unless the engine's weights are older than ours."""
-        if self.use_vllm and self.state.global_step == self._last_loaded_step:
-            self.vllm_generation.loop.resume()
+    def behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+        """Log-probs of completions under the current policy, for samplers that return none."""
+        return self.logps_of(self.padded(sampled))
 
-    def _over_ranks(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sums over all ranks, which have the same names; a collective."""
-        table = torch.tensor([*mine.values()], dtype=torch.float32, device=self.accelerator.device)
-        return dict(zip(mine, self.accelerator.reduce(table, reduction="sum").tolist(), strict=True))
+    def logps_of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probs of a batch's completions under the current policy, shape (B, T)."""
+        trainer = self._trainer
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+        ):
+            arguments = logps_arguments(batch, trainer.args.per_device_train_batch_size)
+            return trainer._get_per_token_logps_and_entropies(trainer.model, **arguments)[0]
 
-    def _converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        handle: Handle = self._agents.converse(self._turn_access, prompts, finished, ahead)
-        return handle
-
-    def _play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        handle: Handle = self._agents.play(self._turn_access, rows, finished, ahead)
-        return handle
-
-    @property
-    def _agents(self) -> Any:
-        return next(part for part in self.components.parts if part.name == AGENTS)
-
-    @functools.cached_property
-    def _tools_loop(self) -> Any:
-        """The event loop on which tools run: TRL has one if any of its functions is async."""
-        if (loop := getattr(self, "async_loop", None)) is None:
-            _, loop, ready = start_event_loop_in_daemon(name="tools")
-            ready.wait()
-        return loop
-
-    @functools.cached_property
-    def _turn_access(self) -> TurnAccess:
-        in_process = self.use_vllm and self.vllm_mode == "colocate"
-        engine = self.vllm_generation.llm.llm_engine.model_config if in_process else None
-        most = functools.partial(highest, device=self.accelerator.device) if self.args.is_sharded else int
-        return TurnAccess(
-            loop=self.vllm_generation.loop if self.use_vllm else Rounds(self._generate_single_turn, most),
-            encode=self._encode, begin=self._begin, sample=self._sample_made, sums=self._over_ranks, tools=self.tools,
-            tools_of=self._tools_of, tools_loop=self._tools_loop, tokenizer=copy.deepcopy(self._tokenizer),
-            template=self.chat_template, form={
-                "kwargs": self.chat_template_kwargs, "ends": frozenset(self.eos_token_ids),
-                "most_completion": self.max_completion_length,
-                "most_tokens": engine.max_model_len if engine else self.model.config.max_position_embeddings,
-            },
-            most_turns=self.max_tool_calling_iterations, has_logprobs=self.use_vllm,
-            keeps_records=bool(self.args.record),
-        )  # fmt: skip
-
-    def _tools_of(self, place: int) -> ToolsOf:
-        if self.environment_factories is None:
-            return ToolsOf(self.tools, self._standalone_tools)
-        name = self._batch_environments[place]  # TRL has made these for the batch
-        own = [*self._sync_tool_dicts[place].values(), *self._async_tool_dicts[place].values()]
-        return ToolsOf(self._env_tools[name], own)
+    def padded(self, sampled: Sampled) -> dict[str, torch.Tensor]:
+        args, pad_token_id = self._trainer.args, self._trainer._tokenizer.pad_token_id
+        return sampled.padded(pad_token_id, args.pad_to_multiple_of, self._trainer.accelerator.device)

@@ -50,7 +50,7 @@ def test_two_ranks_that_see_different_things_do_the_same(tiny, tmp_path):
         went_on = [rank["went_on" + name.removeprefix("saved").replace("_", "_with_")] for rank in (one, other)]
         assert went_on[0]["generated"] == went_on[1]["generated"] < one[name]["generated"] - 16 + again, name
         assert [len(own["samples"]) for own in went_on] == [8 * 4] * 2
-    assert (tmp_path / "stderr0.txt").read_text().count("going on with 2 rollouts in flight") == 2
+    assert (tmp_path / "stderr0.txt").read_text().count("resuming with 2 rollouts in flight") == 2
     # of two functions one applies to half of each group on rank 1: that half counts for nothing, on both
     assert one["functions"]["infra"] == other["functions"]["infra"] == [0.25, 0.25]
     assert (one["functions"]["reasons"], other["functions"]["reasons"]) == ([""], [""])  # told apart later, by group

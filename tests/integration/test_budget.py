@@ -54,8 +54,8 @@ def test_a_run_ends_at_its_limit_and_goes_on_with_a_larger_one(run, services, tm
 
     _, error = run(MOST, in_a_process=True)
     assert str(error) == (
-        f"the budget is spent: {MOST} calls were spent; reached: `max_calls` {MOST}. The state was saved; go on with "
-        f"a larger limit and --resume_from_checkpoint {tmp_path / 'checkpoint-4'}."
+        f"the budget is spent: {MOST} calls were spent; reached: `max_calls` {MOST}. A checkpoint was saved; resume "
+        f"with a larger limit and --resume_from_checkpoint {tmp_path / 'checkpoint-4'}."
     )
     assert requests() == MOST
     assert "| spent 33 calls" in caplog.text

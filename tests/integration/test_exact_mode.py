@@ -7,6 +7,7 @@ Run as a program it compares both trainers around one vLLM engine, which a test 
 """
 
 import asyncio
+import functools
 import gc
 import json
 import re
@@ -381,8 +382,7 @@ class Streams:
 
     def __init__(self, services, trainer):
         self.services, self.ends = services, []
-        sampler = trainer.components.sampler
-        generate = sampler._generate
+        generate = trainer._hooks.generate
 
         def timed(prompts):
             self.services.first_asked.clear()
@@ -391,7 +391,7 @@ class Streams:
             finally:
                 self.ends.append((self.services.first_asked.get("8b"), time.monotonic()))
 
-        sampler._generate = timed
+        trainer._hooks.generate = timed
 
 
 @pytest.mark.slow
@@ -417,8 +417,10 @@ def test_with_vllm_a_run_is_stock_trls_and_rewards_start_while_others_are_genera
 
 def _compare_around_vllm(policy, out):
     import trl.generation.vllm_generation as upstream_vllm
+    import trl.trainer.grpo_trainer as upstream_trainer
 
-    from salesrl_trl.generation.vllm import vllm_engine_options
+    from salesrl_trl.generation.vllm import SalesVLLMGeneration
+    from salesrl_trl.ground.process import patched
     from salesrl_trl.judged import chain
 
     tokens = len(AutoTokenizer.from_pretrained(policy))
@@ -444,7 +446,9 @@ def _compare_around_vllm(policy, out):
             if kind is Ours:
                 trainer = build(kind, policy, services.url, out / name, **given)
             else:  # TRL's own push of weights does not work on a CPU
-                with vllm_engine_options(lambda: {"seed": 0, "enforce_eager": True, "dtype": "float32"}):
+                options = {"seed": 0, "enforce_eager": True, "dtype": "float32"}
+                ours = functools.partial(SalesVLLMGeneration, engine_options=options)
+                with patched(upstream_trainer, "VLLMGeneration", ours):
                     trainer = build(kind, policy, services.url, out / name, **given)
             engine = trainer.vllm_generation.llm
             if name == "ours":

@@ -153,6 +153,6 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
     ):
         checkpoint = str(tmp_path / "run" / "checkpoint-40")
         _, told = run({"on_alarm": on_alarm}, resumed=checkpoint, **{**common, "eval_strategy": "no"})
-        assert words in told.rpartition("going on from")[2]
+        assert words in told.rpartition("resuming from")[2]
         judges = {one.verdicts["judge"].provider for one in recorded(tmp_path / "run", "train") if one.step > 40}
         assert judges == {provider}

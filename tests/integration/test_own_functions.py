@@ -117,7 +117,7 @@ def test_what_trls_own_trainer_has_no_place_for_is_refused_with_a_plain_config(t
         pass
 
     for kind, given in ((SalesGRPOTrainer, {"parts": ()}), (Mine, {})):
-        with pytest.raises(ConfigError, match=r"Expected (a `SalesGRPOConfig`|one:)"):
+        with pytest.raises(ConfigError, match=r"Expected (a `SalesGRPOConfig`|one;)"):
             kind(str(tiny), length, GRPOConfig(**settings(tmp_path)), Dataset.from_list(ROWS), **given)
 
 
@@ -280,7 +280,7 @@ def too_few(completions, **kwargs):
 
 def test_a_function_that_is_always_wrong_ends_the_run_at_its_first_batch(tiny, tmp_path):
     said = rf"too_few \(at {__file__}:\d+\) returned 1 rewards for 8 completions. Expected one each"
-    with pytest.raises(FunctionError, match=f"the reward function {said}.*all 8 completions of the first batch"):
+    with pytest.raises(FunctionError, match=f"the reward function {said}.*All 8 completions of the first batch"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [length, too_few], tmp_path, save_strategy="steps", save_steps=1)
     assert not [*tmp_path.glob("checkpoint-*")]
 
@@ -300,7 +300,7 @@ def test_a_function_that_was_right_once_is_a_failure_of_later_batches(tiny, tmp_
 def test_rows_for_less_than_a_step_are_an_error(tiny, tmp_path, kind):
     rows = Dataset.from_list(ROWS[:3]).to_iterable_dataset() if kind == "streamed" else ROWS[:3]
     more = {"per_device_train_batch_size": 8, "num_generations": 2, "max_steps": -1 if kind == "epochs" else 2}
-    with pytest.raises(DataError, match=r"has (3|too few) rows, and a generation batch takes 8 prompts: no step"):
+    with pytest.raises(DataError, match=r"has (3|too few) rows, but a generation batch needs 8 prompts: no step"):
         run(tiny, SalesGRPOTrainer, SalesGRPOConfig, length, tmp_path, rows, **more)
 
 

@@ -69,5 +69,5 @@ def test_micro_batches_of_scored_groups_have_their_own_pictures(seeing, services
     parts, _ = train(ScriptedTrainer, seeing, services, tmp_path, **halves, scored_groups_first=True)
     for own, other in zip(parts, whole, strict=True):
         assert (own - other).norm() < TOLERANCE * other.norm()
-    with pytest.raises(ConfigError, match="reads pictures is trained with a lookahead"):
+    with pytest.raises(ConfigError, match="a vision policy is trained with a lookahead"):
         train(ScriptedTrainer, seeing, services, tmp_path, **halves, rollout_lookahead=1)

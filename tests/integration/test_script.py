@@ -37,7 +37,7 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     train(tiny, tmp_path)
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         later = train(tiny, tmp_path, resume=True, max_steps=8, logging_steps=2, save_steps=3)
-    assert "going on from checkpoint-2, step 2 of 8" in caplog.text
+    assert "resuming from checkpoint-2, step 2 of 8" in caplog.text
     assert caplog.text.count("salesrl_trl.trainer: the file has changed since this process imported it") == 1
     assert [line["step"] for line in steps_of(later)] == [1, 2, 4, 6, 8]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
@@ -57,7 +57,7 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert "record       off: completions are not kept" in caplog.text
-    assert "`max_staleness` has no effect" in caplog.text and "groups that are scored first" not in caplog.text
+    assert "`max_staleness` is ignored" in caplog.text and "groups that are scored first" not in caplog.text
     train(tiny, tmp_path, max_steps=1, record=True)  # another run in this folder
     train(tiny, tmp_path, resume=str(tmp_path / "run-1/checkpoint-4"), max_steps=6, record=True)
     assert [each.step for each in recorded(tmp_path)] == [step for step in (5, 6) for _ in range(4)]

@@ -116,7 +116,7 @@ def by_trl(trainer, prompt, prompt_ids, case):
     async def look(**arguments):
         return await calls.call(trainer.tools[0], notes, arguments)
 
-    other._generate_single_turn, other.async_loop = single_turn, trainer._tools_loop
+    other._generate_single_turn, other.async_loop = single_turn, trainer._hooks.tools_loop
     other._sync_tool_dicts, other._async_tool_dicts = [{}], [{"look": look}]
     message = case.parse(None, first.ids)
     return GRPOTrainer._tool_call_loop(
@@ -142,7 +142,7 @@ def test_a_conversation_is_what_was_sampled_and_what_trls_loop_makes_of_it(build
         trainer.model.config.max_position_embeddings = draw.choice((100_000, 100_000, draw.randrange(40, 400)))
         trainer.max_completion_length = room
         trainer.__dict__.pop("_turn_access", None)
-        one = tool_turns.ToolTurns(trainer._turn_access, trainer._agents.foreign)
+        one = tool_turns.ToolTurns(trainer._hooks, trainer._hooks.agents.foreign)
         prompt = [{"role": "user", "content": said(draw)}]
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
         cases.append(case := Case(f"{family} {number}", size))

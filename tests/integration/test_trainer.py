@@ -70,7 +70,7 @@ def test_the_reference_is_not_spread_over_the_gpus_in_sight(scripted_trainer, mo
 def test_a_policy_that_blew_up_ends_the_run_and_keeps_the_checkpoints_as_they_were(scripted_trainer, tmp_path):
     trainer = scripted_trainer(texts=DIFFERENT, max_steps=9)
     trainer.args.learning_rate = 1e30  # no recipe may have it
-    with pytest.raises(DivergedError, match=r"`grad_norm` is nan, and such figures came in 3 log lines in a row"):
+    with pytest.raises(DivergedError, match=r"`grad_norm` is nan, in the last of 3 diverged log lines in a row"):
         trainer.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
@@ -152,7 +152,7 @@ def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scri
 
 @pytest.mark.parametrize(
     ("logp", "message"),
-    [(-50.0, r"differ from the trainer's by \d\d\.\d+ nats"), (None, "have a log-prob that is no number")],
+    [(-50.0, r"differ from the trainer's by \d\d\.\d+ nats"), (None, "have a NaN log-prob")],
     ids=["other weights", "NaN"],
 )
 def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted_trainer, logp, message):
@@ -183,7 +183,7 @@ def test_it_says_how_many_groups_had_one_score(scripted_trainer, services, caplo
     trainer.train()
     # of either step's two groups the first has a single score
     assert [logs["failures/single_scored"] for logs in steps_of(trainer)] == [0.5, 0.5]
-    off = "off: the check that vLLM samples from the weights in training, because transformers generates"
+    off = "off: the check that vLLM samples from the weights being trained, because transformers generates"
     assert caplog.text.count(off) == 1
 
 

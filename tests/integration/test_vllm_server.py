@@ -260,7 +260,7 @@ def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build,
     caplog.set_level(logging.INFO)
     trainer = build(max_steps=2, vllm_importance_sampling_correction=False, temperature=0.6)
     trainer.train()
-    assert caplog.text.count("[Weights] vLLM samples from the weights in training") == 1
+    assert caplog.text.count("[Weights] vLLM samples from the weights being trained") == 1
     other = build(max_steps=2, vllm_importance_sampling_correction=False)
     with torch.no_grad():
         other.model.lm_head.weight.mul_(30)  # and nothing is pushed here

@@ -94,7 +94,7 @@ def test_two_ranks_of_which_one_is_asked_to_stop_go_on_as_if_nothing_had_come(gl
     _, ranks = gloo
     for rank in ranks:
         # its rewards were in, so that the step under way counts
-        assert f"after {CHECKPOINT + 5} steps. The state was saved" in rank["stopped"]
+        assert f"after {CHECKPOINT + 5} steps. A checkpoint was saved" in rank["stopped"]
         assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 6, 21)]
         for step, state in rank["resumed"]["after"].items():
             assert state == rank["whole"]["after"][step], step

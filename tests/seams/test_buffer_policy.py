@@ -88,7 +88,7 @@ def test_a_policy_that_fails_ends_the_run_and_one_with_too_low_an_age_is_refused
         def key(self, group):
             raise KeyError
 
-    with pytest.raises(ConfigError, match="Failing failed to choose groups"):
+    with pytest.raises(ConfigError, match="the buffer policy Failing failed"):
         train(Failing(MOST))
-    with pytest.raises(ConfigError, match="below the 2 steps that rollouts are ahead"):
+    with pytest.raises(ConfigError, match="below the lookahead of 2 steps"):
         train(ByArrival(1))

@@ -30,5 +30,5 @@ def test_a_format_is_named_by_its_dotted_path(tmp_path):
     form = DataConfig(dataset={"format": f"{__name__}.Questions"}).sources[0].form()
     (row,) = load_rows(file, "", BRANCHES, form=form)
     assert (row.context, row.documents) == ("customer: The price?", ("5 yuan.",))
-    with pytest.raises(ConfigError, match=r"test_dataset_format.Other'. Expected a class that .*DatasetFormat"):
+    with pytest.raises(ConfigError, match=r"test_dataset_format.Other'. Expected a subclass of .*DatasetFormat"):
         DataConfig(dataset={"format": f"{__name__}.Other"}).sources[0].form()

@@ -42,7 +42,7 @@ def test_another_engine_generates_what_is_scored_and_trained_on(train, given):
 def test_completions_of_another_engine_may_be_generated_ahead_and_are_whole_batches(train, caplog):
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         trainer, engine = train(sampler=Writer, max_steps=4, rollout_lookahead=2, partial_rollouts=0.5)
-    assert caplog.text.count("`partial_rollouts` has no effect here, because `sampler` is an engine of its own") == 1
+    assert caplog.text.count("`partial_rollouts` is ignored here, because `sampler` is a custom engine") == 1
     assert "of a batch unfinished" not in caplog.text
     assert [logs["rollout/staleness"] for logs in steps_of(trainer)] == [0, 1, 2, 2]
     assert len(engine.written) == 4 * 4

@@ -84,7 +84,7 @@ def test_a_law_stays_unused_without_control_and_comes_from_one_place_only(config
     law = config(kl_law=SMOOTHED).kl_settings.law_of()
     assert config(kl_law="fixed").kl_settings.law_of() is None
     assert config().kl_settings.law_of(law) is law
-    with pytest.raises(ConfigError, match="is an object or `fixed`, and by `law`"):
+    with pytest.raises(ConfigError, match="is an object or `fixed`, but `law`"):
         config(kl_law=SMOOTHED).kl_settings.law_of(law)
     with pytest.raises(ConfigError, match="missing a required argument"):
         config().kl_settings.law_of(type(law))

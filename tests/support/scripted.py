@@ -161,7 +161,7 @@ def trained_by(trainer):
             if bool(kept.any()):
                 trained.append([int(token) for token, one in zip(ids, mask * kept, strict=True) if one])
         if "sampling_per_token_logps" in output and trainer.state.global_step == 0:
-            apart = trainer._logps_of(output) - output["sampling_per_token_logps"]
+            apart = trainer._hooks.logps_of(output) - output["sampling_per_token_logps"]
             differences.append(float((apart * output["completion_mask"] * output["tool_mask"]).abs().max()))
         return output
 

@@ -198,10 +198,10 @@ def test_outside_of_the_trainer_nothing_takes_it_for_any_or_uses_its_private_mem
     assert (untyped, private) == ({}, {})
 
 
-@pytest.mark.filterwarnings("ignore:.*the old path goes with the next release:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*the next release removes the old path:FutureWarning")
 def test_paths_that_documents_of_the_last_release_named_lead_to_todays_modules():
     for old, now in moved.MOVED.items():
         assert import_module(f"salesrl_trl.{old}") is import_module(f"salesrl_trl.{now}"), old
     del sys.modules["salesrl_trl.report"]
-    with pytest.warns(FutureWarning, match=r"`salesrl_trl\.record\.report` now; the old path goes"):
+    with pytest.warns(FutureWarning, match=r"is now `salesrl_trl\.record\.report`; the next release removes"):
         import_module("salesrl_trl.report")

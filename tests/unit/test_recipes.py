@@ -90,7 +90,7 @@ def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loa
     seal(checkpoint, processes=1, has_optimizer=True)
     prepared(*asked)
     other = [*asked, "--max_train_rows", "100"]
-    with pytest.raises(ConfigError, match=r"checkpoint-10 is of another run: training rows was 960 .*, is 100 "):
+    with pytest.raises(ConfigError, match=r"checkpoint-10 belongs to another run: training rows was 960 .*, is 100 "):
         prepared(*other)
     prepared(*other, "--allow_changed_resume", "true")
 

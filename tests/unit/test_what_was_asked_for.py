@@ -119,7 +119,7 @@ ROWS: dict[str, list[Check]] = {
     "17, 23": of(command, "preflight") + of(setting, "mode") + of(word, ("total_epochs", "mode: rollouts", 0)),
     "18, 19, 20": of(there, "recipes/debug.yaml", "recipes/fast_load.yaml", "benchmarks/start.py")
     + of(is_script, "scripts/warmup_model.py"),
-    "21": of(there, "docs/reference/troubleshooting.md", "tests/unit/run/test_last_words.py"),
+    "21": of(there, "salesrl_trl/launch/catalogue.toml", "tests/unit/run/test_last_words.py"),
     "22": of(recipe, ("vision", "dataset")) + of(there, "tests/integration/test_pictures.py"),
     "24, 25, 26": of(recipe, ("dual", "branch_kl"))
     + of(there, "tests/unit/kl/test_penalty.py", "tests/unit/kl/test_branched.py")

@@ -195,7 +195,7 @@ def test_trl_loads_a_policy_by_a_name_that_can_be_replaced_in_its_module():
 
 
 def test_the_store_by_which_processes_found_each_other_can_be_asked_for(tmp_path):
-    """`stopping.spread_requests`."""
+    """`stopping.Stopping.watched`."""
     store = PrefixStore("default_pg", FileStore(str(tmp_path / "store"), 1))
     assert inspect.signature(distributed_c10d._get_default_store).parameters == {}
     clone = store.clone()

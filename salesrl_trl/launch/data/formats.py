@@ -1,7 +1,7 @@
 """The interface of a dataset format, and the formats of published datasets: BBQ, HaluEval, QReCC and TopiOCQA.
 
-Each record becomes a row or is excluded for a reason (docs/reference/data.md). If the policy answers directly, BBQ and HaluEval
-keep their authors' task and build the prompt. For the built-in reward pipeline, records become conversations
+Each record becomes a row or is excluded for a reason (docs/reference/data.md). If the policy answers directly, BBQ and
+HaluEval keep their authors' task and build the prompt. For the built-in reward pipeline, records become conversations
 for which the policy writes a search query. In QReCC and TopiOCQA the last question depends on the turns before it, so
 the query has to resolve the references.
 

@@ -261,7 +261,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"branch_reward_weights": {"tone": {"judge": True}}}, r"`branch_reward_weights\.tone\.judge` is True"),
         ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
-        ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starts with http"),
+        ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starting with http"),
         ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected it in an entry"),
         ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, at least 0"),
         ({"rag_base_url": "http://"}, "with a host"),

@@ -30,7 +30,7 @@ ROW = SalesRow(row_id="r", branch="fairness", prompt="Hello")
                 "built-in, compact (your own: --prompt_template FILE); rubrics: built-in",
                 "embedded, made for the demo (your own: --judge_providers.base_url",
                 "prompt_template, vllm_max_model_length",
-                "TRL's default is bf16, slow on this device",
+                "TRL's default bf16 is slow on this device",
             ],
         ),
         (

@@ -116,7 +116,7 @@ def test_classes_take_former_names_and_one_line_says_the_new_one(caplog):
     for _ in range(2):
         assert RewardConfig(rag_base_url="http://rag:1", rag_top_k=5) == RewardConfig(rag=rag)
     assert [line for line in caplog.messages if "rag_top_k" in line] == [
-        "`rag_top_k` is `rag.top_k` now. The old name goes with the next release"
+        "`rag_top_k` is now `rag.top_k`; the next release removes the old name"
     ]
     assert DataConfig("a.jsonl", dataset_format="bbq").dataset == {"path": "a.jsonl", "format": "bbq"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'rag_top'"):

@@ -45,10 +45,10 @@ def course(optim, schedule, steps, rate=0.1, states=None, at=0, **more):
     ("given", "rate", "said"),
     [
         ({}, 0.025, None),  # 0.1 x (10 - 8) / (10 - 2)
-        ({"steps": 18}, 0.0625, "goes on at 0.0625, by this run's schedule. By the checkpoint's it was 0.025"),
-        ({"rate": 0.2}, 0.05, "goes on at 0.05"),
-        ({"schedule": "constant_with_warmup"}, 0.1, "goes on at 0.1"),
-        ({"optim": "sgd"}, 0.025, "the optimizer begins anew: the checkpoint's is of another kind"),
+        ({"steps": 18}, 0.0625, "continues at 0.0625, by this run's schedule; the checkpoint's was 0.025"),
+        ({"rate": 0.2}, 0.05, "continues at 0.05"),
+        ({"schedule": "constant_with_warmup"}, 0.1, "continues at 0.1"),
+        ({"optim": "sgd"}, 0.025, "the optimizer state is reset: the checkpoint's is of another kind"),
         ({"weight_decay": 0.5}, 0.025, None),
     ],
     ids=["the same", "longer", "rate", "constant", "optimizer", "decay"],
@@ -118,13 +118,13 @@ def test_other_settings_and_pieces_of_the_same_batch_are_no_difference(made_of, 
 
 
 def test_a_checkpoint_that_does_not_say_is_gone_on_from_and_that_is_told(made_of, tmp_path):
-    assert "holds no made_of.json" in check_identity(tmp_path, made_of(), allowed=False)
+    assert "lacks made_of.json" in check_identity(tmp_path, made_of(), allowed=False)
 
 
 @pytest.mark.parametrize("written", ["", '{"decides": {"seed"', "[]", "{}"])
 def test_a_checkpoint_that_was_half_written_is_refused_in_a_line(made_of, tmp_path, written):
     (tmp_path / IDENTITY_FILE).write_text(written)
-    with pytest.raises(ConfigError, match=r"made_of\.json can't be read"):
+    with pytest.raises(ConfigError, match=r"made_of\.json is unreadable"):
         check_identity(tmp_path, made_of(), allowed=True)
 
 

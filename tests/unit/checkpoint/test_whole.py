@@ -46,15 +46,18 @@ def touch(name):
 
 
 DAMAGES = {
-    "a flipped bit": (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was saved"),
+    "a flipped bit": (
+        lambda folder: flip(folder / "model.safetensors"),
+        "model.safetensors is modified since the save",
+    ),
     "a cut": (lambda folder: os.truncate(folder / "optimizer.pt", 17), "optimizer.pt is not as long as when it was"),
     "a missing file": (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
     "missing files": (lambda folder: [(folder / name).unlink() for name in FILES], "and 3 more files are missing"),
     "other weights": (touch("pytorch_model.bin"), "pytorch_model.bin is not part of the checkpoint"),
     "another's adapter": (touch("global_step3/adapter_model.safetensors"), "adapter_model.safetensors is not part of"),
-    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it has no manifest.json"),
-    "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json can't be read"),
-    "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json can't be read"),
+    "no manifest": (lambda folder: (folder / MANIFEST_FILE).unlink(), "it lacks manifest.json"),
+    "a torn manifest": (lambda folder: os.truncate(folder / MANIFEST_FILE, 40), "its manifest.json is unreadable"),
+    "another manifest": (lambda folder: (folder / MANIFEST_FILE).write_text("[1]"), "its manifest.json is unreadable"),
 }
 
 
@@ -63,10 +66,10 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason_and_the_one_before_is_t
     before, last = checkpoint(tmp_path, 20), checkpoint(tmp_path, 40)
     assert find("auto", str(tmp_path)) == find("true", str(tmp_path)) == find(True, str(tmp_path)) == last
     damage(last)
-    with pytest.raises(ConfigError, match=f"no run can go on from .*checkpoint-40: .*{said}"):
+    with pytest.raises(ConfigError, match=f"cannot resume from .*checkpoint-40: .*{said}"):
         find(str(last), str(tmp_path))
     assert find("auto", str(tmp_path)) == find(True, str(tmp_path)) == before
-    assert "checkpoint-40 is passed over: " in caplog.text
+    assert "checkpoint-40 is skipped: " in caplog.text
     assert said in caplog.text
 
 
@@ -96,10 +99,10 @@ def test_of_two_runs_in_a_folder_the_later_one_goes_on_and_the_earlier_ones_chec
 def test_without_a_checkpoint_auto_begins_from_the_start_and_others_say_what_is_there(tmp_path):
     assert find(None, str(tmp_path)) is find("false", str(tmp_path)) is find("auto", str(tmp_path)) is None
     assert find("auto", str(tmp_path / "not there")) is None
-    with pytest.raises(ConfigError, match="holds no whole checkpoint"):
+    with pytest.raises(ConfigError, match="contains no intact checkpoint"):
         find("true", str(tmp_path))
     checkpoint(tmp_path, 20)
-    with pytest.raises(ConfigError, match=r"\S+ holds checkpoint-20\."):
+    with pytest.raises(ConfigError, match=r"\S+ contains checkpoint-20\."):
         find(str(tmp_path / "checkpoint-2"), str(tmp_path))
 
 
@@ -107,7 +110,7 @@ def test_a_folder_without_a_manifest_is_taken_by_those_who_trust_it(tmp_path, ca
     folder = checkpoint(tmp_path, 20)
     (folder / MANIFEST_FILE).unlink()
     assert find(folder, str(tmp_path), without_manifest=True) == folder
-    assert "whether it is whole is not known" in caplog.text
+    assert "its integrity cannot be verified" in caplog.text
 
 
 @pytest.fixture
@@ -259,7 +262,7 @@ def test_an_earlier_runs_files_move_whole_and_those_of_others_stay(tmp_path, cap
     assert names(tmp_path / "run-1") == {*OF_THE_RUN, *OF_ALL_RUNS}
     stay = {name for name in names(tmp_path) if not name.startswith("run-1/")}
     assert stay == {*OF_OTHERS, *OF_ALL_RUNS, "README.md"}
-    assert caplog.messages == [f"[Run] the files of an earlier run in {tmp_path} are in {tmp_path}/run-1 now"]
+    assert caplog.messages == [f"[Run] moved the files of an earlier run in {tmp_path} to {tmp_path}/run-1"]
     put_run_aside(tmp_path, None)  # nothing is left to move
     write_named(tmp_path, "config.yaml", "run.json")  # of a start that was refused
     put_run_aside(tmp_path, None)

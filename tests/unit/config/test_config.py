@@ -47,13 +47,16 @@ def test_the_defaults_work():
     ("kwargs", "message"),
     [
         ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "Expected a schedule of steps"),
-        ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "a group of equal rewards may teach there"),
-        ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the steps that rollouts are ahead"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "Expected a step-based schedule"),
+        ({"refill_groups": 1, "hybrid_reference_weight": 0.5}, "zero-variance groups may be informative there"),
+        ({"max_staleness": 1, "rollout_lookahead": 2}, "`max_staleness` is below the lookahead"),
         ({"branches": ["a", "a"]}, "each name once"),
         ({"kl_log_ratio_clamp": 50.0}, "at most 40: the ratio"),
         ({"kl_law_settings": {"max_step": 1.0}}, "`max_step` of `law_settings` is 1.0. Expected a number above 1"),
-        ({"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"}, "no group baseline"),
+        (
+            {"hybrid_reference_weight": 0.5, "multi_objective_aggregation": "normalize_then_sum"},
+            "lacks a group baseline",
+        ),
         ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, "zero on average"),
         ({"branch_kl": "{"}, "`branch_kl` is not JSON"),
         ({"branch_kl": {"tone": {"beta": 0.1}}}, "names tone. Expected some of: fairness, hallucination"),
@@ -61,7 +64,7 @@ def test_the_defaults_work():
         ({"branch_kl": {"fairness": {"low": 0.1, "high": 0.2}}}, r"`branch_kl\.fairness` lacks beta"),
         ({"branch_kl": {"fairness": {"beta": 0.1, "hig": 0.2}}}, r"an unknown 'hig'. Did you mean 'high'\?"),
         ({"branch_kl": {"fairness": {"beta": "1e-3"}}}, r"`branch_kl\.fairness\.beta` is '1e-3'.* write 1.0e-3"),
-        ({"shared_prompts": 1.5}, "'1.5'. Expected auto, off, or the most tokens of a pass: a whole number"),
+        ({"shared_prompts": 1.5}, "'1.5'. Expected auto, off, or the maximum tokens per forward pass, a whole number"),
         ({"generation_kwargs": {"temperature": 0.6}}, "has the temperature 0.6, but log-probs are computed at .* 1.0"),
         ({"use_vllm": True, "vllm_engine_kwargs": '{"logprobs_mode": "raw_logprobs"}'}, "mode 'raw_logprobs'"),
     ],
@@ -73,7 +76,7 @@ def test_a_training_setting_that_cannot_work_is_refused(kwargs, message):
 
 def test_weights_in_training_are_not_turned_into_16_bits(monkeypatch):
     monkeypatch.setattr("salesrl_trl.config.training.settle", lambda *_: (True, True, False, []))  # as on a GPU
-    with pytest.raises(ConfigError, match="turns the weights in training into 16 bits"):
+    with pytest.raises(ConfigError, match="converts the trained weights to 16 bits"):
         training(use_transformers_continuous_batching=True)
 
 
@@ -238,8 +241,8 @@ TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
     ("given", "reason"),
     [
         ({}, None),
-        ({"steps_per_generation": 8}, "an update has a part"),
-        ({"per_device_train_batch_size": 2, "num_generations": 8}, "a micro-batch and a group share no border"),
+        ({"steps_per_generation": 8}, "an update uses part"),
+        ({"per_device_train_batch_size": 2, "num_generations": 8}, "micro-batches and groups share no boundary"),
         ({"num_iterations": 2}, "`num_iterations`"),
         ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
         (TWO_GENERATIONS, "`loss_type` dapo divides by the tokens"),
@@ -340,7 +343,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({}, "this run is on a CPU"), ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "the reference policy of all others")],
+    [({}, "this run is on a CPU"), ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "the others' reference policies")],
 )
 def test_fsdp_that_would_train_something_else_is_refused(monkeypatch, variables, message):
     for name, value in {"ACCELERATE_USE_FSDP": "true", **variables}.items():

@@ -100,7 +100,7 @@ def test_every_compiler_gets_a_folder_in_the_one_that_is_named(config, tmp_path)
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="can't be written"):
+    with pytest.raises(ConfigError, match="is not writable"):
         config(compile_cache_dir=str(tmp_path / "file"))
 
 
@@ -118,7 +118,7 @@ def test_a_shape_to_warm_up_sets_the_sequences_and_the_length_that_vllm_compiles
         ({}, 4, None),
         ({"rollout_lookahead": 0}, 0, "`rollout_lookahead` is 0"),
         ({"rollout_lookahead": 0, "max_rollout_lookahead": 2}, 4, None),
-        ({"partial_rollouts": 0.1}, 0, "so small a share"),
+        ({"partial_rollouts": 0.1}, 0, "the share amounts to less than one completion"),
         ({"vllm_mode": "server"}, 4, "a vLLM server"),
         ({"vllm_enable_sleep_mode": True}, 4, None),  # a CPU's engine does not sleep
     ],
@@ -158,13 +158,13 @@ def gpus(monkeypatch):
     ("count", "capability", "wish", "expected", "note"),
     [
         (0, None, (False, True, False), (True, True, False), ""),
-        (0, None, (False, None, False), (True, False, False), "float32. TRL's default is bf16, slow"),
+        (0, None, (False, None, False), (True, False, False), "float32, as TRL's default bf16 is slow"),
         (0, None, (False, False, False), (True, False, False), ""),
         (1, (9, 0), (False, True, False), (False, True, False), ""),
         (1, (9, 0), (False, None, False), (False, True, False), ""),
         (1, (9, 0), (False, None, True), (False, False, True), ""),
         (1, (9, 0), (True, True, False), (True, True, False), ""),
-        (1, (7, 5), (False, None, False), (False, False, False), "float32. TRL's default is bf16, slow"),
+        (1, (7, 5), (False, None, False), (False, False, False), "float32, as TRL's default bf16 is slow"),
         (1, (7, 5), (False, True, False), (False, True, False), ""),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_precision_that_is_set_stays_and_the_default_is_float32_where_bf16_is_
 
 def test_fp16_is_refused_on_a_cpu(gpus):
     gpus(0)
-    with pytest.raises(ConfigError, match="`fp16` is true, and this run is on a CPU"):
+    with pytest.raises(ConfigError, match="`fp16` is true, but this run is on a CPU"):
         settle(False, None, True)
 
 

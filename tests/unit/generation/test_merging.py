@@ -109,8 +109,8 @@ def test_a_push_that_fails_leaves_the_policy_as_it_was():
 @pytest.mark.parametrize(
     ("base", "version", "reason"),
     [
-        ({}, 1, "FSDP1 keeps"),
-        ({"is_quantized": True}, None, "bitsandbytes' 4 bits"),
+        ({}, 1, "FSDP1 stores"),
+        ({"is_quantized": True}, None, "bitsandbytes 4-bit"),
         ({"is_quantized": True, "is_loaded_in_4bit": True}, None, None),
         ({}, 2, None),
     ],

@@ -1,10 +1,12 @@
 """How generation is started, when completions are reported, and what is off says why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from salesrl_trl.generation.sampler import Sampled, WholeBatch
+from salesrl_trl.generation.sampler import Sampled, TRLSampler
 
 
 def sampled(prompts, completions=((7, 8), (9,)), tool_mask=None):
@@ -14,7 +16,7 @@ def sampled(prompts, completions=((7, 8), (9,)), tool_mask=None):
 
 def test_greedy_sampling_ends_with_its_block_also_by_an_error():
     settings = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, min_p=0.1, typical_p=0.5)
-    before, sampler = settings.to_dict(), WholeBatch(lambda prompts, tokens=None: sampled(prompts), settings)
+    before, sampler = settings.to_dict(), TRLSampler(SimpleNamespace(generate=sampled), settings)
     with pytest.raises(ZeroDivisionError), sampler.greedily():
         assert not settings.do_sample
         settings.validate(strict=True)  # an error for each flag that only sampling heeds

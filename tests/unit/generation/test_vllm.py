@@ -11,7 +11,8 @@ import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.vllm import SalesVLLMGeneration, vllm_engine_options
+from salesrl_trl.generation.vllm import SalesVLLMGeneration
+from salesrl_trl.wiring.policy import Policy
 
 IDLE = SimpleNamespace(pushing=nullcontext)  # a loop with nothing under way
 
@@ -25,7 +26,8 @@ def bare(**members):
 
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     stock = upstream_trainer.VLLMGeneration
-    with pytest.raises(RuntimeError), vllm_engine_options(lambda: {"seed": 1}):
+    policy = Policy(SimpleNamespace(beta=0.0, max_sampling_logp_difference=0.5), has_kl=False, gets_adapter=False)
+    with pytest.raises(RuntimeError), policy.building("a-model"):
         assert upstream_trainer.VLLMGeneration is not stock
         raise RuntimeError
     assert upstream_trainer.VLLMGeneration is stock
@@ -97,7 +99,7 @@ def test_vllm_gets_one_token_for_each_picture_and_puts_in_the_others(monkeypatch
 
 def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
     generation, _ = seeing_generation(monkeypatch, lambda ids: [1, 9, 9, 2])
-    with pytest.raises(ConfigError, match="prompt 0 as 4 tokens with the text, and the trainer as 5"):
+    with pytest.raises(ConfigError, match="prompt 0 with its images to 4 tokens, and the trainer to 5"):
         generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
 
 

@@ -115,7 +115,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
         ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
         ("--lora_r 4 --use_dora true", "without effect: lora_r, use_dora, because `use_peft` is false"),
-        ("--max_steps 0", "or -1 for as many as `num_train_epochs` says. Without updates: `mode: rollouts` generates"),
+        ("--max_steps 0", "or -1 to use `num_train_epochs`. Without updates: `mode: rollouts` generates"),
     ],
 )
 def test_settings_that_cannot_work_or_have_no_effect_are_told_with_advice(told, arguments, message):

@@ -103,7 +103,7 @@ def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, 
     trainer = SalesGRPOTrainer(str(tiny), [late], args, rows)
     with caplog.at_level("INFO"):
         trainer.train()
-    ahead = trainer.components.pipeline.lookahead
+    ahead = trainer.components.pipeline.turns.lookahead
     trainer.finish()
     assert 1 <= ahead <= 4
     assert max(entry[STALENESS_MAX] for entry in steps_of(trainer)) <= 6

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.sampler import Sampled, ready
+from salesrl_trl.generation.sampler import Ready, Sampled
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
@@ -93,7 +93,7 @@ class Now:
     def start(self, prompts, finished, *, ahead):
         self.asked.append((list(prompts), ahead))
         finished(0, [7])
-        return ready(sampled(prompts, self.logprobs))
+        return Ready(sampled(prompts, self.logprobs))
 
 
 class Later:
@@ -113,6 +113,10 @@ class Later:
         self.given_up += 1
 
 
+def decoded(ids, *, skip_special_tokens):
+    return str(ids)
+
+
 def examples(*rows, each=1):
     return [{"prompt": f"p{row}", "row": row} for row in rows for _ in range(each)]
 
@@ -126,8 +130,8 @@ class Run:
     ):  # fmt: skip
         self.loop, self.step, self._first, self.rows = Loop(), start, start, []
         launcher = Launcher(
-            sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decode=str, behaviour_logps=behaviour,
-            group=lambda: each,
+            sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decoder=SimpleNamespace(decode=decoded),
+            trl=SimpleNamespace(group=lambda: each, reward_arguments=dict, behaviour_logps=behaviour),
         )  # fmt: skip
         self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
         self.buffer = self.pipeline.buffer
@@ -183,7 +187,7 @@ def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
 
 
 def test_completions_of_earlier_weights_need_log_probs():
-    with pytest.raises(ConfigError, match="gives no log-probs"):
+    with pytest.raises(ConfigError, match="returned no log-probs"):
         Run(Later(logprobs=None), lookahead=1).make()
     seen = []
     Run(Now(), lookahead=1, behaviour=lambda each: seen.append(each) or torch.ones(1, 1)).begin()
@@ -230,7 +234,7 @@ def test_groups_that_later_steps_train_on_have_log_probs_whatever_the_lookahead_
     """Of a run that moves it, and of one that goes on with another one."""
     seen = []
     run = Run(Now(), 1, lambda each: seen.append(each) or torch.ones(1, 1), policy=ByArrival(4))
-    run.pipeline.move_lookahead(0)
+    run.pipeline.turns.lookahead = 0
     assert run.buffer.launch(examples(1), 0).behaviour_logps is not None
     run.buffer.policy = InOrder()
     assert run.buffer.launch(examples(1), 0).behaviour_logps is None and len(seen) == 1

@@ -49,10 +49,10 @@ REFUSES = {
          "word_embed_proj_dim": 32, "dropout": 0.0}, "at first use log-probs differ"
     ),
     "mistral": ({**SMALL, "sliding_window": 16}, "sliding window of 16 tokens"),
-    "nemotron": (SMALL, "does not hand its keyword arguments on|transformers' interface"),
+    "nemotron": (SMALL, "does not pass its keyword arguments|transformers' interface"),
     "llama": (
         {**SMALL, "max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
-         "rope_theta": 1e4}}, "from 20 tokens on, the model's rotary embedding"
+         "rope_theta": 1e4}}, "from 20 tokens on, rotary embeddings"
     ),
     "phi3": (
         {**SMALL, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
@@ -106,7 +106,7 @@ def test_an_architecture_that_cant_is_told_and_goes_trls_way(kind, caplog):
                     for each in (functools.partial(prompts.log_probs, trls_own), trls_own)
                 )
                 assert torch.equal(ours, theirs)
-    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert caplog.text.count("off: sharing a group's prompt in forward passes") == 1
     assert re.search(reason, caplog.text)
 
 
@@ -125,9 +125,9 @@ def split_over_devices():
     ("build", "given", "reason"),
     [
         # these adapters begin as if they were not there, so that a comparison would not see them
-        (lambda: adapted(LoraConfig, alora_invocation_tokens=[5]), {}, "follows the tokens of a whole sequence"),
-        (lambda: adapted(LilyConfig), {}, "follows the tokens of a whole sequence"),
-        (split_over_devices, {}, "the model is split over devices"),
+        (lambda: adapted(LoraConfig, alora_invocation_tokens=[5]), {}, "depends on the tokens of a whole sequence"),
+        (lambda: adapted(LilyConfig), {}, "depends on the tokens of a whole sequence"),
+        (split_over_devices, {}, "the model is split across devices"),
         (lambda: small("qwen2", **SMALL, attn_implementation="eager"), {}, "`eager`. Expected `sdpa`"),
         (lambda: small("qwen2", **SMALL), {"reason": "of the compiler"}, "of the compiler"),
     ],
@@ -233,7 +233,7 @@ def test_an_adapter_that_begins_as_nothing_is_compared_again_once_it_has_moved(u
             ours = prompts.log_probs(trls_own, model, *batch, WIDTH)[0]
             assert prompts.is_on == (update < updates)
     assert torch.equal(ours, trls_own(model, *batch, WIDTH)[0])
-    assert caplog.text.count("off: one pass for a group's prompt") == 1
+    assert caplog.text.count("off: sharing a group's prompt in forward passes") == 1
     assert "log-probs differ" in caplog.text
 
 
@@ -253,7 +253,7 @@ def test_what_one_rank_finds_stops_all_at_the_next_update(caplog):
             assert prompts.is_on == is_on
             prompts.log_probs(trls_own, model, *batch, WIDTH)
     assert asked == [1, 1]
-    assert caplog.text.count("another rank found that it can't") == 1
+    assert caplog.text.count("another rank found that it cannot") == 1
 
 
 def test_completions_without_a_token_are_not_compared_and_a_policy_inside_its_wrapper_is():
@@ -366,7 +366,7 @@ def test_a_micro_batch_out_of_turn_is_refused():
     ahead = Passes(prompts, 1000, 1)
     ahead.begin([first, second], 2, is_last=False)
     ahead.log_probs({}, trls_own, model, *Columns.of([first]), compute_entropy=True, compute_aux_loss=False)
-    with pytest.raises(RuntimeError, match="another micro-batch came"):
+    with pytest.raises(RuntimeError, match="another micro-batch arrived"):
         ahead.begin([other], 2, is_last=True)
     ahead.forget()
     ahead.begin([other], 1, is_last=True)

@@ -45,7 +45,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_last_ones_failures_the_most_
     told = str(control.error)
     assert told.startswith("3 generation batches in a row had fewer than 50% of their completions scored, since 20")
     assert "in the last one: judge_http_500 3, deadline 1." in told
-    assert told.endswith("go on with --resume_from_checkpoint runs/a/checkpoint-7.")
+    assert told.endswith("resume with --resume_from_checkpoint runs/a/checkpoint-7.")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_run_whose_services_stay_away_until_its_last_step_has_failed(skipped, 
     assert control.error is None
     skip(control, is_last=True)
     assert (control.error is not None) is fails
-    assert not fails or "They were the last of the run" in str(control.error)
+    assert not fails or "They were the run's last ones" in str(control.error)
     assert not fails or not control.error.is_resumable  # the same command would end well, with nothing learned
 
 
@@ -132,5 +132,5 @@ def test_broken_figures_end_the_run_when_they_stay(broken):
     control = control_of()
     for figures in (broken, broken, {"grad_norm": 1.0, "kl": 0.1}, {"loss": 1.0}, broken, broken):
         control.record_line(figures)
-    with pytest.raises(DivergedError, match="in 3 log lines in a row"):
+    with pytest.raises(DivergedError, match="of 3 diverged log lines in a row"):
         control.record_line(broken)

@@ -175,7 +175,7 @@ def test_log_probs_are_compared_where_a_token_counts_and_has_both():
     [
         ([20.2, 10.0, 0.0], r"differ from the trainer's by 2\.020 nats on average over the first 10 tokens"),
         ([math.inf, 10.0, 0.0], "by inf nats"),
-        ([0.0, 0.0, 5.0], "5 of the first 5 sampled tokens have a log-prob that is no number"),
+        ([0.0, 0.0, 5.0], "5 of the first 5 sampled tokens have a NaN log-prob"),
         ([0.01, 99.0, 1.0], "1 of the first 100 sampled tokens"),
     ],
     ids=["far", "infinite", "all NaN", "one NaN"],
