@@ -1,6 +1,6 @@
-"""The buffer of groups in flight: launches, the choice of groups to train on, and checkpointing (docs/background/architecture.md
-documents its contract). A buffer policy ranks groups, on each rank separately and without collectives; `choose`
-enforces the staleness bound."""
+"""The buffer of groups in flight: launches, the choice of groups to train on, and checkpointing. Its contract is in
+docs/background/architecture.md. A buffer policy ranks groups, on each rank separately and without collectives;
+`choose` enforces the staleness bound."""
 
 import itertools
 import math

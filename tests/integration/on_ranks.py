@@ -25,9 +25,7 @@ from transformers import AutoTokenizer
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, Transport, per_completion, tool
 from salesrl_trl.names import BY_SECOND_JUDGE, JUDGE_ALARMS
 from salesrl_trl.record.reader import record_file
-from salesrl_trl.record.recorder import RecorderPart
 from salesrl_trl.record.replay import ReplayReward
-from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.scorer import METER, MeterSettings, RewardNames, Scorer
 from salesrl_trl.types import Outcome, Reward
 
@@ -95,10 +93,9 @@ def replay(policy, out):
         return numbers.random()
 
     def train(name, reward):
-        recorder = Recorder(record_file(out / name, RANK), meta={"run": name})
         trainer = build_trainer(
             policy, reward, ("one", "two", "one"), default_rows(), out / name, max_steps=4, ddp_backend="gloo",
-            parts=[RecorderPart(recorder)], kl_law="fixed", per_device_train_batch_size=2,
+            record=True, kl_law="fixed", per_device_train_batch_size=2,
             gradient_accumulation_steps=4, min_valid_reward_fraction=0.0,
         )  # fmt: skip
         trainer.train()
