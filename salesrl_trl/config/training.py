@@ -195,7 +195,8 @@ class SalesGRPOConfig(GRPOConfig):
     shared_prompts: Annotated[str, _check_passes] = "auto"
     """`auto` sends a group's prompt through the model once, and skips computing old log-probs if the training forward
     pass yields the same ones. Its first use is compared with TRL's own passes. A number limits the tokens per pass: 1
-    means one micro-batch per pass, which needs the least memory. `off` uses TRL's own passes. See docs/background/exactness.md#shared-prompts."""
+    means one micro-batch per pass, which needs the least memory. `off` uses TRL's own passes. See
+    docs/background/exactness.md."""
     save_rollouts: bool = False
     """Whether checkpoints include the rollouts in flight, so that a resumed run with a lookahead need not regenerate
     them."""

@@ -188,11 +188,7 @@ def test_a_circle_without_an_import_is_seen():
 
 
 def test_outside_of_the_trainer_nothing_takes_it_for_any_or_uses_its_private_members():
-    trees = {
-        path: tree
-        for path, tree in house.modules().items()
-        if path not in ("wiring/trl_access.py", "wiring/trl_generation.py", "trainer.py")
-    }
+    trees = {path: tree for path, tree in house.modules().items() if path not in house.OF_THE_TRAINER}
     untyped = {path: found for path, tree in trees.items() if (found := house.untyped_trainers(tree))}
     private = {path: found for path, tree in trees.items() if (found := house.private(house.members_of_trainer(tree)))}
     assert (untyped, private) == ({}, {})
