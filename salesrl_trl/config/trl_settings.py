@@ -125,8 +125,7 @@ def keep_folders(trackers: Iterable[str]) -> list[str]:
     on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
     os.environ |= dict.fromkeys(on, "false")
     return [
-        f"off: {name}, which would also upload prompts and completions in flight; `push_to_hub` does not"
-        for name in on
+        f"off: {name}: it would also upload prompts and completions in flight; `push_to_hub` does not" for name in on
     ]
 
 

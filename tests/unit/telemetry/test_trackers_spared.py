@@ -87,7 +87,7 @@ def test_no_tracker_uploads_folders(monkeypatch):
     monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     monkeypatch.setenv("HF_MLFLOW_LOG_ARTIFACTS", "0")
     (note,) = keep_folders(["wandb", "mlflow"])
-    assert note.startswith("off: WANDB_LOG_MODEL: it uploads prompts and completions under way too")
+    assert note.startswith("off: WANDB_LOG_MODEL: it would also upload prompts and completions in flight")
     assert os.environ["WANDB_LOG_MODEL"] == "false" and "COMET_LOG_ASSETS" not in os.environ
     (note,) = keep_folders(["clearml"])  # which uploads by default
     assert note.startswith("off: CLEARML_LOG_MODEL") and keep_folders(["clearml"]) == []
