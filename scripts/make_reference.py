@@ -63,7 +63,7 @@ def troubleshooting() -> str:
         "A run that fails ends with its final error summary: the error, its cause and what to do. The summary is also "
         "in `OUTPUT_DIR/run.log`. This page lists every recognised error. If a run hangs, the last `[Heartbeat]` line "
         "names the phase (see [Timing](timing.md)).",
-        "\n".join(f"- [{fault.title}](#{fault.anchor})" for fault in ordered),
+        "\n".join(f"- [{fault.title}](#{_anchor(fault.title)})" for fault in ordered),
     ]
     for fault in ordered:
         steps = "\n".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
@@ -90,6 +90,10 @@ def _foreign(name: str, line: Name) -> str:
     values = [f"`{there}` becomes `{value}`" for there, value in (line.values or {}).items() if there != value]
     notes = [*values, line.note, f"if `{line.when}` is on" if line.when else ""]
     return f"| `{name}` | {here or 'none'} | {_cell('; '.join(filter(None, notes)))} |"
+
+
+def _anchor(title: str) -> str:
+    return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
 
 
 def _shown(sign: Sign) -> str:

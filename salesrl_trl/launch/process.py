@@ -57,11 +57,6 @@ class Fault:
     remedies: tuple[str, ...]
     follows: bool = False
 
-    @property
-    def anchor(self) -> str:
-        """The heading's anchor on the site."""
-        return "".join(letter for letter in self.title.lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
-
 
 @dataclass(frozen=True)
 class Words:

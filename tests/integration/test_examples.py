@@ -78,7 +78,7 @@ def test_two_names_and_one_setting_are_the_whole_difference_and_the_readme_shows
 
 
 def test_the_ten_lines_around_any_call_run_as_they_stand(capsys):
-    page = (ROOT / "docs/how-to/own-rewards.md").read_text("utf-8")
+    page = (ROOT / "docs/reference/reward-functions.md").read_text("utf-8")
     [snippet] = re.findall(r"^```python\n(import asyncio\n.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     tried = Counter()
 

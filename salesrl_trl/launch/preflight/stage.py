@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.launch.process import PAGE, recognised, short
+from salesrl_trl.launch.process import recognised, short
 
 if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
@@ -67,9 +67,9 @@ def finding_of(error: Exception) -> Finding:
     fault, text = recognised(error), f"{type(error).__name__}: {short(error)}"
     if fault is None:
         logger.error("an error that is not in the catalogue", exc_info=error)
-        return Finding(text, f"The traceback is on stderr. {PAGE} lists the known errors.", is_failure=True)
+        return Finding(text, "The traceback is on stderr.", is_failure=True)
     steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
-    return Finding(f"{fault.title}. {fault.cause} {text}", f"{steps} More: {PAGE}#{fault.anchor}.", is_failure=True)
+    return Finding(f"{fault.title}. {fault.cause} {text}", steps, is_failure=True)
 
 
 def stage_text(report: StageReport) -> str:
