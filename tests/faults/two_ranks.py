@@ -221,7 +221,6 @@ def main(policy, out):
             reward._rag.chat_8b, reward._rag.chat = (raises, hangs_for_ever)[rank], reference
         else:
             reward.score = score
-        reward.batch = partial(kept, batches := [], reward.batch)
         given = {"beta": 0.0, "ddp_backend": "gloo", **given}
         before = given.pop("go_on_from", None)
         texts = TEXTS[200 * rank : 200 * rank + 200]
@@ -229,6 +228,7 @@ def main(policy, out):
         error, moments = None, {}
         loop = trainer.components.reward_loop
         loop.cut_off = partial(cut_off, moments, loop.cut_off)
+        loop.begin = partial(kept, batches := [], loop.begin)
         if name == "stopped" and rank == 1:
             threading.Thread(target=stop_one, daemon=True).start()
         try:

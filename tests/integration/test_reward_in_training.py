@@ -9,6 +9,7 @@ from support.loopback import BAD, VERDICT, chat_completion
 from support.scripted import DIFFERENT, steps_of
 
 from salesrl_trl.errors import ServiceUnavailable, TooFewRewardsError
+from salesrl_trl.judged.budget import Price
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.reward.reward_loop import warm_up
 
@@ -19,10 +20,8 @@ def test_what_services_and_judges_did_is_logged_with_each_step(scripted_trainer,
     body = chat_completion(json.dumps(VERDICT))
     services.set("judge", {**body, "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}})
     services.answers["8b"] = [(503, {}, {}, 0), services.answers["8b"][0]]
-    price = {"usd_per_million_prompt_tokens": 10.0}
-    trainer = scripted_trainer(
-        texts=DIFFERENT, max_steps=2, chain={"attempts": 3, "providers": [{"name": "judge", **price}]}
-    )
+    judge = {"name": "judge", "price": Price(prompt_token=10e-6)}
+    trainer = scripted_trainer(texts=DIFFERENT, max_steps=2, chain={"attempts": 3, "providers": [judge]})
     trainer.train()
     first, second = steps_of(trainer)
     # four different completions a step, over rows of one conversation

@@ -289,7 +289,7 @@ def test_completions_that_are_scored_together_are_missing_when_their_child_ends(
     reward = remote_process(chain=deadly.together)
     batch = reward.loop.begin([{"prompt": ""}] * 2, 2)
     reward.loop.post(batch.start, 0, "a")
-    until(lambda: reward.child is not None and reward.child.scored)
+    until(lambda: reward.reward.child is not None and reward.reward.child.scored)
     reward.process.kill()
     until(lambda: batch.rewards[0] is not None)
     reward.reward.deadline_s = batch._deadline_s = 0.5  # the other one would wait for it
