@@ -20,6 +20,7 @@ from typing import Generic, TypeAlias, TypeVar
 from pydantic import TypeAdapter
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
+from salesrl_trl.ground.local_disk import LocalFile
 from salesrl_trl.ground.process import is_locked, make_private
 from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
 
@@ -95,7 +96,7 @@ class AnswerStore:
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 if self._memory:
                     await self._write()
-                await asyncio.wrap_future(self._thread.submit(self._disconnect))
+                await asyncio.wrap_future(self._thread.submit(self._finish))
         self._connection = None
         self._thread.shutdown(wait=False)  # it may be blocked on a disk
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache")
@@ -143,7 +144,10 @@ class AnswerStore:
         if time.monotonic() < self._unusable_until:  # an earlier statement failed
             return None
         try:
-            return (self._connection or self._connect()).execute(statement, values).fetchall()
+            connection = self._connection or self._connect()
+            rows = connection.execute(statement, values).fetchall()
+            self._place.copy(connection)
+            return rows
         except (sqlite3.Error, OSError) as error:
             self._leave_aside(error)
             self._disconnect()  # the file may be replaced before the next attempt
@@ -152,12 +156,19 @@ class AnswerStore:
     def _connect(self) -> sqlite3.Connection:
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        make_private(self.path)
+        self._place = LocalFile(self.path)
+        make_private(self._place.file)
         self._connection = sqlite3.connect(
-            self.path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self._place.file, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         self._connection.execute(_SCHEMA)
         return self._connection
+
+    def _finish(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error, OSError):  # answers are requested again
+                self._place.copy(self._connection, now=True)
+        self._disconnect()
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from salesrl_trl.ground.local_disk import LocalFile
 from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
@@ -130,9 +131,13 @@ class Recorder:
     def _work(self) -> None:
         try:
             enter()  # the filter's devices
-            with closing(self._opened()) as file:
+            place = LocalFile(self.path)
+            with closing(self._opened(place.file)) as file:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)
+                    place.copy(file)
+                place.copy(file, now=True)
+            place.discard()
         except Exception as error:  # training must continue
             logger.warning(
                 f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training continues without "
@@ -141,7 +146,7 @@ class Recorder:
             while self._queue.get() is not None:  # further batches are dropped
                 pass
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self, file: Path) -> sqlite3.Connection:
         if self.after is not None:
             for path in self.others:
                 try:
@@ -149,7 +154,7 @@ class Recorder:
                         drop_after(other, self.after)
                 except sqlite3.Error as error:
                     logger.warning(f"[Record] {path} keeps its steps after {self.after} ({error})")
-        return opened(self.path, self.meta, after=self.after)
+        return opened(file, self.meta, after=self.after)
 
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
         before = _used_bytes(file)
