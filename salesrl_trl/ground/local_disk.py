@@ -6,6 +6,7 @@ Such a file is written on the local disk, and copied to its place from time to t
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -18,42 +19,26 @@ from salesrl_trl.ground.process import cache_dir, make_private
 
 logger = logging.getLogger(__name__)
 
-NETWORK = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "pvfs2",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "wekafs",
-    ]
+NETWORK = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|pvfs2|smb(?:2|3|fs)|wekafs|fuse\.(?!fuse-overlayfs).+"
 )
+"""File systems, including FUSE except for the layers of containers."""
 LEAST_PAUSE_S = 60.0
 PAUSES_PER_COPY = 20  # a copy's duration times this passes before the next one
 
 
 def is_remote(folder: Path) -> bool:
-    """Whether a folder, existing or not, is on a network file system, including FUSE except for container layers."""
+    """Whether a folder, existing or not, is on a network file system."""
     folder, mount = folder.resolve(), ("", "")
     for part in psutil.disk_partitions(all=True):
         if folder.is_relative_to(part.mountpoint):
             mount = max(mount, (part.mountpoint, part.fstype))  # the longest: each is a prefix of the same path
-    kind = mount[1]
-    return kind in NETWORK or (kind.startswith("fuse.") and kind != "fuse.fuse-overlayfs")
+    return NETWORK.fullmatch(mount[1]) is not None
 
 
 class LocalFile:
-    """Where the SQLite file `path` is written: `file`, which equals `path` on a local disk. On a network file system it
-    continues what is at `path`, or a newer version that a killed run left on this machine."""
+    """Where the SQLite file `path` is written: `file`, which equals `path` on a local disk. On a network file system
+    it continues what is at `path`, or a newer version that a killed run left on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
