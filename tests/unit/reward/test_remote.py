@@ -241,7 +241,8 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     services.hangs.add("judge")
     texts = [action(query="a"), "hello", action(query="b")]
     batch = reward.begun(*texts)
-    until(lambda: reward.loop.status() == "of 3 completions 2 in judge")
+    # limits that fell in tests before, whose transports are not collected yet, are listed behind it
+    until(lambda: reward.loop.status().startswith("of 3 completions 2 in judge"))
     services.let_go.set()
     report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3
