@@ -62,7 +62,7 @@ export function Chart({ title, series, domain, columns = 1, widest, band }) {
     h(
       "figcaption",
       null,
-      h("strong", null, at === null ? title : `${title} · ${t("step")} ${at}`),
+      h("strong", null, at === null ? title : `${title} · ${t("at_step", at)}`),
       h(
         "ul",
         { class: "legend" },

@@ -216,7 +216,7 @@ function Stages({ stages }) {
         caption: t("seconds"),
         columns: [
           [t("stage"), ""],
-          ["s", "n"],
+          [t("second"), "n"],
           ["", "wide"],
         ],
         rows: entries.map(([name, value]) => [
@@ -280,7 +280,7 @@ function Group({ data }) {
         class: each.id === data.id ? "current" : "",
         "aria-current": each.id === data.id ? "true" : undefined,
         cells: [
-          each.id === data.id ? `${each.id} (${t("this_one")})` : each.id,
+          each.id === data.id ? t("marked", each.id, t("this_one")) : each.id,
           h("a", { href: address("completion", { id: each.id }), lang: tongue(each.text) }, each.text || "–"),
           h(Outcome, { ...each, run: data.run }),
           number(each.reward),
@@ -297,11 +297,11 @@ function Completion(data) {
     Fragment,
     null,
     h(Neighbours, { id: data.id }),
-    h(Title, null, t("completion"), ` ${data.id} · `, manyBranches() && `${data.branch} · `, `${t("step")} ${data.step}`),
+    h(Title, null, t("completion"), ` ${data.id} · `, manyBranches() && `${data.branch} · `, t("at_step", data.step)),
     h(
       "p",
       { class: "row" },
-      h("a", { href: ofRow(data.row) }, t("over_time"), `: ${data.row}`),
+      h("a", { href: ofRow(data.row) }, t("chart_of", t("over_time"), data.row)),
     ),
     h(
       "div",

@@ -14,9 +14,9 @@ function Kl({ branch, kl, band, beta }) {
   return h(
     Fragment,
     null,
-    h(Lines, { title: `KL, ${branch}`, series: kl, band: band && { name: t("band", short(low), short(high)), low, high } }),
+    h(Lines, { title: t("pair", "KL", branch), series: kl, band: band && { name: t("band", short(low), short(high)), low, high } }),
     band && h(Note, null, t("in_band", percent(share))),
-    h(Lines, { title: `beta, ${branch}`, series: beta }),
+    h(Lines, { title: t("pair", "beta", branch), series: beta }),
   );
 }
 
@@ -48,7 +48,7 @@ function Spending({ spent, limits }) {
     null,
     h(Table, {
       caption: t("spending"),
-      columns: [[t("service"), ""], [t("calls"), "n"], [t("prompt_tokens"), "n"], [t("tokens"), "n"], ["USD", "n"]],
+      columns: [[t("service"), ""], [t("calls"), "n"], [t("prompt_tokens"), "n"], [t("completion_tokens"), "n"], ["USD", "n"]],
       rows: spent.map((each) => [each.service, whole(each.calls), whole(each.prompt_tokens), whole(each.completion_tokens), usd(each.usd)]),
     }),
     limits.map(([name, taken, most]) => h(Note, null, t("of_limit", name, taken.toLocaleString(spoken()), most.toLocaleString(spoken())))),
@@ -58,13 +58,13 @@ function Spending({ spent, limits }) {
 function Figures({ figures }) {
   const rewards = figures.reward.map((line) => ({
     ...line,
-    name: (line.name || t("all_branches")) + (line.dash ? `, ${t("reference_score")}` : ""),
+    name: line.dash ? t("pair", line.name || t("all_branches"), t("reference_score")) : line.name || t("all_branches"),
   }));
   const sections = [
     [t("reward"), rewards.length, h(Lines, { title: t("mean_reward"), series: rewards })],
     ["KL", figures.kl.length, figures.kl.map((each) => h(Kl, each))],
-    [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), heads: [t("phase"), t("seconds_a_step")], size: seconds, ...figures.phases })],
-    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), heads: [t("reason"), t("number")], size: whole, ...figures.failures })],
+    [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), heads: [t("phase"), t("phase_time")], size: seconds, ...figures.phases })],
+    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), heads: [t("reason"), t("count")], size: whole, ...figures.failures })],
     [t("held_out"), figures.held_out.rows.length, h(HeldOut, figures.held_out)],
     [t("spending"), figures.spent.length, h(Spending, figures)],
   ];

@@ -19,7 +19,7 @@ function Compared(data, params) {
   const branches = branchesOf([...data.steps[0], ...data.steps[1]]);
   const series = sides.flatMap(([run, steps], side) =>
     branches.map((branch) => ({
-      name: `${runName(Number(run))}, ${branch}`,
+      name: t("pair", runName(Number(run)), branch),
       color: colorOf(branch),
       dash: side,
       points: lineOf(steps, branch, (each) => each.reward),
