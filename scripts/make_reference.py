@@ -77,7 +77,8 @@ def verl_names() -> str:
         "# Names of verl and of scripts",
         "What verl's settings and upper-case names in scripts are called here. A recipe or command line with "
         "one of them is rejected with the name and value to use. [From verl](../start/from-verl.md) converts "
-        "a whole configuration.",
+        "a whole configuration. Names of verl are given without `actor_rollout_ref.`; `*` stands for any text. Any "
+        "other upper-case name is that of a setting in lower case: `LORA_R` is `lora_r`.",
     ]
     for system, title in (("verl", "verl"), ("upper case", "Upper-case names")):
         lines = [_foreign(name, line) for name, line in foreign_names().items() if line.system == system]

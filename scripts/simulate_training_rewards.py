@@ -8,7 +8,7 @@ Takes the recipe and all settings of a training line. `--load N` is the number o
 the embedded services. Every run asks anew, and keeps nothing. Prints no text of rows or completions.
 
 Exit code: 0 enough completions of every step got a reward; 2 bad input, too few did, or the services failed.
-docs/reference/services.md says more.
+See docs/how-to/preflight.md.
 """
 
 import sys

@@ -32,16 +32,18 @@ def is_remote(folder: Path) -> bool:
     folder, mount = folder.resolve(), ("", "")
     for part in psutil.disk_partitions(all=True):
         if folder.is_relative_to(part.mountpoint):
-            mount = max(mount, (part.mountpoint, part.fstype))  # the longest: each is a prefix of the same path
+            # the longest, and of those at one place the last one mounted
+            mount = (part.mountpoint, part.fstype) if len(part.mountpoint) >= len(mount[0]) else mount
     return NETWORK.fullmatch(mount[1]) is not None
 
 
 class LocalFile:
     """Where the SQLite file `path` is written: `file`, which equals `path` on a local disk. On a network file system
-    it continues what is at `path`, or a newer version that a killed run left on this machine."""
+    it continues what is at `path`, or a newer version that a killed run left on this machine. One process uses it."""
 
     def __init__(self, path: Path) -> None:
         self.path = self.file = path
+        self._has_failed = False
         self._next = time.monotonic() + LEAST_PAUSE_S
         if not is_remote(path.parent):
             return
@@ -61,11 +63,24 @@ class LocalFile:
             make_private(self.file)
             shutil.copyfile(path, self.file)
 
-    def copy(self, connection: sqlite3.Connection, *, now: bool = False) -> None:
-        """Copy the file to its place if it is time, or `now`. A crash leaves the old or the new copy there."""
+    def copy(self, connection: sqlite3.Connection, *, now: bool = False) -> bool:
+        """Copy the file to its place if it is time, or `now`. A crash leaves the old or the new copy there. Returns
+        `False`, and logs it once, if that failed: the local file has everything."""
         started = time.monotonic()
         if self.file == self.path or (started < self._next and not now):
-            return
+            return True
+        try:
+            self._copy(connection)
+        except (OSError, sqlite3.Error) as error:
+            if not self._has_failed:
+                logger.warning(f"{self.file} can't be copied to {self.path} ({error}). It is retried")
+            self._has_failed = True
+        else:
+            self._has_failed = False
+        self._next = time.monotonic() + max(LEAST_PAUSE_S, PAUSES_PER_COPY * (time.monotonic() - started))
+        return not self._has_failed
+
+    def _copy(self, connection: sqlite3.Connection) -> None:
         fresh, part = self.file.with_name(f"{self.file.name}.copy"), self.path.with_name(f".{self.path.name}.part")
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in (fresh, part):
@@ -77,7 +92,6 @@ class LocalFile:
         shutil.copyfile(fresh, part)
         os.replace(part, self.path)
         fresh.unlink()
-        self._next = time.monotonic() + max(LEAST_PAUSE_S, PAUSES_PER_COPY * (time.monotonic() - started))
 
     def discard(self) -> None:
         """Remove the local version. Its content is at `path`."""

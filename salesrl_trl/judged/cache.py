@@ -165,10 +165,10 @@ class AnswerStore:
         return self._connection
 
     def _finish(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error, OSError):  # answers are requested again
-                self._place.copy(self._connection, now=True)
+        is_copied = self._connection is not None and self._place.copy(self._connection, now=True)
         self._disconnect()
+        if is_copied:
+            self._place.discard()
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

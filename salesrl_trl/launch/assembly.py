@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from salesrl_trl.config.checks import build_object, from_fields
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.ground.local_disk import is_remote
 from salesrl_trl.judged.budget import FREE, Budget, Price
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
@@ -180,9 +181,9 @@ def _stores(config: RewardConfig, output_dir: Path | None, process_index: int) -
     """Stores of answers and references: in `output_dir`, or in memory without it or `cache_answers`."""
     if output_dir is None or not config.cache_answers:
         return AnswerStore() if config.cache_answers else AnswerStore(most=0), AnswerStore()
-    return AnswerStore(output_dir / f"answers.rank{process_index}.sqlite"), AnswerStore(
-        output_dir / "references.sqlite"
-    )
+    of_rank = f".rank{process_index}"  # SQLite shares a file between processes on a local disk only
+    references = output_dir / f"references{of_rank if is_remote(output_dir) else ''}.sqlite"
+    return AnswerStore(output_dir / f"answers{of_rank}.sqlite"), AnswerStore(references)
 
 
 def judge_reward(

@@ -6,7 +6,7 @@ Ensures that trackers never end a training. Imports only trackers named in `repo
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
@@ -52,6 +52,9 @@ def custom_scalars(words: Mapping[str, Sequence[str]], banded: Sequence[str]) ->
     return layout
 
 
+Ending: TypeAlias = Callable[..., object]
+
+
 class TrackersPart(Part):
     """Writes the layout from `custom_scalars` if the run reports to TensorBoard. TensorBoard assigns a colour per run,
     so each branch's metrics are also written to a separate run.
@@ -61,7 +64,7 @@ class TrackersPart(Part):
 
     def connect(self, run: PartContext) -> None:
         self._callbacks: Sequence[TrainerCallback] = run.trl.callbacks.callbacks
-        self._ends = contextlib.ExitStack()  # closes trackers' runs
+        self._ends: dict[TrainerCallback, Ending] = {}  # closes trackers' runs
         self._replaced = contextlib.ExitStack()
         self._runs = dict[str, "SummaryWriter"]()  # TensorBoard writers by branch
         words = run.figures.words
@@ -80,10 +83,13 @@ class TrackersPart(Part):
             if isinstance(callback, (*INTEGRATION_TO_CALLBACK.values(),)):
                 _spare(callback)
             if isinstance(callback, MLflowCallback | TrackioCallback):
-                callback.on_train_end = functools.partial(self._ends.callback, callback.on_train_end)
+                callback.on_train_end = functools.partial(self._end_later, callback, callback.on_train_end)
             elif isinstance(callback, SwanLabCallback):
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
+
+    def _end_later(self, owner: TrainerCallback, end: Ending, *args: object, **named: object) -> None:
+        self._ends[owner] = functools.partial(end, *args, **named)  # returns nothing: it would become the control
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         for callback in self._callbacks:
@@ -112,7 +118,8 @@ class TrackersPart(Part):
 
     def close(self) -> None:
         """End the tracker runs whose training has ended."""
-        self._ends.close()
+        while self._ends:
+            self._ends.popitem()[1]()
         self._replaced.close()
 
 

@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from salesrl_trl.ground.local_disk import LocalFile
+from salesrl_trl.ground.local_disk import LocalFile, is_remote
 from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
@@ -131,13 +131,17 @@ class Recorder:
     def _work(self) -> None:
         try:
             enter()  # the filter's devices
+            is_new = self.after is None or run_of(self.path) not in (None, self.meta.get("run"))
+            if is_new and is_remote(self.path.parent):  # on a local disk, `opened` does so
+                put_aside(self.path)
             place = LocalFile(self.path)
             with closing(self._opened(place.file)) as file:
                 while (batch := self._queue.get()) is not None:
                     self._take(file, batch)
                     place.copy(file)
-                place.copy(file, now=True)
-            place.discard()
+                is_copied = place.copy(file, now=True)
+            if is_copied:
+                place.discard()
         except Exception as error:  # training must continue
             logger.warning(
                 f"[Record] {self.path} can't be written ({type(error).__name__}: {error}). Training continues without "

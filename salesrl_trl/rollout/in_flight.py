@@ -50,6 +50,7 @@ class ScoredGroups:
         self.complete = bool(recorded.parts)  # whether all rewards on all ranks had arrived at the last `record`
         if recorded.parts:
             by_start = {part.start: part for part in self.remaining}
+            assert len(recorded.parts) == len(by_start)
             self.remaining = [by_start[start] for start in recorded.parts]
         self._released: list[int] = []
         self._seen = [*recorded.seen]

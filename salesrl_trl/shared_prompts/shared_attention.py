@@ -179,7 +179,8 @@ def shared_attention(
     padded, given, parts = layout.padded, {"dropout": dropout, "scaling": scaling, **kwargs}, []
     if layout.prefixes:
         batch = [_gathered(tensor, padded.prefixes) for tensor in (query, key, value)]
-        parts.append(inner(module, *batch, None, is_causal=True, **given)[0].flatten(0, 1)[padded.prefix_places])
+        prefixes = inner(module, *batch, None, **{**given, "is_causal": True})[0]
+        parts.append(prefixes.flatten(0, 1)[padded.prefix_places])
     queries = _gathered(query, padded.segments)
     keys, values = (_gathered(tensor, padded.keys) for tensor in (key, value))
     outputs = inner(module, queries, keys, values, padded.mask, **given)[0]
