@@ -42,7 +42,7 @@ class RewardFuncs:
             alone = RewardLoop(combined([alone], [1.0], apart))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(given)
         if weights is not None and len(weights) != count:
-            raise ConfigError(f"`reward_weights` has {len(weights)} values for {count} functions. Expected one each.")
+            raise ConfigError(f"`reward_weights` has {len(weights)} values for {count} functions. Set one for each.")
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
             return cls(alone, list(alone.functions), weights, has_models=False)
