@@ -17,12 +17,12 @@ BARS = {
     "lines of the four files": 800,
     "`patched` and `setattr`": 35,
     "`setattr` by a computed name": 0,
-    "lambda, partial and Callable in 1,000 lines": 10.5,
-    "Any in 1,000 lines": 6.7,
+    "lambda, partial and Callable in 1,000 lines": 8,
+    "Any in 1,000 lines": 5,
     "circles of imports": 0,
     "classes with more than 15 methods": 2,
     "lines of the package": 33_000,
-    "lines of code": 23_690,
+    "lines of code": 23_310,
     "modules": 203,
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from support import english
 
 from salesrl_trl.__main__ import COMMANDS
 from salesrl_trl.config.keys import FORMER
@@ -112,3 +113,8 @@ def test_a_wrong_command_is_found(known):
         "salesrl train owns --max_steps 2 --rag.base_url x": ["owns"],
     }.items():
         assert unknown_of(command.split(), *known) == wrong
+
+
+def test_habits_of_translated_english_stay_below_a_tenth_of_what_they_were():
+    counts = english.counted(ROOT)  # 640 on pages and 1,900 in the package at 5b1d9cb5
+    assert (counts["pages"].total() <= 64, counts["package"].total() <= 190) == (True, True)
