@@ -35,11 +35,13 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# With the lowest versions: a training, the tests of what uses each dependency, and of upstream's hooks.
+# With the lowest versions: a training, the tests of what uses each dependency, and of upstream's hooks. Without the page's
+# script with tools: TRL reads tool calls of the built-in policy only with a newer transformers.
 test_lowest() {
   wait "$lowest_made" || return
   PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu or slow)" \
     -n 2 --dist loadfile --no-loadscope-reorder "${durations[@]}" tests/integration/test_readme.py tests/upstream \
+    --deselect "tests/integration/test_readme.py::test_the_scripts_of_the_how_to_pages_train_as_they_stand[agents-and-tools-Tools-2]" \
     tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
     tests/unit/demo/services/test_knowledge_index.py tests/unit/build/test_checks.py tests/unit/data/test_templates.py \
