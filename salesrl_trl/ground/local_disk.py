@@ -60,8 +60,10 @@ class LocalFile:
         times = [side.stat().st_mtime for side in self._sides() if side.exists()]
         if path.exists() and path.stat().st_mtime > max(times, default=0.0):
             self.discard()
-            make_private(self.file)
-            shutil.copyfile(path, self.file)
+            fresh = self.file.with_name(f"{self.file.name}.copy")
+            make_private(fresh)
+            shutil.copyfile(path, fresh)
+            os.replace(fresh, self.file)  # a kill leaves no half of a file, which would be the newer one
 
     def copy(self, connection: sqlite3.Connection, *, now: bool = False) -> bool:
         """Copy the file to its place if it is time, or `now`. A crash leaves the old or the new copy there. Returns

@@ -126,7 +126,8 @@ def _converted(
     input; the others have verl's defaults. Adds what to review to `look`."""
     settings, origins, left = dict[str, object](), dict[str, dict[str, None]](), dict[str, list[str]]()
     order = {name: place for place, name in enumerate(table.names())}
-    for _, key in sorted((order[known_as(key) or ""], key) for key in every):
+    places = {key: order[known_as(key) or ""] for key in every}
+    for key in sorted(every, key=places.__getitem__):  # names of one entry stay in the order of the input
         value, line, as_written = every[key], line_of(key), ", ".join(written.get(key, [key]))
         made = {} if value is None else table.converted(key, value, every)
         settings |= made or {}

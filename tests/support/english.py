@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "recipes/**/*.md", "docs/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md", "recipes/**/*.md", "docs/**/*.md")
 OTHER_TEXTS = ("salesrl_trl/**/*.toml", "salesrl_trl/**/*.yaml")
-LOG_OF_EXPERIMENTS = ("benchmarks/log/", "benchmarks/log/README.md")
-"""A diary, dated: written once and left as it was."""
+LOG_OF_EXPERIMENTS = ("docs/experiments/", "docs/EXPERIMENTS.md")
+"""A dated diary, in older checkouts below docs/."""
 GENERATED = tuple(f"docs/{name}.md" for name in ("API", "TROUBLESHOOTING")) + tuple(
     f"docs/reference/{name}.md"
     for name in ("api", "troubleshooting", "settings", "metrics", "command-line", "verl-names")
