@@ -13,7 +13,7 @@
 #   5. a build, for this card alone. It needs nvcc, and says before it starts how long it takes.
 #
 # What it finds has to compute here, forward and backward, as SDPA does. Shared prompts, the default, do not need it:
-# they use the flash kernels that PyTorch has. It serves where TRL's own passes are made (docs/background/exactness.md#shared-prompts). There it
+# they use the flash kernels that PyTorch has. It serves where TRL's own passes are made (docs/background/exactness.md). There it
 # brought 0 to 2 % on an H100 (FlashAttention 3, 7B's shape, 1,280 tokens); with longer sequences it may bring more.
 #
 #   VENV      the folder of the environment; default: .venv in this checkout

@@ -25,13 +25,14 @@ def settings() -> str:
     parts = [
         "# Settings",
         "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of "
-        "recipes and commands prints the same text. Settings inherited from TRL and transformers follow their own.",
+        "recipes and commands prints the same text. TRL's and transformers' own settings work too.",
         f"Presets are overlays of a recipe: `--preset NAME`, one of {', '.join(f'`{name}`' for name in PRESETS)}.",
     ]
     for group, of in settings_help.GROUPS.items():
         rows = [each for each in settings_help.settings().values() if each.group == group]
         lines = [f"| `{each.name}` | {_cell(each.default, code=True)} | {_cell(each.text)} |" for each in rows]
-        parts += [f"## {group}", f"{str(of['about']).capitalize()}.", _table(["setting", "default", "meaning"], lines)]
+        about = str(of["about"])
+        parts += [f"## {group}", f"{about[:1].upper()}{about[1:]}.", _table(["setting", "default", "meaning"], lines)]
     return _page(parts)
 
 

@@ -1,4 +1,4 @@
-"""What services that turn calls away cost, in time and in requests: the figures of docs/experiments."""
+"""What services that turn calls away cost, in time and in requests: the figures of benchmarks/log."""
 
 import pytest
 
