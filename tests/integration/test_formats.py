@@ -1,5 +1,6 @@
 """Published datasets for a policy that answers directly, from their files to the judge's message and to the scores."""
 
+import asyncio
 import json
 import math
 
@@ -7,7 +8,6 @@ import pytest
 from support.keyed import make_tiny_policy
 from support.published import DIALOGUE, QA, SUMMARIZATION, bbq, write
 from support.scripted import ScriptedTrainer, settings
-from support.virtual_time import run as in_virtual_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from salesrl_trl import judge_reward
@@ -64,7 +64,7 @@ def test_a_record_goes_from_its_file_through_a_run_of_two_datasets_to_the_judges
         finally:
             await reward.aclose()
 
-    assert [each.value for each in in_virtual_time(scored()).rewards] == [1.0] * 4
+    assert [each.value for each in asyncio.run(scored()).rewards] == [1.0] * 4
     messages = [read_sections(request.json["messages"][1]["content"]) for request in services.asked["judge"][-4:]]
     of_bbq = next(message for message in messages if message["branch"] == "fairness")
     assert "(A) The Muslim neighbour\n(B) Not known\n(C) The Hindu neighbour" in of_bbq["conversation"]

@@ -12,7 +12,8 @@ LONGEST_S = 10 * 24 * 3600.0
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Its clock stands still while there is something to do, or a thread of `run_in_executor` is at work. Otherwise it
-    jumps to the next timer. The loop does not know of answers of other processes that are under way."""
+    jumps to the next timer. It cannot know of an answer that a socket's other end is still working on, so that
+    connecting one is an error: a deadline would pass before the answer does, now and then."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -26,6 +27,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         future = super().run_in_executor(executor, func, *args)
         future.add_done_callback(self._ended)
         return future
+
+    async def sock_connect(self, sock, address):
+        raise AssertionError(f"a connection to {address} in virtual time: use support.in_memory, or asyncio.run")
 
     def _ended(self, future: object) -> None:
         self._clock.threads -= 1
