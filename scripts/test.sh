@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All that a change must pass, here and in CI: install, lint, format, types, tests with the locked versions, some of
-# them with the lowest versions that setup.cfg allows, and one file with trackers. Stops at the first failure.
+# them with the lowest versions that setup.cfg allows and with the newest vLLM and transformers, and one file with
+# trackers. Stops at the first failure.
 #
 #   scripts/test.sh
 #   scripts/test.sh --durations                      # and the seconds of each step and of each file of tests
@@ -12,7 +13,7 @@ root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$root"
 venv="${VENV:-$root/.venv}"
 bin="$venv/bin"
-lowest="$venv/lowest" trackers="$venv/trackers"
+lowest="$venv/lowest" newest="$venv/newest" trackers="$venv/trackers"
 # shellcheck source=scripts/packages.sh
 . scripts/packages.sh
 
@@ -50,6 +51,14 @@ test_lowest() {
     tests/unit/telemetry/test_flops.py::test_weights_that_zero_3_took_away_count_in_full
 }
 
+# With the newest vLLM and transformers: TRL's hooks, trainings, the push of weights, saving, a vLLM server.
+test_newest() {
+  wait "$newest_made" || return
+  PYTHONPATH="$newest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
+    "${durations[@]}" tests/upstream tests/unit/config/test_config.py tests/unit/generation \
+    tests/integration/test_weight_push.py tests/integration/test_hub.py tests/integration/test_trainer.py
+}
+
 # A run that reports to every tracker.
 test_trackers() {
   wait "$trackers_made" || return
@@ -61,11 +70,14 @@ test_trackers() {
 beside_the_tests() {
   make_folder "$lowest" requirements/lowest.txt &
   lowest_made=$!
+  make_folder "$newest" requirements/newest.txt &
+  newest_made=$!
   make_folder "$trackers" requirements/trackers.txt &
   trackers_made=$!
   run "mypy" "$bin/mypy"
   run "tests with trackers" test_trackers
   run "tests with the lowest versions" test_lowest
+  run "tests with the newest versions" test_newest
 }
 
 # A fresh environment is not compiled. It is to be compiled once, not by each of a hundred processes.

@@ -273,6 +273,7 @@ class SalesGRPOConfig(GRPOConfig):
         args: Any = self  # mypy does not know transformers' fields
         args.use_cpu, args.bf16, args.fp16, self.machine_notes = settle(args.use_cpu, args.bf16, args.fp16)
         args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
+        trl_settings.follow_renames(args)
         if args.hub_private_repo is None:  # the hub defaults to public
             args.hub_private_repo = True
         check(

@@ -47,6 +47,14 @@ QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Formats to which vLLM can quantise 16-bit weights at load time."""
 
 
+def follow_renames(args: GRPOConfig) -> None:
+    """Set the field that transformers 5.24 renamed, from the former name that TRL has. Older releases lack the new
+    one."""
+    if getattr(args, "activation_checkpointing", False) is None:
+        args.activation_checkpointing = args.gradient_checkpointing
+        args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs
+
+
 def reshaped_sampling(args: GRPOConfig) -> list[str]:
     """Settings that change the token distribution from softmax(logits / temperature), e.g. `"`top_p: 0.9`"`."""
     extra = args.generation_kwargs or {}

@@ -31,6 +31,9 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.basicConfig(level=logging.WARNING, format=LINE_FORMAT, datefmt=TIME_FORMAT)
     logging.getLogger("salesrl_trl").setLevel(level)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM reads every attribute
+    warnings.filterwarnings(
+        "ignore", "`is_gradient_checkpointing` is deprecated"
+    )  # TRL reads it with transformers 5.24
     transformers.utils.logging.disable_progress_bar()
     hide_lines()
 

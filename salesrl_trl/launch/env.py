@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground import own_code
+from salesrl_trl.ground import own_code, versions
 from salesrl_trl.ground.command_line import ended, parser_of
 from salesrl_trl.ground.shutdown import end_tidily
 from salesrl_trl.launch import software
@@ -21,12 +21,12 @@ def page() -> str:
         ("python", f"{platform.python_version()}, {sys.executable}"),
         ("platform", platform.platform()),
         *(("GPU", ", ".join(gpu.values())) for gpu in software.gpus() or [{"": "none (nvidia-smi shows none)"}]),
-        *(("version", _version(package)) for package in software.packages()),
+        *(("version", _version(package)) for package in versions.packages()),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
-def _version(package: software.Package) -> str:
+def _version(package: versions.Package) -> str:
     extra = f", for the extra {package.extra}" if package.extra else ""
     if package.is_met:
         return f"{package.name} {package.installed or 'is not installed'} ({package.wanted}{extra})"

@@ -17,8 +17,8 @@ from salesrl_trl.data.files import read_yaml
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import put_aside, write_whole
+from salesrl_trl.ground.versions import packages
 from salesrl_trl.launch.coming_from import flat
-from salesrl_trl.launch.software import packages
 from salesrl_trl.names import FINISHED_FILE, RUN_FILE, SETTINGS_FILE
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
 from salesrl_trl.ground.own_code import code
+from salesrl_trl.ground.versions import packages
 from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
 from salesrl_trl.service.breaker import SharedBudget
@@ -59,6 +60,9 @@ class Banner(Part):
         )
         for line in lines:
             logger.info(line)
+        for package in packages():
+            if not package.is_met:
+                logger.warning(f"{package.finding} Other versions are untested and may fail or train wrongly.")
 
 
 def budget_text(budget: SharedBudget | None) -> str:

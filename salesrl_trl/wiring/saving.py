@@ -47,9 +47,11 @@ class SavingTrainer(GRPOTrainer):
 
     def push_to_hub(
         self, commit_message: str = "End of training", blocking: bool = True, token: str | None = None,
-        revision: str | None = None, **kwargs: Any,
+        revision: str | None = None, private: bool | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Pushes only the policy and its card from the run's folder."""
+        """Pushes only the policy and its card from the run's folder. `private`: of a repository that is created."""
+        if private is not None:
+            self.args.hub_private_repo = private
         self.save_model(_internal_call=True)
         if self.is_world_process_zero():
             if self.hub_model_id is None:
@@ -87,7 +89,10 @@ class SavingTrainer(GRPOTrainer):
             part.on_policy_saved(folder, self.state, given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, object] | None = None) -> None:
-        """Leaves exactly one policy in the folder, with its card."""
+        """Leaves exactly one policy in the folder, with its card. Transformers 5.24 calls it on every rank."""
+        if not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
         folder = Path(output_dir or self.args.output_dir)
         has_room = may_write_card(folder)  # before peft writes its own
         is_adapter = self.components.reference.has_adapter

@@ -10,7 +10,7 @@ from support.scripted import length, settings, steps_of
 from transformers import AutoModelForCausalLM
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.ground import process
+from salesrl_trl.ground import process, versions
 from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.report import read_run
 from salesrl_trl.trainer import SalesGRPOTrainer
@@ -43,7 +43,9 @@ def test_a_resume_says_from_where_and_its_own_steps_between_lines_and_checkpoint
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 3, 6, 8)]
 
 
-def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog):
+def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tmp_path, caplog, monkeypatch):
+    real = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "peft" else real(name))
     with caplog.at_level(logging.INFO, logger="salesrl_trl"):
         train(tiny, tmp_path, max_steps=3, record=True, report_to="tensorboard")
         banner = [record.getMessage() for record in caplog.records if record.getMessage().startswith("[Run]")]
@@ -54,6 +56,7 @@ def test_a_script_has_a_banner_and_a_record_that_goes_on_after_a_resume(tiny, tm
     names = [line.split()[1] for line in banner]
     assert names == ["reward", "step", "rollouts", "branch", "budget", "version", "record", "report", "output"]
     assert f"length: at {length.__code__.co_filename}" in banner[0]
+    assert caplog.text.count("peft is 9.9, and peft<1,>=0.20.0 is required. Other versions are untested") == 3
     # two prompts of two completions a step; step 3 of the first run is gone, and was done again
     assert [each.step for each in recorded(tmp_path)] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert "record       off: completions are not kept" in caplog.text

@@ -23,7 +23,7 @@ BARS = {
     "classes with more than 15 methods": 2,
     "lines of the package": 33_000,
     "lines of code": 23_310,
-    "modules": 203,
+    "modules": 225,
 }
 
 

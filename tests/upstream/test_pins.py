@@ -22,7 +22,6 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 from vllm import LLM
-from vllm.entrypoints.offline_utils import OfflineInferenceMixin
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms.interface import Platform
 
@@ -59,11 +58,12 @@ PINS = {
     (Trainer, "_save_checkpoint"): "3f08503719cd",
     (Trainer, "_get_output_dir"): "e1ca23af5cd3",
     # SalesGRPOTrainer's own pushes take their place: what they save, upload and wait for. `save_model` writes by
-    # `_save`, then pushes by `push_to_hub`
-    (Trainer, "push_to_hub"): "85413c220100",
-    (Trainer, "_push_from_checkpoint"): "ed6d3c77b55d",
-    (Trainer, "save_model"): "c1cd4cf91d54",
-    (Trainer, "_save"): "1b29ac105f01",
+    # `_save`, then pushes by `push_to_hub` (the second: transformers 5.24, where `push_to_hub` takes `private`, and
+    # `_save` is called on every rank)
+    (Trainer, "push_to_hub"): ("85413c220100", "725529267e92"),
+    (Trainer, "_push_from_checkpoint"): ("ed6d3c77b55d", "fc40ece078cb"),
+    (Trainer, "save_model"): ("c1cd4cf91d54", "0ea4ba18a261"),
+    (Trainer, "_save"): ("1b29ac105f01", "f7a85de8fe2a"),
     (GRPOTrainer, "create_model_card"): "2845ed823c4d",
     # SalesGRPOTrainer's KL state lies beside what these two write and read
     (Trainer, "_save_optimizer_and_scheduler"): "99a0de2f2453",
@@ -124,11 +124,11 @@ PINS = {
     # are read
     (VLLMClient, "generate"): "0af0aaf71253",
     # ... and a colocated engine adds a request for each prompt, in order, through `llm_engine.add_request`, each with
-    # an id of its own
-    (LLM, "generate"): "a487fe76dc2f",
-    (OfflineInferenceMixin, "_run_completion"): "5f0d68ef3f37",
-    (OfflineInferenceMixin, "_add_completion_requests"): "7606400c1ba4",
-    (OfflineInferenceMixin, "_render_and_add_requests"): "bfb35dce6df8",
+    # an id of its own (the second: vLLM 0.32, where `priority` may be one number)
+    (LLM, "generate"): ("a487fe76dc2f", "2164eba66738"),
+    (LLM, "_run_completion"): ("5f0d68ef3f37", "0f062529a11c"),
+    (LLM, "_add_completion_requests"): ("7606400c1ba4", "a7e106536528"),
+    (LLM, "_render_and_add_requests"): "bfb35dce6df8",
     (LLM, "_add_request"): "3547a8ba7bd5",
     # ... and then calls `llm_engine.step` until none is left; outputs are in the order of those ids
     (LLM, "_run_engine"): "261f59f51fbd",

@@ -9,6 +9,7 @@ import torch
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.process import installed
+from salesrl_trl.ground.versions import packages
 from salesrl_trl.launch import software
 from salesrl_trl.launch.checks.folders import check_output_dir, free_gib
 from salesrl_trl.launch.checks.outcome import Findings
@@ -33,11 +34,10 @@ def check_environment(plan: Plan, findings: Findings) -> None:
 
 def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
     findings.figures["python"] = platform.python_version()
-    for package in software.packages():
+    for package in packages():
         if not package.is_met:
             needed, is_trl = f"{package.name}{package.wanted}", package.name == "trl"  # whose methods are overridden
-            text = f"{package.name} is {package.installed or 'not installed'}, and {needed} is required."
-            findings.add(text, f'Run `pip install "{needed}"`, or scripts/install.sh.', is_failure=is_trl)
+            findings.add(package.finding, f'Run `pip install "{needed}"`, or scripts/install.sh.', is_failure=is_trl)
     if training.use_vllm and training.vllm_mode == "colocate":
         findings.figures["vllm"] = version = installed("vllm")
         if version is None:

@@ -20,6 +20,7 @@ from support.published import qrecc, write
 from transformers import AutoTokenizer
 
 from salesrl_trl.errors import SalesRLError
+from salesrl_trl.ground import versions
 from salesrl_trl.launch import software
 from salesrl_trl.launch.checks import environment
 from salesrl_trl.launch.checks.addresses import PROBE_TIMEOUT_S
@@ -69,8 +70,8 @@ def told(tmp_path, monkeypatch):
 
 
 def packages(monkeypatch, **installed):
-    real = software.installed
-    for module in (software, environment):
+    real = versions.installed
+    for module in (versions, environment):
         monkeypatch.setattr(module, "installed", lambda name: installed[name] if name in installed else real(name))
 
 
