@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import asyncio
 import gc
 import inspect
 import logging
@@ -101,12 +102,18 @@ def one_thread():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A test that is a coroutine runs in virtual time."""
+    """A test that is a coroutine runs in virtual time, unless it uses `real_time`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    virtual_time.play(pyfuncitem.obj(**given))
+    run = asyncio.run if "real_time" in pyfuncitem.fixturenames else virtual_time.play
+    run(pyfuncitem.obj(**given))
     return True
+
+
+@pytest.fixture
+def real_time():
+    """For coroutines with threads, files and sockets, for which virtual time does not wait."""
 
 
 def pytest_addoption(parser):
