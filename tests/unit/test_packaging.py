@@ -237,8 +237,6 @@ def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(s
     assert [step["with"]["python-version"] for step in steps] == [lowest]
 
 
-# install.sh, run
-
 STAND_IN_PYTHON = """\
 #!/bin/sh
 # `-m venv [--clear] DIR` makes an environment whose python answers like this one; the rest is the real interpreter.

@@ -154,9 +154,6 @@ def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, t
     assert estimate_of(row, args, model, 140.0).needed_gib == pytest.approx(used_gib, rel=0.1)
 
 
-# The number format of the weights in training, by the memory that is free.
-
-
 def weigh_on(card_gib, *, exact_gib, rounded_gib):
     """An estimate by figures alone: for float32 weights, and for stochastic rounding."""
 

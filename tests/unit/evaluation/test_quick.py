@@ -104,8 +104,12 @@ def test_a_policy_whose_saving_leaves_no_weights_does_not_take_the_place_of_one_
 @pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
 def test_a_resumed_run_has_each_evaluation_once(evaluator, tmp_path, evaluated):
     evaluator(WrittenSubject(RISING))(0, 4)
-    if not evaluated:
-        (tmp_path / "quick_eval.jsonl").unlink()
+    record = tmp_path / "quick_eval.jsonl"
+    assert [json.loads(line)["best"] for line in record.read_text().splitlines()] == [False, True]
+    if evaluated:
+        record.write_text(record.read_text() + '{"step": 40, "rew')  # cut off
+    else:
+        record.unlink()
     again = WrittenSubject(RISING)
     evaluator(again)(2, 6)
     assert steps(tmp_path) == [2, 4, 6]

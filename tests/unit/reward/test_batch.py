@@ -101,9 +101,6 @@ def values(batch):
     return [it and (it.reason if it.value is None else it.value) for it in batch.rewards]
 
 
-# A completion
-
-
 async def test_a_completion_is_scored_from_its_start_while_others_are_not_there_yet():
     reward, batch = await begun(None, "b")
     assert reward.asked == [(1, "b")]
@@ -148,9 +145,6 @@ async def test_another_text_takes_the_place_of_the_first_one(first_is):
     assert [span.name for span in batch.result().report.spans] == ["judge"]  # of the text that counts
 
 
-# Time
-
-
 async def test_each_completion_has_a_deadline_of_its_own():
     reward, loop = Answered(deadline_s=2.0), asyncio.get_running_loop()
     began = loop.time()
@@ -192,9 +186,6 @@ async def test_what_a_late_completion_says_in_the_end_concerns_nobody(caplog, en
     assert values(batch) == [expected]
     assert "customer" not in caplog.text
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
-
-
-# Waiting
 
 
 async def test_a_waiter_that_is_cancelled_cancels_the_batch_which_can_be_started_again():
@@ -250,9 +241,6 @@ async def test_a_cut_off_settles_what_is_out_and_all_that_is_started_later():
     assert reward.asked == [(0, "a"), (1, "b")]
 
 
-# Faults in code
-
-
 async def test_an_error_in_a_rewards_code_is_a_missing_reward_and_logged_once_by_its_place_without_its_message(caplog):
     class Faulty(Answered):
         async def score(self, sample, stages):
@@ -278,9 +266,6 @@ async def test_an_error_in_a_rewards_code_is_a_missing_reward_and_logged_once_by
     assert len(set(lines)) == 3  # one kind at two places
     assert sum(f"test_batch.py:{fail.__code__.co_firstlineno + 2};" in line for line in lines) == 2
     assert "customer" not in caplog.text
-
-
-# A reward by itself, without a trainer
 
 
 async def test_called_as_trl_calls_it_a_reward_starts_all_and_waits_for_all():

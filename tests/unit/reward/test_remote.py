@@ -145,9 +145,6 @@ def reasons(result):
     return [each.reason for each in result.rewards]
 
 
-# The same as in this process
-
-
 def answers_by_query(request):
     """An 8B endpoint to which each query is another case."""
     query = request.json["rewritten_query"]
@@ -208,9 +205,6 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     here.close()
 
 
-# While it goes on
-
-
 def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(
     services, remote_process
 ):
@@ -247,9 +241,6 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
-
-
-# The child's life
 
 
 def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, remote_process, caplog, tmp_path):
@@ -378,9 +369,6 @@ def test_the_child_ends_when_its_parent_is_killed(services):
         finally:
             it.kill()
     until(lambda: is_gone(pid))
-
-
-# What is sent, and what is not
 
 
 def test_nobody_else_can_speak_to_the_child(services, remote_process):
