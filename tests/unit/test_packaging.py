@@ -323,7 +323,6 @@ class Bench:
         return [re.sub(UV_CALL, r"\1uv ", re.sub(PIP_CALL, "pip ", line)) for line in lines]
 
     def calls_of(self, **changes):
-        """The exit code of an install, and its calls alone."""
         (self.here / "calls").write_text("")
         return self.install(**changes).returncode, self.calls()
 

@@ -23,8 +23,6 @@ PASSED, NOTED, FAILED, SKIPPED = StageVerdict
 
 @pytest.fixture
 def weigh(tmp_path):
-    """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
-
     def weigh(row, card_gib=80.0, **settings):
         args, model = settings_of(row, torch.device("cpu"), tmp_path)
         args.bf16 = row.bf16_passes  # a CPU's settings have none
@@ -62,8 +60,6 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
 
 @pytest.fixture
 def stage(tiny, monkeypatch, tmp_path):
-    """Runs the stage `memory` for a card of 80 GiB, with an estimate and a use that the test wants."""
-
     def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
         def weighed(setup):
             moments = (Moment(name="optimizer step", parts={"weights": needed_gib}),)

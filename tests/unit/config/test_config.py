@@ -172,11 +172,9 @@ CLASSES = (
     (JudgeProviderConfig, PROVIDER),
 )
 WRONG = {int: (1.5, True, "2"), float: (True, "0.5"), bool: (1, "false")}
-"""Values of another type, by the type of a setting."""
 
 
 def wrong_values(hint):
-    """Values that a type does not allow, each with what a message has to expect."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) is UnionType else (hint,)
     plain, *limits = typing.get_args(kinds[0]) if typing.get_origin(kinds[0]) is typing.Annotated else kinds[:1]
     if str not in kinds:
@@ -202,7 +200,6 @@ def test_a_value_that_a_type_does_not_allow_is_refused_with_what_is_expected():
 
 
 def checked(kind, **given):
-    """An object of a class of settings, or of entries."""
     return kind(**given) if kind.__name__.endswith("Config") else entry_of("setting", kind, given)
 
 
@@ -230,7 +227,6 @@ def test_the_steps_of_a_trace(text, inside):
 
 
 TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
-"""In an update."""
 
 
 @pytest.mark.parametrize(
@@ -346,8 +342,6 @@ def test_fsdp_that_would_train_something_else_is_refused(monkeypatch, variables,
 
 @pytest.fixture
 def card(monkeypatch):
-    """Pretend a card of this compute capability, with these versions of FlashAttention."""
-
     def have(capability, *installed):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         flash = {

@@ -44,7 +44,6 @@ def scored(value, tokens=10, is_truncated=False):
 
 
 def found(*policies, samples=2):
-    """The findings of policies, each given as the values of its greedy answers and those of its sampled ones."""
     answers = [[[scored(value) for value in values] for values in policy] for policy in policies]
     names = [f"runs/{number}" for number in range(len(policies))]
     return findings_of(names, ROWS, BRANCHES, modes(samples), answers, seed=7)

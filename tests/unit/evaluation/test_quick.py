@@ -18,7 +18,6 @@ ROWS = [{"prompt": "", "row": place} for place in range(2)]
 
 
 def script(fairness, hallucination):
-    """Two answers, one of each branch."""
     return [answered("fairness", fairness), answered("hallucination", hallucination)]
 
 
@@ -48,7 +47,6 @@ def steps(folder):
 
 
 def kept(folder):
-    """The step of the best policy by its note, and by its weights."""
     note = json.loads((folder / "best/quick_eval.json").read_text())
     return note["step"], (folder / "best/model.safetensors").read_text()
 

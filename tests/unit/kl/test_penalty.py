@@ -12,7 +12,6 @@ LN2 = math.log(2)
 LEVELS = ("token", "sequence")
 PLAIN = PenaltySettings(bias_correction=False)
 MASK = ((1, 1, 1, 0), (1, 1, 0, 0))
-"""Two samples, of 3 and 2 tokens."""
 
 
 def batch(ref, *, old=None, mask=MASK, branches=(0, 1), dtype=torch.float32, **more):

@@ -260,8 +260,6 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
 
 
 class Lenient(Judge):
-    """A judge of one's own, without a service."""
-
     async def judge(self, rubric, row, action, candidate, reference):
         return Scores(candidate=1 / len(candidate.text), reference=0.5, reason="")
 
@@ -273,8 +271,6 @@ def test_a_judge_of_ones_own_is_measured_too(services):
 
 
 class Mute(Judge):
-    """A judge of one's own that never answers."""
-
     async def judge(self, rubric, row, action, candidate, reference):
         await asyncio.Event().wait()
 

@@ -32,8 +32,6 @@ def cache_of(store):
 
 
 def asker(answer="answer", *, fails=0, delay_s=0.0):
-    """Counts how often it was asked."""
-
     async def ask():
         ask.times += 1
         await asyncio.sleep(delay_s)

@@ -159,8 +159,6 @@ class Hanging(RewardStage):
 
 
 class Comparing(Judge):
-    """Notes the groups that it is asked for."""
-
     orders = 2
 
     def __init__(self):

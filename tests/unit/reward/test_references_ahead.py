@@ -16,7 +16,6 @@ def rows():
 
 
 def score(reward, indices):
-    """Score different completions to these rows."""
     texts = [action(query=f"q{number}") for number in range(len(indices))]
     return reward.score_all(examples(indices), texts)
 

@@ -49,8 +49,6 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
 
 
 def score(reward, texts):
-    """Rewards and records of (row, text), and the batch's report."""
-
     async def once():
         try:
             batch = RewardBatch(reward, [EXAMPLES[number] for number, _ in texts])

@@ -47,7 +47,6 @@ def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
 
 
 def micro_batches(lengths):
-    """By epoch."""
     return [[(number, index) for index in range(length)] for number, length in enumerate(lengths)]
 
 
