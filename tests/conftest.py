@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
+import asyncio
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -9,7 +11,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 from pytest_httpserver import HTTPServer
-from support import apart, forked
+from support import apart, forked, virtual_time
 from support.loopback import Services
 from support.seconds import TookTooLong
 
@@ -96,6 +98,22 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that is a coroutine runs in virtual time, unless it uses `real_time`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run = asyncio.run if "real_time" in pyfuncitem.fixturenames else virtual_time.play
+    run(pyfuncitem.obj(**given))
+    return True
+
+
+@pytest.fixture
+def real_time():
+    """For coroutines with threads, files and sockets, for which virtual time does not wait."""
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,8 @@
-"""Bounds on real seconds."""
+"""Bounds on real seconds, and waiting."""
 
 import time
+
+import psutil
 
 
 class TookTooLong(AssertionError):
@@ -12,6 +14,14 @@ def check_seconds(seconds, most, least=0.0, what="it took"):
     assert seconds >= least, what
     if seconds > most:
         raise TookTooLong(f"{what}: {seconds:.3f} s, expected at most {most:g} s")
+
+
+def is_gone(pid):
+    """Whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def until(holds):

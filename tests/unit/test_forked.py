@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 from support import forked
-from support.seconds import until
+from support.seconds import is_gone, until
 
 SESSION = "import subprocess, sys, time; from support import forked; forked.EVERYTHING = (); exec(sys.argv[1])"
 HANGS = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
@@ -32,11 +32,6 @@ def session(tmp_path):
 
         yield start
     until(lambda: not [*tmp_path.glob("forks-*")])
-
-
-def is_gone(pid):
-    """Whether a process has ended, reaped or not."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_session_that_is_killed_leaves_no_process_and_no_folder(session, tmp_path):

@@ -100,7 +100,6 @@ def test_hadolint_finds_nothing():
 
 
 def lacking():
-    """Why no image can be built here, or nothing."""
     if shutil.which("docker") is None:
         return "docker is not installed"
     asked = ["docker", "info", "--format", "{{.DockerRootDir}}"]

@@ -237,8 +237,6 @@ def test_what_hooks_and_a_dev_container_and_github_run_is_what_the_scripts_run(s
     assert [step["with"]["python-version"] for step in steps] == [lowest]
 
 
-# install.sh, run
-
 STAND_IN_PYTHON = """\
 #!/bin/sh
 # `-m venv [--clear] DIR` makes an environment whose python answers like this one; the rest is the real interpreter.
@@ -325,7 +323,6 @@ class Bench:
         return [re.sub(UV_CALL, r"\1uv ", re.sub(PIP_CALL, "pip ", line)) for line in lines]
 
     def calls_of(self, **changes):
-        """The exit code of an install, and its calls alone."""
         (self.here / "calls").write_text("")
         return self.install(**changes).returncode, self.calls()
 

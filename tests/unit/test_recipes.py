@@ -95,19 +95,6 @@ def test_a_checkpoint_of_other_rows_or_branches_is_refused_before_a_model_is_loa
     prepared(*other, "--allow_changed_resume", "true")
 
 
-def test_a_file_is_not_evaluated_on_its_own_training_rows(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"branch": "fairness", "conversation": [{"role": "customer", "content": "Hi"}]}\n')
-    asked = ["--dataset", str(rows), "--allow_stand_ins", "true", "--per_device_train_batch_size", "8"]
-    given = prepared(*asked, "--eval_dataset", str(rows))
-    assert len(given.held_out.rows) == 1
-    assert prepared(*asked, "--held_out_eval", "false", "--quick_eval_steps", "0").held_out.rows == []
-    rows.write_text("".join(rows.read_text().replace("Hi", f"Hi {number}") for number in range(4)))
-    shared = prepared(*asked)
-    assert (len(shared.train.rows), len(shared.held_out.rows)) == (3, 1)
-    assert any("10% of the rows" in note and "are held out" in note for note in shared.notes)
-
-
 FULL = ROOT / "recipes/full.yaml"
 
 
@@ -154,7 +141,7 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
         prepared(*asked, "--knowledge_file", str(knowledge))
     assert "course catalogue" not in str(caught.value)
     plan = prepared(*asked, "--allow_stand_ins", "true")
-    assert plan.reward.rubrics == {"tone": "mine"}
+    assert (plan.reward.rubrics, plan.held_out.rows) == ({"tone": "mine"}, [])  # nothing evaluates
     assert [note.split("(")[0] for note in plan.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
 
 

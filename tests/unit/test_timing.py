@@ -85,23 +85,20 @@ def test_a_decorated_function_is_timed_at_each_call_and_keeps_its_name():
     assert [span.name for span in timeline.drain_spans()] == ["work", "work"]
 
 
-def test_a_decorated_coroutine_is_timed_until_it_ends():
+async def test_a_decorated_coroutine_is_timed_until_it_ends(real_time):
     timeline = Timeline()
 
     @TimingContext("fetch", timeline)
     async def fetch(seconds):
         await asyncio.sleep(seconds)
 
-    async def both():
-        await asyncio.gather(fetch(0.02), fetch(0.5))
-
-    asyncio.run(both())
+    await asyncio.gather(fetch(0.02), fetch(0.5))
     short, long = sorted(span.seconds for span in timeline.drain_spans())
     assert long >= 0.5
     check_seconds(short, least=0.02, most=0.5)
 
 
-def test_tasks_that_share_a_context_do_not_mix_their_times():
+async def test_tasks_that_share_a_context_do_not_mix_their_times(real_time):
     context = TimingContext("shared")
 
     async def one(seconds):
@@ -109,10 +106,7 @@ def test_tasks_that_share_a_context_do_not_mix_their_times():
             await asyncio.sleep(seconds)
         return timing.cost_time
 
-    async def many():
-        return await asyncio.gather(*(one(seconds) for seconds in (0.8, 0.4, 0.01)))
-
-    first, second, third = asyncio.run(many())
+    first, second, third = await asyncio.gather(*map(one, (0.8, 0.4, 0.01)))
     assert first >= 0.8
     check_seconds(second, least=0.4, most=0.8)
     check_seconds(third, most=0.4)

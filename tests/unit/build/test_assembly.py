@@ -49,13 +49,10 @@ def built(config, tmp_path, rows=None, **settings):
     return build_reward(config, parts, rows or [row()], *urls, output_dir=tmp_path, **settings)
 
 
-def warmed_up(reward):
-    async def once():
-        told = await reward.warm_up()
-        await reward.aclose()
-        return told
-
-    return asyncio.run(once())
+async def warmed_up(reward):
+    told = await reward.warm_up()
+    await reward.aclose()
+    return told
 
 
 def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config, services, tmp_path):
@@ -68,41 +65,35 @@ def test_an_action_of_other_fields_reaches_the_8b_endpoint_and_the_judge(config,
     assert "rewritten_query" not in asked.json
     shown = read_sections(services.asked["judge"][0].json["messages"][1]["content"])
     assert json.loads(shown["action"]) == {"filters": "city=Wuhan", "question": "Price?"}
-    assert warmed_up(reward)["rag_8b"] > 0
+    assert asyncio.run(warmed_up(reward))["rag_8b"] > 0
     assert services.asked["8b"][-1].json["question"] == row().conversation[-1].content
 
 
-def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, services, tmp_path):
+async def test_requests_of_the_packaged_tool_are_held_against_the_budget(config, services, tmp_path, real_time):
     settings = config(tools=["search"], reward_funcs=["seams.own_reward.shortness"], max_calls=3)
     parts, training = prepare_reward(settings, BRANCHES), SalesGRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-
-    async def searched():
+    with open_reward(settings, training, [row()], parts) as reward:
         with pytest.raises(BudgetSpent):
             for place in range(4):
                 await parts.search.function(f"yoga {place}")
         await drain_traffic([parts.search.function])
         await asyncio.to_thread(parts.search.close)
-
-    with open_reward(settings, training, [row()], parts) as reward:
-        asyncio.run(searched())
         assert (reward.budget.path, reward.budget.limits[0].most) == (tmp_path / SPENT_FILE, 3)
     assert (services.calls["8b"], read_account(tmp_path / SPENT_FILE).taken) == (3, {"max_calls": 3})
     assert reward.budget is None  # a function of a module: no other run has this budget
 
 
 @pytest.mark.parametrize(("given", "of_two_launches"), [({}, 1), ({"cache_answers": False}, 4)])
-def test_a_search_that_was_asked_before_is_not_asked_again(config, services, tmp_path, given, of_two_launches):
+async def test_a_search_that_was_asked_before_is_not_asked_again(
+    config, services, tmp_path, real_time, given, of_two_launches
+):
     settings = config(tools=["search"], reward_funcs=["seams.own_reward.shortness"], **given)
-
-    async def searched(search):
-        for _ in range(2):
-            await asyncio.gather(*(search.function("yoga") for _ in range(5)))
-        await asyncio.to_thread(search.close)
-
     for _ in range(2):
         parts, training = prepare_reward(settings, BRANCHES), SalesGRPOConfig(output_dir=str(tmp_path), use_cpu=True)
         with open_reward(settings, training, [row()], parts):
-            asyncio.run(searched(parts.search))
+            for _ in range(2):
+                await asyncio.gather(*(parts.search.function("yoga") for _ in range(5)))
+            await asyncio.to_thread(parts.search.close)
     assert services.calls["8b"] == of_two_launches
 
 
@@ -216,23 +207,19 @@ def test_a_judge_that_is_down_is_told_and_the_other_is_enough(config, services, 
     [({"judge": 1.0}, False, False), ({"judge": 0.5, "margin": 0.5}, False, True), ({"judge": 1.0}, True, True)],
     ids=["judge", "margin", "hybrid baseline"],
 )
-def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
-    config, services, tmp_path, weights, hybrid, waits
+async def test_an_outage_of_the_reference_is_waited_out_where_its_score_is_weighed(
+    config, services, tmp_path, real_time, weights, hybrid, waits
 ):
     services.answers["32b"] = [(500, {}, {}, 0)] * 5 + [(200, ANSWER, {}, 0)]
     settings = config(branch_reward_weights={"fairness": weights}, max_attempts=1, outage_patience_s=5.0)
     rows = [row(f"r{index}", message_id=f"m{index}") for index in range(6)]
     parts = prepare_reward(settings, BRANCHES, hybrid)
     reward = build_reward(settings, parts, rows, services.url, f"{services.url}/v1", output_dir=tmp_path)
-
-    async def all_then_one():
-        completions = [action(query=f"q{index}") for index in range(6)]
-        await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
-        result = await reward.score_all([{"row": 5}], completions[5:])  # the breaker is open by now
-        await reward.aclose()
-        return result
-
-    assert (asyncio.run(all_then_one()).rewards[0].components["reference"] is not None) is waits
+    completions = [action(query=f"q{index}") for index in range(6)]
+    await reward(prompts=[None] * 5, completions=completions[:5], row=list(range(5)))
+    result = await reward.score_all([{"row": 5}], completions[5:])  # the breaker is open by now
+    await reward.aclose()
+    assert (result.rewards[0].components["reference"] is not None) is waits
 
 
 def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
@@ -245,7 +232,7 @@ def test_a_hybrid_baseline_wants_a_judge_in_every_branch(config):
 def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
     asked = replace(row(), conversation=(Message(role="customer", content="What does it cost? " * 300),))
     reward = built(config(warm_up_services=True), tmp_path, [asked])
-    told = warmed_up(reward)
+    told = asyncio.run(warmed_up(reward))
     assert services.calls == {"8b": 1, "32b": 1, "judge": 1}
     assert len(services.asked["8b"][0].json["rewritten_query"]) == MAX_FIELD_CHARS  # as long as an action's may be
     assert all(0 < seconds < 5 for seconds in told.values())

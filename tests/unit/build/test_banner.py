@@ -91,7 +91,6 @@ def test_a_child_s_and_an_error_s_last_words_are_kept(tmp_path):
 
 
 def test_the_log_goes_on_when_the_console_has_ended(tmp_path: Path) -> None:
-    """As with `| head`, or a terminal that was closed."""
     script = (
         "import os, sys; from pathlib import Path; from salesrl_trl.launch.console import keep_console;"
         "keep_console(Path(sys.argv[1])); os.write(1, b'first\\n'); sys.stdin.readline();"

@@ -1,6 +1,5 @@
 """Checks of the outside world, before any model is loaded."""
 
-import asyncio
 import re
 import threading
 import traceback
@@ -284,10 +283,6 @@ def test_a_health_page_without_an_end_is_left_at_the_probes_time(endless, monkey
         check_rag(endless, None)
 
 
-def test_a_check_works_beside_a_running_event_loop(httpserver):
+async def test_a_check_works_beside_a_running_event_loop(httpserver, real_time):
     httpserver.expect_request("/healthz").respond_with_data("")
-
-    async def in_a_notebook():
-        check_rag(httpserver.url_for("").rstrip("/"), None)
-
-    asyncio.run(in_a_notebook())
+    check_rag(httpserver.url_for("").rstrip("/"), None)  # as in a notebook

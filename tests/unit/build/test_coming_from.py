@@ -24,13 +24,11 @@ def test_the_table_leads_to_settings_that_there_are_and_holds_none_itself():
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("actor_rollout_ref.rollout.n", 8, "of verl; here num_generations: 8"),
         ("optim.lr", 1e-5, "of verl; here learning_rate: 1.0e-05"),
         ("rollout.enforce_eager", False, "of verl; here vllm_engine_kwargs: {enforce_eager: false}"),
         ("algorithm.norm_adv_by_std_in_grpo", False, "of verl; here scale_rewards: none"),
         ("trainer.save_freq", -1, "of verl; here save_strategy: 'no'"),
         ("actor.kl_loss_type", "abs", "of verl; here branch_kl.settings.estimator"),  # there is no such estimator
-        ("critic.optim.lr", 1e-5, "of verl; not here: GRPO does not use a critic"),
         ("JUDGE_MAX_RETRIES", 2, "here max_attempts: {judge: 3}"),  # and the first call
         ("max_kl", 3, "gone: it is a constant"),
     ],

@@ -23,8 +23,6 @@ PASSED, NOTED, FAILED, SKIPPED = StageVerdict
 
 @pytest.fixture
 def weigh(tmp_path):
-    """The estimate of a row of the benchmark, with some settings changed, on a card of so many GiB."""
-
     def weigh(row, card_gib=80.0, **settings):
         args, model = settings_of(row, torch.device("cpu"), tmp_path)
         args.bf16 = row.bf16_passes  # a CPU's settings have none
@@ -62,8 +60,6 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
 
 @pytest.fixture
 def stage(tiny, monkeypatch, tmp_path):
-    """Runs the stage `memory` for a card of 80 GiB, with an estimate and a use that the test wants."""
-
     def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
         def weighed(setup):
             moments = (Moment(name="optimizer step", parts={"weights": needed_gib}),)
@@ -152,9 +148,6 @@ def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, t
     args, model = settings_of(row, torch.device("cpu"), tmp_path)
     args.bf16 = row.bf16_passes  # a CPU's settings have none
     assert estimate_of(row, args, model, 140.0).needed_gib == pytest.approx(used_gib, rel=0.1)
-
-
-# The number format of the weights in training, by the memory that is free.
 
 
 def weigh_on(card_gib, *, exact_gib, rounded_gib):

@@ -25,8 +25,6 @@ QWEN = {
 
 @pytest.fixture
 def model(tmp_path):
-    """The configuration of a model, by its size, without weights."""
-
     def write(size):
         config = {"model_type": "qwen2", "dtype": "bfloat16", "max_position_embeddings": 32_768, **QWEN[size]}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -37,8 +35,6 @@ def model(tmp_path):
 
 @pytest.fixture
 def weighed(model, capsys, monkeypatch):
-    """The estimate that the script prints for a model, and its exit code."""
-
     def weigh(size, card, *arguments):
         monkeypatch.setattr("salesrl_trl.launch.preflight.memory.is_torchao_available", lambda: True)
         asked = ["--model_name_or_path", model(size), "--card", card, "--prompt_tokens", "1024", "--json"]

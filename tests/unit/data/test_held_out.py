@@ -134,14 +134,12 @@ def names(rows):
 
 
 def loaded(data):
-    """Training rows and held-out rows."""
     plan = planned(data, DIRECTLY)
     return plan.train_rows, rows_of(plan.held_out_records, (), data.max_eval_rows)
 
 
 @pytest.fixture
 def files(tmp_path):
-    """80 rows of BBQ, two of HaluEval and 40 of one's own."""
     own = [{"prompt": [{"role": "user", "content": f"{at}?"}], "branch": "style"} for at in range(40)]
     return {
         "bbq": write(tmp_path / "bbq.jsonl", *(bbq(at, question_index=str(at), context=f"{at}.") for at in range(80))),

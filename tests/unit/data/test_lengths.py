@@ -19,7 +19,6 @@ def row(*turns):
 
 
 def count(prompts):
-    """A token for each x."""
     return [sum(message["content"].count("x") for message in prompt) for prompt in prompts]
 
 

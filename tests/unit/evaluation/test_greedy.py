@@ -14,7 +14,6 @@ from salesrl_trl.launch.evaluation.quick import GreedySubject
 
 END = 9
 ANSWERS = {0: [1, 2, END], 1: [3, 4, 5, 6], 2: [END], 3: []}
-"""By row: its tokens."""
 REWARDS = {row: answered("", row / 10).reward for row in (0, 1, 2)} | {3: INVALID}
 LOG_RATIO = 0.5
 """Log-prob of each token under the policy, less the one under the reference."""
@@ -52,7 +51,6 @@ class Batches:
         return output["ref_per_token_logps"] + LOG_RATIO
 
     def subject(self, kl=None):
-        """Of a run whose trainer's batches are these."""
         run = MagicMock(scoring=self, kl=None)
         run.args.per_device_eval_batch_size, run.args.kl_penalty.return_value = 3, kl or PenaltySettings()
         run.trl.eos_token_ids, run.trl.tokenizer.pad_token_id = [END], END

@@ -74,7 +74,6 @@ def test_an_evaluation_of_the_last_step_is_not_made_twice(evaluate, monkeypatch)
     monkeypatch.setattr(train.signals, "handed_to", lambda _: nullcontext())
 
     def made():
-        """How often it was evaluated, with a further end."""
         train._train(SimpleNamespace(training=training), trainer, MagicMock(), asks_first=False)
         return trainer.evaluate.call_count
 

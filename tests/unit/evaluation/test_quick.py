@@ -18,7 +18,6 @@ ROWS = [{"prompt": "", "row": place} for place in range(2)]
 
 
 def script(fairness, hallucination):
-    """Two answers, one of each branch."""
     return [answered("fairness", fairness), answered("hallucination", hallucination)]
 
 
@@ -48,7 +47,6 @@ def steps(folder):
 
 
 def kept(folder):
-    """The step of the best policy by its note, and by its weights."""
     note = json.loads((folder / "best/quick_eval.json").read_text())
     return note["step"], (folder / "best/model.safetensors").read_text()
 
@@ -104,8 +102,12 @@ def test_a_policy_whose_saving_leaves_no_weights_does_not_take_the_place_of_one_
 @pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "ended_between_checkpoint_and_evaluation"])
 def test_a_resumed_run_has_each_evaluation_once(evaluator, tmp_path, evaluated):
     evaluator(WrittenSubject(RISING))(0, 4)
-    if not evaluated:
-        (tmp_path / "quick_eval.jsonl").unlink()
+    record = tmp_path / "quick_eval.jsonl"
+    assert [json.loads(line)["best"] for line in record.read_text().splitlines()] == [False, True]
+    if evaluated:
+        record.write_text(record.read_text() + '{"step": 40, "rew')  # cut off
+    else:
+        record.unlink()
     again = WrittenSubject(RISING)
     evaluator(again)(2, 6)
     assert steps(tmp_path) == [2, 4, 6]

@@ -92,22 +92,6 @@ def test_the_front_and_its_line():
     )
 
 
-def test_a_record_is_taken_up_again_up_to_the_step_that_a_run_goes_on_from(tmp_path):
-    path = tmp_path / "run/quick_eval.jsonl"
-    history = QuickEvalHistory(path, "fairness", 0.5)
-    assert history.read() == []
-    for step, score in ((10, 0.3), (20, 0.5), (30, 0.9)):
-        history.add(evaluation(step, score, None))
-        history.write()
-    path.write_text(path.read_text() + '{"step": 40, "rew')  # cut off
-    again = QuickEvalHistory(path, "fairness", 0.5)
-    again.resume(again.read(), 20)
-    assert again.evaluations == history.evaluations[:2]
-    assert again.best == history.evaluations[1]
-    again.write()
-    assert [(record["step"], record["best"]) for record in again.read()] == [(10, False), (20, True)]
-
-
 def test_rows_are_spread_over_branches_and_shared_evenly():
     branch_ids = [0, 0, 0, 0, 1, 1, 0, 1]
     assert spread(branch_ids, 4, 2, 1) == [0, 4, 1, 5]

@@ -34,7 +34,6 @@ def begun(loop, *steps, ahead=False, most=None, finished=None):
 
 
 def numbers(batch):
-    """Of the requests, in the order of the prompts."""
     return [turn.ids[0] for turn in batch.results()]
 
 

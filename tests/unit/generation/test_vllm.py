@@ -18,7 +18,6 @@ IDLE = SimpleNamespace(pushing=nullcontext)  # a loop with nothing under way
 
 
 def bare(**members):
-    """A generation without an engine."""
     generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
     vars(generation).update(members)
     return generation
@@ -67,8 +66,6 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
 
 
 class Seeing(ProcessorMixin):
-    """A processor without parts."""
-
     image_token_id = 9
 
     def __init__(self):

@@ -1,6 +1,5 @@
 """SQLite files of a run on a network file system lie on the local disk, and their copies at their place."""
 
-import asyncio
 import sqlite3
 from collections import namedtuple
 from contextlib import closing
@@ -85,7 +84,7 @@ def test_without_a_local_folder_the_file_stays_and_that_is_logged(mounted, caplo
     assert "Set `SALESRL_CACHE_DIR` to a local folder" in caplog.text
 
 
-def test_records_and_answers_are_at_their_place_at_the_end(mounted, tmp_path):
+async def test_records_and_answers_are_at_their_place_at_the_end(mounted, tmp_path, real_time):
     folder = mounted("nfs")
     with closing(Recorder(record_file(folder, 0), meta={"run": "a"})) as recorder:
         recorder.record(batch(step=3))
@@ -101,12 +100,14 @@ def test_records_and_answers_are_at_their_place_at_the_end(mounted, tmp_path):
         await store.aclose()
         return found
 
-    assert asyncio.run(use({"text": "yes"})) is None
+    assert await use({"text": "yes"}) is None
     assert not [each for each in (tmp_path / "cache/databases").rglob("*") if each.is_file()]
-    assert asyncio.run(use(None)) == {"text": "yes"}
+    assert await use(None) == {"text": "yes"}
 
 
-def test_a_share_that_fails_costs_neither_answers_nor_records_and_is_logged_once(mounted, monkeypatch, caplog):
+async def test_a_share_that_fails_costs_neither_answers_nor_records_and_is_logged_once(
+    mounted, monkeypatch, caplog, real_time
+):
     folder = mounted("nfs")
     monkeypatch.setattr(local_disk, "LEAST_PAUSE_S", 0.0)
     monkeypatch.setattr(local_disk, "PAUSES_PER_COPY", 0)
@@ -119,14 +120,10 @@ def test_a_share_that_fails_costs_neither_answers_nor_records_and_is_logged_once
     with closing(sqlite3.connect(local)) as file:
         assert file.execute("SELECT DISTINCT step FROM completions").fetchall() == [(1,), (2,)]
     assert caplog.text.count("can't be copied") == 1 and "Stale file handle" in caplog.text
-
-    async def use():
-        store = AnswerStore(folder / "answers.sqlite")
-        store.put("key", 1)
-        await store._write()
-        return await store.get("key")
-
-    assert asyncio.run(use()) == 1
+    store = AnswerStore(folder / "answers.sqlite")
+    store.put("key", 1)
+    await store._write()
+    assert await store.get("key") == 1
 
 
 def test_an_earlier_runs_record_is_set_aside_at_its_place(mounted):

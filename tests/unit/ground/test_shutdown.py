@@ -10,7 +10,6 @@ from salesrl_trl.ground.process import child_environment
 
 ROOT = Path(__file__).parents[3]
 SLOW = ("accelerate", "datasets", "numpy", "torch", "transformers", "trl")
-"""Modules whose import takes long."""
 ADDRESS = ("--base-url", "http://127.0.0.1:9")
 
 

@@ -34,7 +34,6 @@ def courses(number=50, windows=40):
 
 
 def after(course, law=None, target=TARGET):
-    """Coefficient and state after a course, from the first coefficient, within its bounds."""
     law, beta, state = law or AdaptiveLaw(), target.beta, {}
     for kl, tokens in course:
         beta, state = law.move(Window(target=target, beta=beta, kl=kl, tokens=tokens), state)

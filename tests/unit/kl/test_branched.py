@@ -99,8 +99,6 @@ def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
 
 
 class Noticing:
-    """Has something to say of every window with a KL above 0.1."""
-
     def move(self, window, state):
         return window.beta, {NOTICE: "too far" if window.kl > 0.1 else ""}
 

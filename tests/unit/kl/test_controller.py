@@ -88,13 +88,6 @@ def test_a_window_is_the_token_mean_over_its_steps():
     assert branch.beta == pytest.approx(0.115)
 
 
-def test_an_empty_window_changes_nothing_and_is_no_measurement():
-    branch = controller(update_steps=2)
-    assert [branch.observe(0.0, 0) for _ in range(4)] == [""] * 4
-    assert branch.beta == 0.1
-    assert math.isnan(branch.share_in_band)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_finite_is_no_measurement(broken):
     branch = controller(update_steps=2)
@@ -164,13 +157,6 @@ def test_without_a_law_or_a_band_a_coefficient_stays_and_the_band_is_watched():
     assert not free.observe(9.0, 1)
     assert free.beta == 0.1
     assert math.isnan(free.share_in_band)
-
-
-def test_branches_do_not_touch_each_other():
-    control = KLControl({"a": TARGET, "b": TARGET, "c": TARGET}, FactorLaw(**BARE), EVERY_STEP)
-    moves = control.observe([(9.0, 1), (0.0, 0), (0.001, 1)])
-    assert [move.partition(":")[0] for move in moves] == ["a", "c"]
-    assert control.betas == [pytest.approx(0.115), 0.1, pytest.approx(0.085)]
 
 
 @pytest.mark.parametrize("interrupted_at", range(0, 12, 3))

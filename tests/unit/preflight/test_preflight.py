@@ -158,7 +158,6 @@ def test_records_of_a_published_dataset_are_read_once_counted_and_parted(told, t
 
 @pytest.fixture
 def policy(tiny, tmp_path):
-    """A copy of the tiny policy, to break."""
     return Path(shutil.copytree(tiny, tmp_path / "policy"))
 
 

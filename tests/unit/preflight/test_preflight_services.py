@@ -77,9 +77,6 @@ def nth(services, name, faulty):
     services.functions[name] = lambda request: faulty(next(numbers)) or usual(request)
 
 
-# A step's load.
-
-
 def test_healthy_services_pass_with_the_times_of_a_step(services):
     services.functions["8b"] = lambda request: (200, ANSWER, {}, 2.0)
     rag, judge = examine(RAG_STAGE, services), examine(JUDGE_STAGE, services)
@@ -122,9 +119,6 @@ def test_of_several_processes_the_first_makes_the_calls_of_all(services):
     assert not services.calls["8b"] and not services.calls["judge"]
 
 
-# Faults of both.
-
-
 @pytest.mark.parametrize(
     ("status", "message"),
     [(401, "refuses access (401): check the key"), (404, "answered 404: retrying won't help"), (500, "answered 5")],
@@ -160,9 +154,6 @@ def test_a_slow_service_fails_where_a_step_would_be_skipped(services):
     assert "(rag_8b_timeout 23)" in text_of(report) and "`rag.timeout_s`" in text_of(report)
 
 
-# The RAG service.
-
-
 @pytest.mark.parametrize("name", ["8b", "32b"])
 def test_an_answer_of_another_shape_says_what_was_got(services, name):
     services.set(name, {"answer": "It costs 5980 yuan.", "documents": []})
@@ -178,9 +169,6 @@ def test_an_index_that_finds_nothing_is_told(services):
     report = examine(RAG_STAGE, services)
     assert report.figures["rag_8b_without_passages"] == 32
     ends_as(report, NOTED, "Lower `rag.score_threshold`")
-
-
-# The judge.
 
 
 def test_a_judge_that_ignores_the_schema_fails_at_the_first_call(services):
@@ -272,8 +260,6 @@ def test_several_providers_are_told_by_name(services, monkeypatch):
 
 
 class Lenient(Judge):
-    """A judge of one's own, without a service."""
-
     async def judge(self, rubric, row, action, candidate, reference):
         return Scores(candidate=1 / len(candidate.text), reference=0.5, reason="")
 
@@ -285,8 +271,6 @@ def test_a_judge_of_ones_own_is_measured_too(services):
 
 
 class Mute(Judge):
-    """A judge of one's own that never answers."""
-
     async def judge(self, rubric, row, action, candidate, reference):
         await asyncio.Event().wait()
 

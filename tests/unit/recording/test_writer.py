@@ -34,7 +34,6 @@ def rows(folder, query):
 
 
 def everything(folder):
-    """All texts and all columns of a record, as one text."""
     tables = ("meta", "completions", "verdicts", "calls")
     plain = [str(row) for table in tables for row in rows(folder, f"SELECT * FROM {table}")]
     return "\n".join([*plain, *(zlib.decompress(body).decode() for [body] in rows(folder, "SELECT body FROM texts"))])

@@ -54,7 +54,6 @@ def rows():
 
 @pytest.fixture
 def run(services, rows, tmp_path):
-    """The folder of a run with a group for each row."""
     loop = RewardLoop(build_reward(services.url, rows, records=True, invalid_action_reward=0.0))
     batch = loop.begin([{"row": 0}] * 4 + [{"row": 1}] * 4)
     result = loop.result(batch, TEXTS * 2)

@@ -7,7 +7,6 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import virtual_time
 from support.in_memory import Network, Reply
 from support.loopback import row
 
@@ -86,7 +85,7 @@ def limited(tmp_path):
     return make
 
 
-def test_attempts_retries_and_hedges_count_and_a_refusal_says_nothing_about_the_service(limited, tmp_path):
+async def test_attempts_retries_and_hedges_count_and_a_refusal_says_nothing_about_the_service(limited, tmp_path):
     sent = 0
 
     async def attempt():
@@ -97,44 +96,36 @@ def test_attempts_retries_and_hedges_count_and_a_refusal_says_nothing_about_the_
         await asyncio.sleep(30 if sent > 50 and sent % 8 == 0 else 1.0)
 
     transport, budget = limited(Limit(name="max_calls", kind=CALLS, most=300), hedge_fraction=1.0)
-
-    async def scene():
-        results = await asyncio.gather(*(transport.call(attempt) for _ in range(400)), return_exceptions=True)
-        assert {error.code for error in results if error is not None} == {"budget_spent"}
-        traffic = transport.drain_traffic()
-        assert sent == traffic["sent"] == 300
-        assert traffic["held_back"] == 0
-        assert min(traffic["retries"], traffic["hedges"]) > 5
-        budget.settle()
-
-    virtual_time.run(scene())
+    results = await asyncio.gather(*(transport.call(attempt) for _ in range(400)), return_exceptions=True)
+    assert {error.code for error in results if error is not None} == {"budget_spent"}
+    traffic = transport.drain_traffic()
+    assert sent == traffic["sent"] == 300
+    assert traffic["held_back"] == 0
+    assert min(traffic["retries"], traffic["hedges"]) > 5
+    budget.settle()
     assert read_account(tmp_path / "b.json").total().calls == 300
 
 
-def test_a_resume_begins_with_what_was_spent_and_a_kill_forgets_nothing(limited, tmp_path):
-    def ask(most, count, is_killed=False):
-        transport, budget = limited(Limit(name="max_calls", kind=CALLS, most=most))
-        transport, budget = pickle.loads(pickle.dumps((transport, budget)))  # as for a process of the reward's own
+async def test_a_resume_begins_with_what_was_spent_and_a_kill_forgets_nothing(limited, tmp_path):
+    async def ask(most, count, is_killed=False):
+        made = limited(Limit(name="max_calls", kind=CALLS, most=most))
+        transport, budget = pickle.loads(pickle.dumps(made))  # as for a process of the reward's own
+        calls = (transport.call(lambda: asyncio.sleep(0, "ok")) for _ in range(count))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        if not is_killed:
+            budget.settle()
+        return results.count("ok")
 
-        async def scene():
-            calls = (transport.call(lambda: asyncio.sleep(0, "ok")) for _ in range(count))
-            results = await asyncio.gather(*calls, return_exceptions=True)
-            if not is_killed:
-                budget.settle()
-            return results.count("ok")
-
-        return virtual_time.run(scene())
-
-    assert ask(20_000, 3) == 3
+    assert await ask(20_000, 3) == 3
     assert read_account(tmp_path / "b.json").taken == {"max_calls": 3}
-    assert ask(10, 20) == 7
-    assert ask(20, 4, is_killed=True) == 4
-    assert ask(20, 20) == 6
-    assert ask(1000, 40, is_killed=True) == 40
-    assert 1000 - 60 - 30 <= ask(1000, 2000) <= 1000 - 60  # a block of 980 / 32 calls stays taken
+    assert await ask(10, 20) == 7
+    assert await ask(20, 4, is_killed=True) == 4
+    assert await ask(20, 20) == 6
+    assert await ask(1000, 40, is_killed=True) == 40
+    assert 1000 - 60 - 30 <= await ask(1000, 2000) <= 1000 - 60  # a block of 980 / 32 calls stays taken
 
 
-def test_us_dollars_end_at_the_limit_with_all_that_is_under_way(limited, tmp_path):
+async def test_us_dollars_end_at_the_limit_with_all_that_is_under_way(limited, tmp_path):
     cost = PRICE.of(80, 20)
     transport, budget = limited(Limit(name="max_usd", kind=USD, most=200.5 * cost), price=PRICE, max_concurrency=64)
 
@@ -144,12 +135,9 @@ def test_us_dollars_end_at_the_limit_with_all_that_is_under_way(limited, tmp_pat
             bill.count(80, 20)
         return "ok"
 
-    async def scene():
-        results = await asyncio.gather(*(transport.call(attempt) for _ in range(400)), return_exceptions=True)
-        budget.settle()
-        return results.count("ok")
-
-    assert virtual_time.run(scene()) == 200
+    results = await asyncio.gather(*(transport.call(attempt) for _ in range(400)), return_exceptions=True)
+    budget.settle()
+    assert results.count("ok") == 200
     account = read_account(tmp_path / "b.json")
     assert account.total().usd == pytest.approx(200 * cost)
     assert account.reached(budget.limits)
@@ -165,28 +153,25 @@ def test_a_wait_for_tokens_is_long_enough_whatever_the_clock_shows(began):
     assert moment - began == pytest.approx(400 * 100 / 1200 * 60, rel=0.1)
 
 
-def test_tokens_per_minute_delay_requests_and_fail_none(limited):
-    async def scene():
-        transport, budget = limited(price=PRICE, tokens_per_minute=1200)
+async def test_tokens_per_minute_delay_requests_and_fail_none(limited):
+    transport, budget = limited(price=PRICE, tokens_per_minute=1200)
 
-        async def attempt():
-            with transport.bill() as bill:
-                bill.count(80, 20)
-            return now()
+    async def attempt():
+        with transport.bill() as bill:
+            bill.count(80, 20)
+        return now()
 
-        began = now()
-        ends = await asyncio.gather(*(transport.call(attempt) for _ in range(60)))
-        assert all(sum(begin <= each < begin + 60 for each in ends) <= 12 + 2 for begin in ends)
-        assert max(ends) - began <= 60 * 60 / 12 * 1.2
-        with deadline(1.0), pytest.raises(DeadlineExceeded):
-            await asyncio.gather(*(transport.call(attempt) for _ in range(10)))
-        assert transport.drain_traffic()["failures"] == 0
-        budget.settle()
-
-    virtual_time.run(scene())
+    began = now()
+    ends = await asyncio.gather(*(transport.call(attempt) for _ in range(60)))
+    assert all(sum(begin <= each < begin + 60 for each in ends) <= 12 + 2 for begin in ends)
+    assert max(ends) - began <= 60 * 60 / 12 * 1.2
+    with deadline(1.0), pytest.raises(DeadlineExceeded):
+        await asyncio.gather(*(transport.call(attempt) for _ in range(10)))
+    assert transport.drain_traffic()["failures"] == 0
+    budget.settle()
 
 
-def test_requests_per_minute_delay_requests_with_their_retries_and_fail_none(limited):
+async def test_requests_per_minute_delay_requests_with_their_retries_and_fail_none(limited):
     sent = []
 
     async def attempt():
@@ -199,32 +184,24 @@ def test_requests_per_minute_delay_requests_with_their_retries_and_fail_none(lim
 
     rates = {"tokens_per_minute": 600_000, "requests_per_minute": 60}
     transport, budget = limited(**rates, max_concurrency=64, max_attempts=9)
-
-    async def scene():
-        await asyncio.gather(*(transport.call(attempt) for _ in range(200)))
-        budget.settle()
-
-    virtual_time.run(scene())
+    await asyncio.gather(*(transport.call(attempt) for _ in range(200)))
+    budget.settle()
     assert len(sent) == 200 + transport.drain_traffic()["retries"] > 220
     assert all(sum(begin <= each < begin + 60 for each in sent) <= 60 for begin in sent)
     assert max(sent) - min(sent) <= len(sent) * 1.2
 
 
-def test_an_account_that_can_t_be_used_fails_requests_with_a_limit_alone(limited, tmp_path, caplog):
+async def test_an_account_that_can_t_be_used_fails_requests_with_a_limit_alone(limited, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "b.json"
     transport, budget = limited(MAX_CALLS, path=path)
     without_limit, _ = limited(path=path)
-
-    async def scene():
-        for _ in range(2):
-            with pytest.raises(ServiceError) as failed:
-                await transport.call(lambda: pytest.fail("it was sent"))
-            assert failed.value.code == "budget_unknown" and not isinstance(failed.value, BudgetSpent)
-        assert await without_limit.call(lambda: asyncio.sleep(0, "ok")) == "ok"
-        budget.settle()
-
-    virtual_time.run(scene())
+    for _ in range(2):
+        with pytest.raises(ServiceError) as failed:
+            await transport.call(lambda: pytest.fail("it was sent"))
+        assert failed.value.code == "budget_unknown" and not isinstance(failed.value, BudgetSpent)
+    assert await without_limit.call(lambda: asyncio.sleep(0, "ok")) == "ok"
+    budget.settle()
     assert sum("can't be used" in line for line in caplog.messages) == 2  # once for each budget
 
 
@@ -240,7 +217,7 @@ USAGE = {"prompt_tokens": 100, "completion_tokens": 50}
     ],
     ids=["stated", "refused by status", "not stated"],
 )
-def test_every_request_to_a_judge_is_billed_also_the_second_of_an_attempt(
+async def test_every_request_to_a_judge_is_billed_also_the_second_of_an_attempt(
     limited, monkeypatch, tmp_path, status, said, calls, tokens
 ):
     async def answer(request):
@@ -251,14 +228,10 @@ def test_every_request_to_a_judge_is_billed_also_the_second_of_an_attempt(
     client = ProviderClient(JudgeProvider(name="judge", base_url=url, model="m", transport=transport))
     action = Action(fields={"rewritten_query": "price"})
     material = Material("fairness", "Judge.", row(), [(action, Answer(text="5980", passages=(), took_ms=1.0))], None)
-
-    async def scene():
-        with pytest.raises(ServiceError):
-            await client.ask(material, order=(0,), patient=True)
-        await client.http.aclose()
-        budget.settle()
-
-    virtual_time.run(scene())
+    with pytest.raises(ServiceError):
+        await client.ask(material, order=(0,), patient=True)
+    await client.http.aclose()
+    budget.settle()
     total = read_account(tmp_path / "b.json").total("judge")
     assert (total.calls, total.prompt_tokens, total.completion_tokens) == (calls, *tokens)
     assert total.usd == pytest.approx(PRICE.of(*tokens))

@@ -7,7 +7,6 @@ import re
 import warnings
 
 import pytest
-from support import virtual_time
 from support.loopback import ACTION, ANSWER, VERDICT, action, build_reward, chat_completion, row
 
 from salesrl_trl.ground.fencing import read_sections
@@ -36,7 +35,7 @@ def test_a_judged_action_gets_the_judges_score_of_the_candidate(score, services)
     assert set(reward.seconds) == {"parse", "rag_8b", "rag_32b", "judge"}
 
 
-def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
+async def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_awaited(services):
     async def give_up_after(turns):
         batch = RewardBatch(reward, [{"row": 0}])
         batch.start(0, ACTION)
@@ -44,14 +43,11 @@ def test_a_batch_that_is_given_up_at_any_moment_leaves_no_call_that_was_never_aw
             await asyncio.sleep(0)
         batch.cancel()
 
-    async def main():
-        await reward(prompts=[None], completions=[ACTION], row=[0])  # all is kept from here on
-        for turns in range(20):
-            await give_up_after(turns)
-        await reward.aclose()
-
     reward = build_reward(services.url, [row()])
-    virtual_time.run(main())
+    await reward(prompts=[None], completions=[ACTION], row=[0])  # all is kept from here on
+    for turns in range(20):
+        await give_up_after(turns)
+    await reward.aclose()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         gc.collect()
@@ -230,15 +226,11 @@ def test_a_query_that_finds_nothing_in_an_index_that_has_something_is_the_policy
     assert services.calls["8b"] == 3 + 1  # the row's conversation itself, asked with once
 
 
-def test_an_answer_from_no_passages_is_asked_for_again(services):
+async def test_an_answer_from_no_passages_is_asked_for_again(services):
     """It may be how a service says that it is busy."""
     services.answers["32b"].insert(0, (200, {**ANSWER, "answer": "Busy, come back later.", "passages": []}, {}, 0))
     reward = build_reward(services.url, [row()])
-
-    async def batches():
-        for query in ("one", "two", "three"):
-            await reward(prompts=[None], completions=[action(query=query)], row=[0])
-        await reward.aclose()
-
-    virtual_time.run(batches())
+    for query in ("one", "two", "three"):
+        await reward(prompts=[None], completions=[action(query=query)], row=[0])
+    await reward.aclose()
     assert services.calls["32b"] == 2

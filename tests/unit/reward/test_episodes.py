@@ -1,6 +1,5 @@
 """What the end of an episode means, and what episodes do not go with."""
 
-import asyncio
 import io
 import threading
 import time
@@ -25,7 +24,7 @@ from salesrl_trl.reward.stage_times import StageTimes
 ADDRESS = "http://127.0.0.1:9/v1"
 
 
-def played(ends):
+async def played(ends):
     """The reward of an episode that ends so, as it comes to the trainer: by way of a row that was in a checkpoint."""
 
     @per_episode
@@ -35,18 +34,15 @@ def played(ends):
             raise row["ends"]
         return row["ends"]
 
-    async def scored():
-        reward = await episode.play(ADDRESS, "a key", {"ends": ends})
-        saved = io.BytesIO()
-        torch.save(kept(reward), saved)
-        saved.seek(0)
-        row = {PLAYED: torch.load(saved, weights_only=True)}
-        try:
-            return await episode.score(Sample(row=row, completion="Hello."), StageTimes("episode"))
-        finally:
-            await episode.aclose()
-
-    return asyncio.run(scored())
+    reward = await episode.play(ADDRESS, "a key", {"ends": ends})
+    saved = io.BytesIO()
+    torch.save(kept(reward), saved)
+    saved.seek(0)
+    row = {PLAYED: torch.load(saved, weights_only=True)}
+    try:
+        return await episode.score(Sample(row=row, completion="Hello."), StageTimes("episode"))
+    finally:
+        await episode.aclose()
 
 
 BUSY = SimpleNamespace(status_code=503, headers={}, request=None)
@@ -69,8 +65,8 @@ BUSY = SimpleNamespace(status_code=503, headers={}, request=None)
         (KeyError("answer"), None, "episode_raised_KeyError"),
     ],
 )
-def test_an_end_means_what_it_means_for_other_functions(ends, value, reason):
-    reward = played(ends)
+async def test_an_end_means_what_it_means_for_other_functions(ends, value, reason):
+    reward = await played(ends)
     assert (reward.value, reward.reason) == (pytest.approx(value) if value is not None else None, reason)
     if isinstance(ends, Reward) and value is not None:
         assert reward.components == {"style": 0.25}
@@ -87,8 +83,8 @@ async def other(completion):
     return 1.0
 
 
-def test_a_completion_that_no_episode_has_made_has_no_number():
-    reward = asyncio.run(episode.score(Sample(row={}, completion="Hello."), StageTimes("episode")))
+async def test_a_completion_that_no_episode_has_made_has_no_number():
+    reward = await episode.score(Sample(row={}, completion="Hello."), StageTimes("episode"))
     assert (reward.value, reward.reason) == (None, "episode_not_played")
 
 

@@ -46,7 +46,6 @@ OF_TEXT = (
     "[{'loc': ('body', 'messages', 1), 'msg': 'not a valid string', 'input': \"'temperature' is not supported\"}]"
 )
 GENERATED = "`temperature` is not supported, and the field seed is invalid"
-RANGE = "Invalid max_completion_tokens value, the valid range of max_completion_tokens is [1, 8192]"
 KEPT = {
     "a limit that must be larger": said("Invalid 'max_completion_tokens': below minimum value. Expected >= 16."),
     "another model's": said("'x' is not supported, and `temperature` neither", param="model"),

@@ -47,18 +47,15 @@ def reward(services):
     return build
 
 
-def scored(reward, rows, texts, group=8):
-    async def once():
-        try:
-            return await reward.score_all(rows, texts, group=group)
-        finally:
-            await reward.aclose()
-
-    return asyncio.run(once())
+async def scored(reward, rows, texts, group=8):
+    try:
+        return await reward.score_all(rows, texts, group=group)
+    finally:
+        await reward.aclose()
 
 
-def test_a_group_is_judged_in_two_orders_by_names_that_no_other_request_has(services, reward):
-    result = scored(reward(), [{**ROW, "reference": "five"}] * 8, TEXTS)
+async def test_a_group_is_judged_in_two_orders_by_names_that_no_other_request_has(services, reward):
+    result = await scored(reward(), [{**ROW, "reference": "five"}] * 8, TEXTS)
     assert result.values == pytest.approx([float(text) for text in TEXTS])
     assert [each.components["margin"] for each in result.rewards] == pytest.approx([v - 0.5 for v in result.values])
     first, second = map(shown, services.asked["judge"])
@@ -67,48 +64,44 @@ def test_a_group_is_judged_in_two_orders_by_names_that_no_other_request_has(serv
     assert (len(result.report.records), result.report.judged_singly) == (16, 0)
 
 
-def test_each_completions_record_has_its_own_score_and_the_calls_of_its_group(services, reward):
+async def test_each_completions_record_has_its_own_score_and_the_calls_of_its_group(services, reward):
     recording = reward()
     recording.records = True
-
-    async def once():
-        batch = RewardBatch(recording, [ROW] * 8, group=8)
-        batch.start_all(TEXTS)
-        await wait_for([batch], partial(batch.has_settled, [range(8)]))
-        await recording.aclose()
-        return [stages.completion_record for stages in batch.stages]
-
-    records = asyncio.run(once())
+    batch = RewardBatch(recording, [ROW] * 8, group=8)
+    batch.start_all(TEXTS)
+    await wait_for([batch], partial(batch.has_settled, [range(8)]))
+    await recording.aclose()
+    records = [stages.completion_record for stages in batch.stages]
     assert [record.verdicts["judge"].candidate for record in records] == pytest.approx([float(t) for t in TEXTS])
     assert {(len(record.calls), record.calls[0].time) for record in records} == {(2, records[0].calls[0].time)}
 
 
-def test_only_answers_that_can_be_judged_are_in_the_call_and_equal_ones_once(services, reward):
-    result = scored(reward(), [ROW] * 8, ["0.1", " ", "0.2", "0.1", "", "0.3", "0.1", " "])
+async def test_only_answers_that_can_be_judged_are_in_the_call_and_equal_ones_once(services, reward):
+    result = await scored(reward(), [ROW] * 8, ["0.1", " ", "0.2", "0.1", "", "0.3", "0.1", " "])
     assert {*shown(services.asked["judge"][0]).values()} == {"0.1", "0.2", "0.3"}
     assert result.values == pytest.approx([0.1, 0.0, 0.2, 0.1, 0.0, 0.3, 0.1, 0.0])
     assert services.calls["judge"] == 2
 
 
-def test_one_answer_alone_is_a_single_call(services, reward):
-    assert scored(reward(), [ROW] * 4, ["0.1", " ", "0.1", "\n"], group=4).values == [0.1, 0.0, 0.1, 0.0]
-    assert scored(reward(), [ROW] * 2, ["0.4", "0.6"], group=1).values == [0.4, 0.6]
+async def test_one_answer_alone_is_a_single_call(services, reward):
+    assert (await scored(reward(), [ROW] * 4, ["0.1", " ", "0.1", "\n"], group=4)).values == [0.1, 0.0, 0.1, 0.0]
+    assert (await scored(reward(), [ROW] * 2, ["0.4", "0.6"], group=1)).values == [0.4, 0.6]
     assert [[*shown(request)] for request in services.asked["judge"]] == [["candidate_answer"]] * 3
 
 
-def test_answers_to_other_rows_or_beside_another_reference_are_in_another_call(services, reward):
+async def test_answers_to_other_rows_or_beside_another_reference_are_in_another_call(services, reward):
     rows = [{**ROW, "reference": "five" if place % 2 else "5"} for place in range(8)]
-    assert scored(reward(), rows, TEXTS).values == pytest.approx([float(text) for text in TEXTS])
+    assert (await scored(reward(), rows, TEXTS)).values == pytest.approx([float(text) for text in TEXTS])
     assert [len(shown(request)) for request in services.asked["judge"]] == [5] * 4
 
 
-def test_after_a_failed_call_each_is_judged_alone_and_counted(services, reward):
+async def test_after_a_failed_call_each_is_judged_alone_and_counted(services, reward):
     def respond(request):
         said = by_text("", request.json["messages"][1]["content"])
         return (500, {}) if "candidates" in said else answer(request)
 
     answer, services.functions["judge"] = services.functions["judge"], respond
-    result = scored(reward(), [ROW] * 8, TEXTS)
+    result = await scored(reward(), [ROW] * 8, TEXTS)
     assert result.values == pytest.approx([float(text) for text in TEXTS])
     assert (services.calls["judge"], result.report.judged_singly) == (2 + 8, 8)
     figures = RewardFigures(("all",), reward().names)
@@ -119,44 +112,40 @@ def test_after_a_failed_call_each_is_judged_alone_and_counted(services, reward):
 
 def test_a_group_is_kept_as_a_whole(services, reward, tmp_path):
     own = {"output_dir": str(tmp_path)}
-    scored(reward(**own), [ROW] * 8, TEXTS)
-    again = scored(reward(**own), [ROW] * 8, TEXTS[::-1])
+    asyncio.run(scored(reward(**own), [ROW] * 8, TEXTS))
+    again = asyncio.run(scored(reward(**own), [ROW] * 8, TEXTS[::-1]))
     assert again.values == pytest.approx([float(text) for text in TEXTS[::-1]]) and services.calls["judge"] == 2
-    scored(reward(**own), [ROW] * 8, [*TEXTS[:7], "0.9"])
+    asyncio.run(scored(reward(**own), [ROW] * 8, [*TEXTS[:7], "0.9"]))
     assert services.calls["judge"] == 4  # beside another answer each may have another score
-    scored(reward(**own, judge_orders=3), [ROW] * 8, TEXTS)
+    asyncio.run(scored(reward(**own, judge_orders=3), [ROW] * 8, TEXTS))
     assert services.calls["judge"] == 7
 
 
 def test_at_a_limit_of_calls_nobody_of_the_group_has_a_number(services, reward, tmp_path):
-    result = scored(reward(output_dir=str(tmp_path), max_calls=1), [ROW] * 8, TEXTS)
+    result = asyncio.run(scored(reward(output_dir=str(tmp_path), max_calls=1), [ROW] * 8, TEXTS))
     assert {(each.value, each.reason) for each in result.rewards} == {(None, "budget_spent")}
     assert services.calls["judge"] == 1
 
 
-def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_are_not_taken_for_the_others(
+async def test_a_group_of_a_batch_of_the_second_judge_is_its_alone_and_its_verdicts_are_not_taken_for_the_others(
     services, reward
 ):
     providers = [{"name": name, "base_url": f"{services.url}/v1", "model": name} for name in ("own", "other")]
     metered = reward(judge_providers=providers, judge_meter={"second": "other", "on_alarm": "second_judge"})
     assert metered.names.required == (("judge_own",), ("judge_other",))
-
-    async def both():
-        for by_second in (False, True):
-            batch = RewardBatch(metered, [ROW] * 8, group=8)
-            batch.by_second = by_second
-            batch.start_all(TEXTS)
-            await wait_for([batch], partial(batch.has_settled, [range(8)]))
-            # A completion of another text, in the place of the last one, is of the same judge.
-            batch.start(7, "0.9")
-            await wait_for([batch], partial(batch.has_settled, [range(8)]))
-        taken = RewardBatch(metered, [ROW] * 8, group=8)
-        taken.take([(batch, range(8))], [(0.0, 0.0)])
-        taken.start(7, "0.95")
-        await wait_for([taken], partial(taken.has_settled, [range(8)]))
-        await metered.aclose()
-
-    asyncio.run(both())
+    for by_second in (False, True):
+        batch = RewardBatch(metered, [ROW] * 8, group=8)
+        batch.by_second = by_second
+        batch.start_all(TEXTS)
+        await wait_for([batch], partial(batch.has_settled, [range(8)]))
+        # A completion of another text, in the place of the last one, is of the same judge.
+        batch.start(7, "0.9")
+        await wait_for([batch], partial(batch.has_settled, [range(8)]))
+    taken = RewardBatch(metered, [ROW] * 8, group=8)
+    taken.take([(batch, range(8))], [(0.0, 0.0)])
+    taken.start(7, "0.95")
+    await wait_for([taken], partial(taken.has_settled, [range(8)]))
+    await metered.aclose()
     assert [request.json["model"] for request in services.asked["judge"]] == ["own"] * 4 + ["other"] * 6
 
 
@@ -170,8 +159,6 @@ class Hanging(RewardStage):
 
 
 class Comparing(Judge):
-    """Notes the groups that it is asked for."""
-
     orders = 2
 
     def __init__(self):
@@ -193,64 +180,55 @@ def own_reward(deadline_s=10.0, stages=()):
     return judge, JudgeReward(judge, Scoring(weights={"all": {"judge": 1.0}}), deadline_s=deadline_s, stages=stages)
 
 
-def test_a_judge_of_ones_own_compares_and_what_it_leaves_out_gives_no_number_to_anybody():
+async def test_a_judge_of_ones_own_compares_and_what_it_leaves_out_gives_no_number_to_anybody():
     judge, reward = own_reward()
-    assert scored(reward, [ROW] * 8, TEXTS).values == [float(text) for text in TEXTS]
+    assert (await scored(reward, [ROW] * 8, TEXTS)).values == [float(text) for text in TEXTS]
     assert judge.asked == [TEXTS]
     judge.asked.clear()
-    assert scored(reward, [ROW] * 8, ["0.11", *TEXTS[1:]]).values == [0.11, *map(float, TEXTS[1:])]
+    assert (await scored(reward, [ROW] * 8, ["0.11", *TEXTS[1:]])).values == [0.11, *map(float, TEXTS[1:])]
     assert sorted(map(len, judge.asked)) == [1] * 8 + [8]  # seven verdicts on eight are none
     assert reward.names.together is Per.GROUP
 
 
-def test_where_a_judge_of_ones_own_hangs_over_a_group_each_is_judged_alone(monkeypatch):
+async def test_where_a_judge_of_ones_own_hangs_over_a_group_each_is_judged_alone(monkeypatch):
     judge, reward = own_reward(deadline_s=2.0)
     monkeypatch.setattr(judge, "judge_group", lambda *_: asyncio.sleep(60))
-    result = scored(reward, [ROW] * 8, TEXTS)
+    result = await scored(reward, [ROW] * 8, TEXTS)
     assert result.values == [float(text) for text in TEXTS] and result.report.judged_singly == 8
 
 
-def test_the_call_waits_for_the_last_completion_and_not_for_one_that_failed():
+async def test_the_call_waits_for_the_last_completion_and_not_for_one_that_failed():
     judge, reward = own_reward()
-
-    async def streamed():
-        batch = RewardBatch(reward, [ROW] * 16, group=8)
-        for place in range(15):
-            batch.start(place, TEXTS[place % 8], failed="tool_down" if place == 3 else None)
-        await wait_for([batch], partial(batch.has_settled, [range(8)]))
-        asked = [*judge.asked]
-        batch.start(15, TEXTS[7])
-        await wait_for([batch], partial(batch.has_settled, [range(16)]))
-        return asked, batch.result().rewards
-
-    asked, rewards = asyncio.run(streamed())
-    assert asked == [[*TEXTS[:3], *TEXTS[4:]]]
+    batch = RewardBatch(reward, [ROW] * 16, group=8)
+    for place in range(15):
+        batch.start(place, TEXTS[place % 8], failed="tool_down" if place == 3 else None)
+    await wait_for([batch], partial(batch.has_settled, [range(8)]))
+    assert judge.asked == [[*TEXTS[:3], *TEXTS[4:]]]
+    batch.start(15, TEXTS[7])
+    await wait_for([batch], partial(batch.has_settled, [range(16)]))
     assert judge.asked[-1] == TEXTS
+    rewards = batch.result().rewards
     assert (rewards[3].value, rewards[3].outcome, rewards[3].reason) == (None, Outcome.INFRA, "tool_down")
     assert all(reward.value == float(TEXTS[place % 8]) for place, reward in enumerate(rewards) if place != 3)
 
 
-def test_a_completion_that_is_late_costs_itself_alone():
+async def test_a_completion_that_is_late_costs_itself_alone():
     _, reward = own_reward(deadline_s=1.0, stages=[Hanging()])
-    rewards = scored(reward, [ROW] * 8, TEXTS).rewards
+    rewards = (await scored(reward, [ROW] * 8, TEXTS)).rewards
     assert [each.value for each in rewards[:7]] == [float(text) for text in TEXTS[:7]]
     assert (rewards[7].value, rewards[7].reason) == (None, "deadline")
 
 
-def test_a_group_that_begins_again_is_judged_by_its_new_texts():
+async def test_a_group_that_begins_again_is_judged_by_its_new_texts():
     judge, reward = own_reward()
-
-    async def changed():
-        batch = RewardBatch(reward, [ROW] * 8, group=8)
-        batch.start(0, " ")
-        for place in range(1, 7):
-            batch.start(place, TEXTS[place])
-        await asyncio.sleep(0.05)
-        batch.start(0, "0.15")  # the one that was left out before
-        await asyncio.sleep(0.05)
-        batch.start(7, TEXTS[7])
-        await wait_for([batch], partial(batch.has_settled, [range(8)]))
-        return batch.result().values
-
-    assert asyncio.run(changed()) == [0.15, *map(float, TEXTS[1:])]
+    batch = RewardBatch(reward, [ROW] * 8, group=8)
+    batch.start(0, " ")
+    for place in range(1, 7):
+        batch.start(place, TEXTS[place])
+    await asyncio.sleep(0.05)
+    batch.start(0, "0.15")  # the one that was left out before
+    await asyncio.sleep(0.05)
+    batch.start(7, TEXTS[7])
+    await wait_for([batch], partial(batch.has_settled, [range(8)]))
+    assert batch.result().values == [0.15, *map(float, TEXTS[1:])]
     assert judge.asked == [["0.15", *TEXTS[1:]]]

@@ -40,7 +40,6 @@ def test_no_text_opens_or_closes_a_section(nonce):
 
 
 def parrot(system, user):
-    """Says back all it was shown."""
     return user
 
 
@@ -57,12 +56,10 @@ def judges_then_quotes(system, user):
 
 
 def copies_the_last_object(system, user):
-    """Takes the last JSON object it can find for its verdict."""
     return re.findall(r"\{[^{}]*\}", user)[-1]
 
 
 def says(services, talk):
-    """A judge whose text is `talk`'s, as it is."""
     services.signs = False
 
     def respond(request):

@@ -20,14 +20,11 @@ COMPLETION = json.dumps(chat_completion("1"))
 
 @pytest.fixture
 def backup(network):
-    """A second judge, at an address of its own."""
     return Services(network)
 
 
 @pytest.fixture
 def score_many(services):
-    """Score different actions; returns the result."""
-
     def run(count=1, rows=None, **settings):
         reward = build_reward(services.url, rows or [row()], **settings)
         return score_batch(reward, [action(query=f"q{index}") for index in range(count)])

@@ -43,7 +43,6 @@ def judged(services):
 
 
 def asked(services):
-    """Rubric, sections and body of each request for a verdict."""
     bodies = [request.json for request in services.asked["judge"]]
     return [(body["messages"][0]["content"], read_sections(body["messages"][1]["content"]), body) for body in bodies]
 
@@ -128,8 +127,6 @@ def test_a_row_that_the_judge_can_not_read_is_missing_without_its_text(services,
 
 
 class Whole(Judge):
-    """Scores an answer as a whole, whatever the row's criteria."""
-
     async def judge(self, rubric, row, action, candidate, reference):
         return Verdict(candidate=0.75, reference=None, reason="")
 

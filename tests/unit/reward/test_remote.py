@@ -12,12 +12,11 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from support import deadly
 from support.forked import COLD_PYTHON
 from support.loopback import ACTION, ANSWER, VERDICT, Services, action, build_reward, chat_completion, examples, row
-from support.seconds import until
+from support.seconds import is_gone, until
 
 from salesrl_trl.ground.process import NO_ACCELERATOR
 from salesrl_trl.judged.budget import Budget, Limit, read_account
@@ -29,7 +28,6 @@ from salesrl_trl.types import Outcome
 PATIENCE_S = 30.0
 """Until a test that waits in vain fails."""
 LONG_S = 600.0
-"""A deadline that nobody reaches."""
 LONG = {"timeout_s": PATIENCE_S, "deadline_s": PATIENCE_S}
 PARENT = """
 import asyncio, sys
@@ -82,7 +80,6 @@ class OnItsLoop:
         return self.loop.begin(examples(indices))
 
     def begun(self, *texts):
-        """A batch with these texts for the first row under way."""
         batch = self.begin([0] * len(texts))
         self.loop.post(batch.start_all, texts)
         return batch
@@ -96,7 +93,6 @@ class OnItsLoop:
 
     @property
     def process(self):
-        """The child that was started last."""
         return self.reward._starting.result().process
 
 
@@ -128,16 +124,7 @@ def often_looked_at(monkeypatch):
     return patch
 
 
-def is_gone(pid):
-    """Whether a process has ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def own_words(caplog):
-    """The messages that the package has logged."""
     return [each.getMessage() for each in caplog.records if each.name.startswith("salesrl_trl")]
 
 
@@ -145,11 +132,7 @@ def reasons(result):
     return [each.reason for each in result.rewards]
 
 
-# The same as in this process
-
-
 def answers_by_query(request):
-    """An 8B endpoint to which each query is another case."""
     query = request.json["rewritten_query"]
     if query == "refused":
         return 400, {}
@@ -161,7 +144,6 @@ def answers_by_query(request):
 
 
 def judge_by_answer(request):
-    """A judge to which each answer is another case."""
     words = request.json["messages"][1]["content"]
     if "About unjudgeable." in words:
         return 200, chat_completion("I can't judge this.")
@@ -208,9 +190,6 @@ def test_rewards_and_reports_are_those_of_the_chain_in_this_process(services, re
     here.close()
 
 
-# While it goes on
-
-
 def test_a_completion_that_passes_its_deadline_is_missing_and_the_child_goes_no_further_with_it(
     services, remote_process
 ):
@@ -247,9 +226,6 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3
     assert not any(span.failed for span in report.spans)
-
-
-# The child's life
 
 
 def test_what_a_killed_child_had_in_hand_is_asked_again_of_a_new_one(services, remote_process, caplog, tmp_path):
@@ -378,9 +354,6 @@ def test_the_child_ends_when_its_parent_is_killed(services):
         finally:
             it.kill()
     until(lambda: is_gone(pid))
-
-
-# What is sent, and what is not
 
 
 def test_nobody_else_can_speak_to_the_child(services, remote_process):

@@ -49,8 +49,6 @@ def record(folder, scored, names=("r1", "r2"), rank=0, after=None, **given):
 
 
 def score(reward, texts):
-    """Rewards and records of (row, text), and the batch's report."""
-
     async def once():
         try:
             batch = RewardBatch(reward, [EXAMPLES[number] for number, _ in texts])
@@ -232,16 +230,11 @@ def test_a_hedge_belongs_to_the_completion_it_was_sent_for(services, rows):
     assert len([each for each in records[-1].calls if each.service == "rag_8b"]) > 1
 
 
-def test_calls_for_references_ahead_belong_to_no_completion(services, rows):
+async def test_calls_for_references_ahead_belong_to_no_completion(services, rows, real_time):
     reward = build_reward(services.url, rows, records=True)
-
-    async def whole():
-        await reward.prepare(EXAMPLES[:1])
-        result = await reward.score_all(EXAMPLES[:1], [ACTION])
-        await reward.aclose()
-        return result
-
-    result = asyncio.run(whole())
+    await reward.prepare(EXAMPLES[:1])
+    result = await reward.score_all(EXAMPLES[:1], [ACTION])
+    await reward.aclose()
     assert [each.service for each in result.report.calls] == ["rag_32b"]
 
 

@@ -23,7 +23,6 @@ def ok(value, reference=None):
 
 INVALID = Reward(outcome=Outcome.INVALID_ACTION, value=0.0, reason="not_json")
 INFRA = Reward(outcome=Outcome.INFRA, value=None, reason="rag_8b_timeout")
-JUDGE = Reward(outcome=Outcome.JUDGE_INVALID, value=None, reason="judge_empty")
 
 
 def means_of(*batches):

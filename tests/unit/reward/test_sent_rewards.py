@@ -16,15 +16,6 @@ NOBODY = "http://127.0.0.1:9"  # nothing is asked
 SECRETS = ("rag-secret", "judge-secret")
 
 
-def test_a_chain_that_can_not_be_sent_is_refused_with_what_to_do():
-    chain = build_reward(NOBODY, [example()])
-    chain.hook = lambda: None
-    with pytest.raises(ConfigError, match="can't be sent to a separate process") as caught:
-        RemoteReward(chain)
-    assert "`reward_process: false`" in str(caught.value)
-    assert not any(secret in str(caught.value) for secret in SECRETS)
-
-
 def test_of_a_row_goes_what_is_read():
     row = {"row": 3, "prompt": "p", "trainer_state": object()}
     assert RemoteReward(build_reward(NOBODY, [example()]))._sent(row) == {"row": 3}
@@ -42,8 +33,9 @@ def test_a_run_has_its_chain_in_a_child_where_it_wants_and_can(caplog, setting, 
         chain.hook = lambda: None
     is_wanted = setting if setting is not None else not on_cpu
     if setting and not can_be_sent:
-        with pytest.raises(ConfigError, match="`reward_process: false`"):
+        with pytest.raises(ConfigError, match=r"can't be sent to a separate .*`reward_process: false`") as caught:
             assembly.placed(chain, setting, on_cpu)
+        assert not any(secret in str(caught.value) for secret in SECRETS)
         return
     with caplog.at_level(logging.WARNING):
         placed = assembly.placed(chain, setting, on_cpu)

@@ -63,7 +63,6 @@ REFUSED = {
     "signed nearly": (json.dumps({"nonce": f"{NONCE} ", **VERDICT}), "judge_unsigned"),
     "signed for another request": (json.dumps({"nonce": "f" * 16, **VERDICT}), "judge_foreign_verdict"),
     "a field too many": (json.dumps({"nonce": NONCE, **VERDICT, "extra": 1}), "judge_outside_schema"),
-    "out of range": (json.dumps({"nonce": NONCE, **VERDICT, "candidate": 1.5}), "judge_outside_schema"),
     "a text for a number": (json.dumps({"nonce": NONCE, **VERDICT, "candidate": "1"}), "judge_outside_schema"),
     "nan": (SIGNED.replace("0.75", "NaN"), "judge_outside_schema"),
     "a score twice": (SIGNED.replace('"candidate"', '"candidate": 1.0, "candidate"'), "judge_outside_schema"),

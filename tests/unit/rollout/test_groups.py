@@ -29,14 +29,12 @@ def settled(*ranks):
 
 
 def look(waiting, marks, scored=0.9, name="first"):
-    """One rank looks once. Returns as `taken`."""
     waiting.record(settled(marks), 0, scored, WANTED)
     waiting.release(batch_of(len(marks), name))
     return taken(waiting)
 
 
 def taken(waiting):
-    """Rows of the micro-batches that are ready, in order."""
     found = []
     while waiting.has_next:
         found.append(waiting.next()["advantages"].tolist())

@@ -145,7 +145,6 @@ class Run:
         return self.pipeline.next_update(0, iter(()), lambda _: next(self._updates, ([], None)), 20 - self.step)[0][0]
 
     def begin(self):
-        """A step, up to its launches."""
         inputs = self.read()
         self.pipeline.launch_due(self.step - self._first, self.step)
         return inputs

@@ -46,19 +46,7 @@ def test_a_rollout_is_taken_once_by_its_micro_step_and_its_own_inputs():
     assert schedule.take(2, inputs[2]) is None
 
 
-def test_a_restart_returns_the_rollouts_that_nobody_will_train_on():
-    schedule = RolloutSchedule(2, window=2)
-    inputs = prompts(2)
-    told = schedule.add(inputs) + schedule.add(prompts(2)) + schedule.add(prompts(2))
-    told[0].rollout, told[1].rollout = "taken", "left"  # the third is not generated
-    assert schedule.take(0, inputs[0]) == "taken"
-    assert schedule.restart(0, 0, has_batch=False) == ["left"]
-    assert schedule.restart(0, 0, has_batch=False) == []
-    assert schedule.due(0, 0) == []
-
-
 def micro_batches(lengths):
-    """By epoch."""
     return [[(number, index) for index in range(length)] for number, length in enumerate(lengths)]
 
 
@@ -74,21 +62,6 @@ def test_the_iterator_of_an_epoch_that_is_pulled_from_already_is_left_aside():
     other = iter([["x"], ["y"]])
     assert [ask(1, other, 2), ask(1, other, 1)] == [[["c"]], [["d"]]]
     assert next(other) == ["x"]
-
-
-def test_after_a_restart_nothing_is_left_of_what_was_pulled():
-    updates = UpdatesAhead(2, (seen := []).append)
-    old, new = iter([["a"], ["b"], ["c"], ["d"]]), iter([["b"], ["c"], ["d"]])
-    assert updates.next(0, old, take(1), 4)[0] == [["a"]]
-    updates.restart()
-    assert updates.next(0, new, take(1), 3)[0] == [["b"]]
-    assert seen == [[["a"]], [["b"]], [["c"]], [["b"]], [["c"]], [["d"]]]
-
-
-def test_a_run_that_resumes_in_a_later_epoch_begins_with_the_iterator_it_is_given():
-    updates = UpdatesAhead(1, lambda batches: None)
-    assert updates.next(3, iter([["a"], ["b"]]), take(1), 2)[0] == [["a"]]
-    assert updates.epoch == 3
 
 
 def train(lengths, size, window, lookahead, references_ahead, max_updates, start=(0, 0), has_batch=False):

@@ -148,7 +148,6 @@ def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognise
 
 
 def _out_of_memory(module, function):
-    """The error as it leaves a function of a module."""
     space = {"__name__": module, "torch": torch}
     exec(f"def {function}(): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", space)
     try:

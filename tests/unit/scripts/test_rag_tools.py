@@ -42,8 +42,6 @@ def serve():
 
 @pytest.fixture
 def examine(capsys):
-    """Exit code and report of a short look."""
-
     def examine(url, *arguments):
         code = main(["--base-url", url, *SHORT, *arguments])
         return code, json.loads(capsys.readouterr().out)
@@ -143,12 +141,9 @@ def test_a_certificate_is_shown_or_refused_before_any_request(
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [
-        (401, {"detail": "no"}, "refuses access (401)"),
-        (404, {"detail": "no"}, "answered 404"),
         (302, b"", "redirects (302), which is not followed"),
         (200, b"<html>Sign in</html>", "a web page (HTML)"),
         (200, {"answer": None, "passages": [{"id": 7, "score": 1.5}]}, "answer (string_type), passages.0.id (string_"),
-        (200, {**GOOD, "status": "busy"}, "`status` that reports a failure"),
     ],
 )
 def test_what_is_no_answer_is_told_at_the_first_call(serve, examine, status, body, said):

@@ -16,7 +16,6 @@ from salesrl_trl.shared_prompts.shared_passes import Columns
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-6
-"""Relative, in float32."""
 SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -26,10 +25,8 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SHARES = {
     "qwen2": SMALL,
     "qwen3": WITH_HEADS,
-    "llama": SMALL,
     "gemma2": {**WITH_HEADS, "sliding_window": 22},
     "gemma3_text": {**WITH_HEADS, "sliding_window": 22},
-    "mistral": {**SMALL, "sliding_window": None},
     "qwen3_moe": {**WITH_HEADS, **MIXTURE},
     "mixtral": {**SMALL, "num_local_experts": 4, "sliding_window": None},
     "deepseek_v3": {
@@ -268,7 +265,6 @@ def test_completions_without_a_token_are_not_compared_and_a_policy_inside_its_wr
 
 
 def split(ids, mask):
-    """TRL's micro-batch of a padded batch."""
     prompt, completion = slice(None, -WIDTH), slice(-WIDTH, None)
     return {"prompt_ids": ids[:, prompt], "prompt_mask": mask[:, prompt],
             "completion_ids": ids[:, completion], "completion_mask": mask[:, completion]}  # fmt: skip

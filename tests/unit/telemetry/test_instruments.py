@@ -149,8 +149,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def write(path, monkeypatch):
-    """Writes spans of a step, as a rank of this number."""
-
     def run(*spans, rank=0, size=10**6):
         if size not in traces:
             traces[size] = StepTrace(path, range(1, 1000), size)

@@ -18,7 +18,6 @@ from salesrl_trl.update.ledger import Ledger
 
 BRANCHES = ("fairness", "hallucination")
 QUICK = ("score", "questions")
-"""A figure of the package and one of a user."""
 REWARDS = RewardFigures(BRANCHES, RewardNames(components=("judge", "brevity"), providers=("openai",)))
 WORDS = {**REWARDS.words, "figure": QUICK}
 TAGS = {
@@ -33,7 +32,6 @@ TAGS = {
 
 
 ALL_TAGS = TAGS | {tag.removeprefix("train/") for tag in TAGS if any(f"/{branch}" in tag for branch in BRANCHES)}
-"""With those of the branches' own runs."""
 
 
 def charts(banded=BRANCHES):

@@ -48,7 +48,6 @@ class Run:
 
 
 def policy(dtype):
-    """Weights as large as those of a language model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
     for parameter in model.parameters():
@@ -92,9 +91,8 @@ def test_a_run_that_can_change_no_weight_is_refused_and_one_that_is_asked_to_cha
         Run(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert not caplog.records
     Run(torch.optim.SGD(other.parameters(), lr=0.0), other)
-    assert [record.message for record in caplog.records] == [
-        "[Weights] the learning rate is 0: this run doesn't change any weight"
-    ]
+    [told] = caplog.messages
+    assert told.removeprefix("[RANK 0] ") == "[Weights] the learning rate is 0: this run doesn't change any weight"
 
 
 def test_a_step_that_changes_nothing_ends_the_run_unless_it_can_not_yet():
@@ -175,10 +173,9 @@ def test_log_probs_are_compared_where_a_token_counts_and_has_both():
     [
         ([20.2, 10.0, 0.0], r"differ from the trainer's by 2\.020 nats on average over the first 10 tokens"),
         ([math.inf, 10.0, 0.0], "by inf nats"),
-        ([0.0, 0.0, 5.0], "5 of the first 5 sampled tokens have a NaN log-prob"),
         ([0.01, 99.0, 1.0], "1 of the first 100 sampled tokens"),
     ],
-    ids=["far", "infinite", "all NaN", "one NaN"],
+    ids=["far", "infinite", "one NaN"],
 )
 def test_other_weights_and_log_probs_that_are_no_numbers_stop_a_run(sums, message):
     check = WeightCheck(limit=0.5, hints="The hint.")

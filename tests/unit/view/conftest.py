@@ -5,6 +5,7 @@ import json
 
 import pytest
 from support.synthetic_record import make_record
+from support.viewing import served
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -25,16 +26,19 @@ def two_runs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def both(two_runs):
-    """The index of both."""
     index = Index(list(two_runs))
     index.refresh()
     yield index
     index.close()
 
 
-class RunFolder:
-    """Writes what a run writes."""
+@pytest.fixture(scope="session")
+def viewer(two_runs):
+    with served(*two_runs) as viewer:
+        yield viewer
 
+
+class RunFolder:
     def __init__(self, path):
         self.path = path
         self._numbers = itertools.count()

@@ -16,7 +16,6 @@ from salesrl_trl.record.report import MAX_LINES, MAX_POINTS, figures_of, read_ru
 
 
 def figures(run_folder, *more):
-    """What the page holds, through the command."""
     assert command.main([str(run_folder.path), *more]) == 0
     html = (run_folder.path / "report.html").read_text(encoding="utf-8")
     return json.loads(re.search(r'id="data">(.*?)</script>', html)[1])["report"]["figures"]

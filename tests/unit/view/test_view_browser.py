@@ -29,12 +29,6 @@ def tab():
         yield tab
 
 
-@pytest.fixture(scope="module")
-def viewer(two_runs):
-    with served(*two_runs) as viewer:
-        yield viewer
-
-
 @pytest.fixture
 def opened(tab, viewer):
     """The page on an address: loaded if it is not there, else as by a link in it. At the end nothing went wrong."""
@@ -60,7 +54,6 @@ def opened(tab, viewer):
 
 @pytest.fixture
 def new_rank(tmp_path):
-    """Makes files that a test writes to."""
     with ExitStack() as stack:
 
         def make(run=tmp_path, **meta):
@@ -87,7 +80,6 @@ def show(tab, tmp_path):
 
 
 def count(tab):
-    """Of the list."""
     return int(tab.text(".count strong").split()[0].replace(",", ""))
 
 

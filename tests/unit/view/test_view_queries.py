@@ -15,7 +15,6 @@ from salesrl_trl.record.view.record_index import Index
 
 
 def rows(*runs):
-    """All completions as the files have them."""
     found = []
     for number, run in enumerate(runs):
         for path in record_files(run):
@@ -30,12 +29,10 @@ def rows(*runs):
 
 @pytest.fixture(scope="module")
 def counted(two_runs):
-    """Of both runs."""
     return rows(*two_runs)
 
 
 def every(index, **params):
-    """All pages of a list."""
     found, after = [], ""
     while after is not None:
         answer = queries.listing(index, {**params, "after": after})
@@ -165,17 +162,12 @@ def test_reading_leaves_the_record_as_it_is(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_folder_without_a_record_or_with_one_of_another_version_is_refused(tmp_path):
+def test_a_folder_without_a_record_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(ConfigError, match=r"runz does not exist\. Did you mean '.*runs"):
         Index([tmp_path / "runz"])
     with pytest.raises(ConfigError, match=r"does not contain a record .*`--record true`"):
         Index([tmp_path / "runs"])
-    rank = Rank(tmp_path, 0)
-    rank.file.execute("PRAGMA user_version=99")
-    rank.file.close()
-    with pytest.raises(ConfigError, match="version 99"):
-        Index([tmp_path])
 
 
 @pytest.mark.parametrize("params", [{"order": "id; DROP"}, {"reward_max": "nan"}, {"run": "x"}, {"after": "a~b"}])

@@ -17,12 +17,6 @@ from salesrl_trl.record.view.page import ASSETS, PREACT
 RELEASED = "bdcbd9abdf2c77c5c45326eab42191e949222d479d0d5f69467387a77040cb55"
 
 
-@pytest.fixture(scope="module")
-def viewer(two_runs):
-    with served(*two_runs) as viewer:
-        yield viewer
-
-
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "0.0.0.0", "[bad"]
 )

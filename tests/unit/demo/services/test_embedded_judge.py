@@ -52,26 +52,9 @@ def test_figures_are_read_in_digits(text, expected):
     assert content_words(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        # Content of the document: python 3 (a name), course 1, cost 1, 3800 3, yuan 1: 9 in all.
-        pytest.param(PRICE, 1.0, id="the-document"),
-        # Another name and figure: 2 * (1 + 1 + 1) / (9 + 9).
-        pytest.param("The Excel course costs 2600 yuan.", 6 / 18, id="wrong-course"),
-        # All of it, and as much again (discount 1, Monday 3, Friday 3, apply 1, also a stop word): 2 * 9 / (9 + 17).
-        pytest.param(PRICE + " Discounts apply Monday, also Friday.", 18 / 26, id="more-than-asked"),
-        pytest.param("Parking is free.", 0.0, id="unrelated"),
-    ],
-)
-def test_coverage_is_the_weighted_f1(answer, expected):
-    assert coverage(answer, [PRICE]) == pytest.approx(expected)
-
-
-def test_support_counts_a_figure_three_times():
-    # Claims: office, worker (holds "work"), berlin, 45. Unsupported: berlin 1, 45 3, of 1 + 1 + 1 + 3.
-    told = Action(fields=json.loads(action("office worker from Berlin, 45", "q", "asked about it")))
-    assert supported(told, CONVERSATION) == pytest.approx(1 - 4 / 6)
+def test_coverage_is_the_weighted_f1():
+    # Content of the document: python 3 (a name), course 1, cost 1, 3800 3, yuan 1: 9 in all. Another name and figure.
+    assert coverage("The Excel course costs 2600 yuan.", [PRICE]) == pytest.approx(2 * (1 + 1 + 1) / (9 + 9))
 
 
 @pytest.mark.parametrize(
