@@ -61,15 +61,11 @@ def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> 
                 raise TypeError("it lacks one of `name`, `form` and `__call__`")
             format(0.5, made.form)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"`quick_eval_figures` contains {item!r}: {error}. Expected a class without arguments that has "
-                "`name`, a `form` such as '.2f', and `__call__(answers)`."
-            ) from error
+            needs = "a class without arguments that has `name`, a `form` such as '.2f', and `__call__(answers)`"
+            raise ConfigError(f"`quick_eval_figures` contains {item!r}: {error}. Expected {needs}.") from error
         if not str(made.name).isidentifier() or made.name in taken:
-            raise ConfigError(
-                f"`quick_eval_figures`: {item!r} has the name {made.name!r}. Expected letters, digits and "
-                f"underscores, and none of: {', '.join(sorted(taken))}. Give it another `name`."
-            )
+            expected = f"Expected letters, digits and underscores, and none of: {', '.join(sorted(taken))}."
+            raise ConfigError(f"`quick_eval_figures`: {item!r} has the name {made.name!r}. {expected}")
         taken.add(made.name)
         figures.append(made)
     return tuple(figures)

@@ -40,7 +40,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
     data, reward, training = config.data, config.reward, config.training
     services = [("RAG service", _rag(reward))] * reward.uses_rag + [("judge", _judge(reward))] * reward.uses_services
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
-    is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
+    is_partial = training.use_vllm and not why_not_partial(training, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
     budget = reward.budget(Path(training.output_dir))
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
