@@ -138,11 +138,9 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
         if (number < form.held_out_share or number == least) == held_out
     ]
     if groups and not wanted:
-        raise DataError(
-            f"with a held-out share of {form.held_out_share:g}, none of the {len(set(groups))} groups of "
-            f"{records.name} is {part.value}. Set another share, another group column (`columns` of `dataset`: "
-            "`{group: COLUMN}`), or the held-out rows in `eval_dataset`."
-        )
+        found = f"none of the {len(set(groups))} groups of {records.name} is {part.value}"
+        remedy = "Set another share or group column (`--dataset.columns {group: COLUMN}`), or `eval_dataset`."
+        raise DataError(f"with a held-out share of {form.held_out_share:g}, {found}. {remedy}")
     return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 
 

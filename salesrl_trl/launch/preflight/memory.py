@@ -81,10 +81,9 @@ def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
         optimizer = f"torchao's 8-bit AdamW, about {rounded.needed_gib:.0f} GiB"
         return f"weights are trained in bf16 with stochastic rounding ({optimizer}), which is unbiased: {lack}"
     rounding = "`dtype: bfloat16` with torchao (`pip install torchao`), " if rounded.fits else ""
-    raise ConfigError(
-        f"{lack}; plain AdamW on 16-bit weights would lose nearly every update. Set one of: {rounding}LoRA "
-        "(`use_peft: true`), DeepSpeed (accelerate_configs/full.yaml), or `dtype: float32` to ignore this estimate."
-    )
+    remedies = f"{rounding}LoRA (`use_peft: true`), DeepSpeed (accelerate_configs/full.yaml), or `dtype: float32`"
+    effect = "plain AdamW on 16-bit weights would lose nearly every update"
+    raise ConfigError(f"{lack}; {effect}. Set one of: {remedies} to ignore this estimate.")
 
 
 def _check_disk(plan: Plan, findings: Findings) -> None:
