@@ -241,15 +241,14 @@ class SettingsParser(TrlParser):
         dotted = {word.split("=")[0][2:] for word in argv if re.match(rf"--({settings})\.", word)}
         words = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
         for name in {*FORMER, *dotted}:
-            words.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, dest=name, nargs="*")
+            words.add_argument(*_spellings(name), dest=name, nargs="*")
         given, others = words.parse_known_args(argv)
         values = {name: [*map(coming_from.value_of, texts)] for name, texts in vars(given).items()}
         return others, {name: value[0] if len(value) == 1 else value for name, value in values.items()}
 
     def _check_arguments(self, argv: Sequence[str]) -> None:
         known = {option for action in self._actions for option in action.option_strings}
-        for name in self._unread:
-            known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
+        known |= {option for name in self._unread for option in (*_spellings(name), f"--no_{name}")}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
         if unknown:
             raise ConfigError(f"unknown arguments: {self._with_guesses(unknown, known)}. `--help` lists all.")
@@ -372,6 +371,10 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
         if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
             found[name] = coming_from.value_of(text if is_set or following.startswith("--") else following)
     return found
+
+
+def _spellings(name: str) -> set[str]:
+    return {f"--{name}", f"--{name.replace('_', '-')}"}
 
 
 def _setting(option: object, before: str = "no_") -> str:

@@ -103,7 +103,7 @@ def recipe(named: Mapping[str, object], source: str) -> str:
             *(table.flow({name: here}) for name, here in (table.beside() if is_verl else {}).items()),
             *_part("Review these", look),
             *_part("Dropped", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
-            *_part("Dropped: unknown names", [", ".join(sorted(unknown))] * bool(unknown)),
+            *_part("Dropped: unknown names", [", ".join(sorted(unknown))] if unknown else []),
             "",
         ]
     )

@@ -62,7 +62,7 @@ class HeldOut(Part):
     ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")  # of several
-        head = f"[HeldOut@{state.global_step}] {dataset}{': ' * bool(dataset)}"
+        head = f"[HeldOut@{state.global_step}] {f'{dataset}: ' if dataset else ''}"
         rewards, written = self._run.ledger.drain_evaluated()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
         if isinstance(dataset_rows, Sized):  # accelerate pads the last batch with the first rows
