@@ -162,11 +162,9 @@ def check_ranges(config: object, ranges: dict[str, Range]) -> None:
 
 def check_range(name: str, value: object, allowed: Range) -> None:
     """Raise `ConfigError` unless a setting is `None` or a number in the range."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    check(
-        value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
-        f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
-    )
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    is_allowed = value is None or allowed.least <= number <= allowed.most  # never for NaN
+    check(is_allowed, f"`{name}` is {value!r}. Expected a number, {allowed.text}.")
 
 
 TYPES: dict[object, tuple[type, str]] = {

@@ -43,10 +43,9 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
     expected = "so TRL sets up the tools when it scores a batch. Expected `rollout_lookahead: 0`."
     check(not inside_trl or not ahead, f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}, {expected}")
     named, expected = ", ".join(names.functions) or "a reward model", "Expected a `SalesReward` alone"
-    check(
-        not share or (list(answered) == [True] and bool(names.components)),
-        f"`hybrid_reference_weight` is {share} with {named}. {expected}: other rewards lack a reference.",
-    )
+    has_reference = not share or (list(answered) == [True] and bool(names.components))
+    found = f"`hybrid_reference_weight` is {share} with {named}"
+    check(has_reference, f"{found}. {expected}: other rewards lack a reference.")
 
 
 def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
@@ -69,10 +68,8 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
         why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with additional terms"
-        logger.info(
-            f"an update uses parts of several generation batches, and {why} cannot be rescaled: with failed "
-            "completions, each part keeps its full weight, so completions are not weighted equally"
-        )
+        effect = "each part keeps its full weight if completions fail, so these are not weighted equally"
+        logger.info(f"an update uses parts of several generation batches, and {why} cannot be rescaled: {effect}")
     return Normaliser(args.loss_type, can_rescale=can_rescale)
 
 

@@ -77,10 +77,8 @@ class TelemetryConfig:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d*)", str(self.trace_steps))
         steps = range(int(match[1]), int(match[2]) + 1 if match[2] else sys.maxsize) if match else range(0)
-        check(
-            len(steps) > 0,
-            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST, FIRST: or nothing, quoted in YAML.",
-        )
+        expected = "Expected FIRST:LAST, FIRST: or nothing, quoted in YAML."
+        check(len(steps) > 0, f"`trace_steps` is {self.trace_steps!r}. {expected}")
         return steps
 
     def quick_eval(self) -> QuickEvalSettings:
@@ -94,11 +92,8 @@ class TelemetryConfig:
     def check_branches(self, branches: list[str]) -> None:
         """Raise `ConfigError` if `quick_eval_best` is not a metric, or a metric of yours has the name of a branch."""
         own = checked_figures(self.quick_eval().figures, branches)
-        known = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own))
-        check(
-            self.quick_eval_best is None or self.quick_eval_best in known,
-            f"`quick_eval_best` is {self.quick_eval_best!r}. Expected one of: {', '.join(known)}.",
-        )
+        known, best = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own)), self.quick_eval_best
+        check(best in (None, *known), f"`quick_eval_best` is {best!r}. Expected one of: {', '.join(known)}.")
 
 
 SMALL_POLICY = "small_policy"  # recipe key: settings that replace the recipe's if no model is named
@@ -207,10 +202,8 @@ class SettingsParser(TrlParser):
         self._check_arguments(argv)
         names = [*itertools.chain(*chosen.preset)]
         strange = [name for name in names if name not in PRESETS]
-        check(
-            not strange and all(chosen.preset),
-            f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}.",
-        )
+        found = f"`--preset` names {', '.join(strange) or 'nothing'}"
+        check(not strange and all(chosen.preset), f"{found}. Expected some of: {', '.join(PRESETS)}.")
         recipe, is_built_in = Recipe(), True
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
@@ -338,8 +331,8 @@ class SettingsParser(TrlParser):
             note = note or (f"did you mean {near[0]}?" if near else "")
             texts.append(f"{name} ({note})" if note else str(name))
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
-        is_verl = any("(of verl;" in text for text in texts)
-        return ", ".join(texts) + rest + "; `salesrl translate FILE` converts verl's configuration" * is_verl
+        hint = "; `salesrl translate FILE` converts verl's configuration"
+        return ", ".join(texts) + rest + (hint if any("(of verl;" in text for text in texts) else "")
 
 
 def _folders_of_code(recipe: Path) -> Iterator[Path]:

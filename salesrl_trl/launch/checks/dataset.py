@@ -136,12 +136,12 @@ def check_splits(
     for part, rows in (("training", train), ("held-out", held_out)):
         if rows and (without := sorted({*branches} - {row.branch for row in rows})):
             remedy = "Add rows, or remove the branch from `branches`."
-            findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
+            findings.add(f"No {part} row belongs to {', '.join(without)}.", remedy)
     trained = {(row.context, row.images) for row in train}
     known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
         text = f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}."
-        findings.note(text, "Hold out others.")
+        findings.add(text, "Hold out others.")
     findings.figures |= {"train_rows": len(train), "held_out_rows": len(held_out)}
 
 

@@ -183,8 +183,7 @@ def initials(names: Sequence[str]) -> dict[str, str]:
     short = {}
     for name in names:
         others = [other.capitalize() for other in names if other != name]
-        length = next(
-            (n for n in range(1, len(name)) if not any(o.startswith(name[:n].capitalize()) for o in others)), len(name)
-        )
-        short[name] = name[:length].capitalize()
+        starts = [name[: length + 1].capitalize() for length in range(len(name))]
+        unique = (start for start in starts if not any(other.startswith(start) for other in others))
+        short[name] = next(unique, name.capitalize())
     return short

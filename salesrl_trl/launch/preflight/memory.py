@@ -94,7 +94,7 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
         return
     in_16_bits = training.deepspeed_plugin is not None and (training.bf16 or training.fp16)
     number = 2 if in_16_bits else NUMBER_BYTES.get(plan.dtype or "auto", 4)
-    states = 4 * in_16_bits + memory.moment_bytes(training.optim.value, 4 if in_16_bits else number)
+    states = (4 if in_16_bits else 0) + memory.moment_bytes(training.optim.value, 4 if in_16_bits else number)
     each = number + (0 if training.save_only_model else states)
     checkpoint, free = each * memory.parameter_count(*plan.config.policy_source) / GIB, free_gib(training.output_dir)
     findings.figures["checkpoint_gib"] = checkpoint
