@@ -12,9 +12,9 @@ WORST_BRANCH = "worst_branch"
 """The lowest score of any branch: maximise it so that no branch improves at another's cost."""
 SCORE = "score"  # the mean reward of a branch's answers
 BETA = "beta"  # a branch's KL coefficient at the time of the evaluation, known to the trainer, not from answers
-OWN_NAMES = (SCORE, "truncated", "length", "kl")
-"""The built-in metrics, in the order recorded."""
-TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *OWN_NAMES})
+OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
+"""The built-in metrics in the order of the record, and their formats in the log line."""
+TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *OWN_FIGURES})
 
 
 @runtime_checkable

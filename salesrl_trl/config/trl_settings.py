@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -201,16 +202,14 @@ def compile_folder(setting: str | None) -> Path | None:
 
 def compile_into(folder: Path) -> None:
     """Make all compilers of this process and its children cache there. Raises `ConfigError` if it is not writable."""
-    try:
-        for name in COMPILERS.values():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    folders = {name: folder / subfolder for name, subfolder in COMPILERS.items()}
+    with suppress(OSError):
+        for each in folders.values():
+            each.mkdir(parents=True, exist_ok=True)
+    if not all(each.is_dir() and os.access(each, os.W_OK) for each in folders.values()):
         remedy = "Name another folder, or remove the setting, so that each library uses its own cache."
         raise ConfigError(f"`compile_cache_dir` resolves to {folder}, which is not writable. {remedy}")
-    os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()}
+    os.environ |= {name: str(each) for name, each in folders.items()}
 
 
 def device_line(device: torch.device, processes: int) -> str:

@@ -184,8 +184,7 @@ class SettingsParser(TrlParser):
     @property
     def keys(self) -> set[str]:
         """Names of all settings, and the other keys of a recipe."""
-        keys = {action.dest for action in self._actions}
-        return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
+        return {action.dest for action in self._actions} | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An instance of each of the `kinds`. Works once: a recipe's values become defaults of this parser.

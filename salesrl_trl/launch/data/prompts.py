@@ -7,7 +7,6 @@ stripped. The built-in templates are in the folder `templates`.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,8 +89,7 @@ def packaged_template(style: str) -> PromptTemplate:
     """A built-in prompt template. Raises `ValueError` for an unknown style."""
     if style not in PROMPT_STYLES:
         raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
-    file = resources.files("salesrl_trl.launch.data") / "templates" / f"{style}.jinja"
-    return read_template(str(file), DEFAULT_FORMAT.fields)
+    return read_template(Path(__file__).with_name("templates") / f"{style}.jinja", DEFAULT_FORMAT.fields)
 
 
 CHAT_ROLES = {"customer": "user", "seller": "assistant"}

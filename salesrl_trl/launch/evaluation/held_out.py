@@ -79,9 +79,8 @@ class HeldOut(Part):
             logger.info(f"{head}{_text(figures)}{'' if scored == len(rewards) else f'; {share}'}")
         if dataset:
             return
-        rows = row_means(rewards, self._num_generations)
-        if args.dataloader_persistent_workers:
-            rows = []  # with these, TRL shuffles each evaluation differently
+        # with persistent workers, TRL shuffles each evaluation differently
+        rows = [] if args.dataloader_persistent_workers else row_means(rewards, self._num_generations)
         firsts = written[:: self._num_generations]
         count = min(self._run.args.held_out_examples, len(firsts))
         examples = [firsts[place * len(firsts) // count] for place in range(count)]
