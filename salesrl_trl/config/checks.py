@@ -98,8 +98,8 @@ def load_object(path: str, setting: str) -> object:
         keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
-        remedy = "Expected one in the working folder. Install it, or add its folder to PYTHONPATH."
-        raise ConfigError(f"{where}, but the module {error.name!r} does not exist. {remedy}") from error
+        expected = "Expected one in the working folder or on PYTHONPATH: add its folder there, or install it."
+        raise ConfigError(f"{where}, but the module {error.name!r} does not exist. {expected}") from error
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
         known = vars(sys.modules[module]) if module in sys.modules else {}
         near = "" if name in known else nearest(name, known)

@@ -51,9 +51,9 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
 def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
     """Reject a lookahead if old log-probs could not be computed. `reads_pictures`: whether TRL's engine processes
     images."""
-    expected = "which need vLLM's log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`."
+    effect = "but transformers returns no log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`."
     is_possible = not (reads_pictures and args.most_lookahead) or args.use_vllm
-    check(is_possible, f"a vision policy is trained with rollouts ahead, {expected}")
+    check(is_possible, f"a vision policy is trained with a lookahead, {effect}")
 
 
 def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
