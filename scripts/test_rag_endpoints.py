@@ -99,7 +99,7 @@ def look(plan: ServicesPlan, asked: Sequence[str]) -> StageReport:
                 await rag.aclose()
             for line in [f"{passage.score:.3f}  {passage.id}" for passage in given.passages] + [given.text]:
                 text = line.replace(key, "<the key>") if key else line
-                findings.note("".join(char if char.isprintable() else " " for char in text))
+                findings.add("".join(char if char.isprintable() else " " for char in text))
 
         asyncio.run(answer())
 

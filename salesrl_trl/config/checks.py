@@ -41,11 +41,9 @@ def check_url(setting: str, url: str | None) -> None:
 
     fault = address_fault(url)
     check(fault is None, f"`{setting}` holds {fault}.")
-    check(
-        re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:0*[1-9]\d{0,4})?([/?]\S*)?", url) is not None,
-        f"`{setting}` is not an address. Expected one starting with http:// or https://, with a host, and only a port "
-        "after a colon.",
-    )
+    pattern = r"https?://(\[[\da-fA-F:.]+\]|[^\s/:?#\[\]]+)(:0*[1-9]\d{0,4})?([/?]\S*)?"
+    expected = "Expected one starting with http:// or https://, with a host, and only a port after a colon."
+    check(re.fullmatch(pattern, url) is not None, f"`{setting}` is not an address. {expected}")
 
 
 def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
@@ -56,9 +54,8 @@ def structure(setting: str, value: object, kind: type[Kind]) -> Kind:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"`{setting}` is not JSON (column {error.colno}). Expected {expected}, in YAML or as JSON."
-            ) from None
+            fault = f"`{setting}` is not JSON (column {error.colno})"
+            raise ConfigError(f"{fault}. Expected {expected}, in YAML or as JSON.") from None
     if not isinstance(value, kind):
         raise ConfigError(f"`{setting}` is a {type(value).__name__}. Expected {expected}.")
     return value
@@ -101,17 +98,13 @@ def load_object(path: str, setting: str) -> object:
         keywords = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         return cast(object, loaded(*map(ast.literal_eval, call.args), **keywords))
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{where}, but the module {error.name!r} does not exist. Expected one in the working folder or on "
-            "Python's path. Install it, or add its folder to PYTHONPATH."
-        ) from error
+        expected = "Expected one in the working folder or on PYTHONPATH: add its folder there, or install it."
+        raise ConfigError(f"{where}, but the module {error.name!r} does not exist. {expected}") from error
     except (SyntaxError, AttributeError, ValueError, TypeError) as error:
         known = vars(sys.modules[module]) if module in sys.modules else {}
         near = "" if name in known else nearest(name, known)
-        raise ConfigError(
-            f"{where}, which does not work ({error}).{near} Expected a class or function of a module, or a call with "
-            "literals, e.g. `m.f(a=1)`."
-        ) from error
+        expected = "Expected a class or function of a module, or a call with literals, e.g. `m.f(a=1)`."
+        raise ConfigError(f"{where}, which does not work ({error}).{near} {expected}") from error
 
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
@@ -132,8 +125,9 @@ class Range(NamedTuple):
         """`"more than 0, and at most 10: ..."`."""
         least = "more than 0" if self.least == MORE_THAN_0 else f"at least {self.least:g}"
         most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
-        ends = [least] * (self.least > -sys.float_info.max) + [most] * (self.most < sys.float_info.max)
-        return (", and ".join(ends) or "finite") + (f": {self.why}" if self.why else "")
+        ends = {least: self.least > -sys.float_info.max, most: self.most < sys.float_info.max}
+        text = ", and ".join(end for end, is_set in ends.items() if is_set) or "finite"
+        return f"{text}: {self.why}" if self.why else text
 
 
 Count = Annotated[int, Range(1)]
@@ -168,11 +162,9 @@ def check_ranges(config: object, ranges: dict[str, Range]) -> None:
 
 def check_range(name: str, value: object, allowed: Range) -> None:
     """Raise `ConfigError` unless a setting is `None` or a number in the range."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    check(
-        value is None or (is_number and allowed.least <= value <= allowed.most),  # type: ignore[operator]  # NaN: False
-        f"`{name}` is {value!r}. Expected a number, {allowed.text}.",
-    )
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    is_allowed = value is None or allowed.least <= number <= allowed.most  # never for NaN
+    check(is_allowed, f"`{name}` is {value!r}. Expected a number, {allowed.text}.")
 
 
 TYPES: dict[object, tuple[type, str]] = {
@@ -189,8 +181,8 @@ def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> l
     for reason, pattern in reasons.items():
         named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
         usual = {at.name: at.default_factory() if callable(at.default_factory) else at.default for at in named}
-        idle = [name for name, default in usual.items() if getattr(config, name) != default]
-        lines += [f"without effect: {', '.join(idle)}, because {reason}"] * bool(idle)
+        if idle := [name for name, default in usual.items() if getattr(config, name) != default]:
+            lines.append(f"without effect: {', '.join(idle)}, because {reason}")
     return lines
 
 
@@ -244,7 +236,7 @@ def check_value(name: str, value: object, hint: object) -> None:
     if value is None and NoneType in kinds:
         return
     kind, *limits = get_args(kinds[0]) if get_origin(kinds[0]) is Annotated else kinds[:1]
-    if kind is str and len(kinds) == 1 + (NoneType in kinds):
+    if kind is str and {*kinds[1:]} <= {NoneType}:
         check(isinstance(value, str | PurePath), f"`{name}` is of type {type(value).__name__}. Expected a text.")
     if get_origin(kind) is dict and len(kinds) == 1:
         check(isinstance(value, dict), f"`{name}` is a {type(value).__name__}. Expected a mapping.")

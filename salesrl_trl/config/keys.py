@@ -121,8 +121,7 @@ def _placed(name: str, current: object, setting: str, path: Sequence[str], value
         current = {_TEXTS[setting]: current}
     is_text = isinstance(current, str) and not current.startswith("{")
     if is_text or not isinstance(current, str | Mapping | None):
-        raise ConfigError(
-            f"`{name}` is given beside `{setting}`, a {type(current).__name__}. Expected it in an entry of that."
-        )
+        found = f"`{name}` is given beside `{setting}`, a {type(current).__name__}"
+        raise ConfigError(f"{found}. Expected it in an entry of that.")
     entries = structure(setting, current or {}, dict)
     return {**entries, path[0]: _placed(name, entries.get(path[0]), path[0], path[1:], value)}

@@ -12,9 +12,9 @@ WORST_BRANCH = "worst_branch"
 """The lowest score of any branch: maximise it so that no branch improves at another's cost."""
 SCORE = "score"  # the mean reward of a branch's answers
 BETA = "beta"  # a branch's KL coefficient at the time of the evaluation, known to the trainer, not from answers
-OWN_NAMES = (SCORE, "truncated", "length", "kl")
-"""The built-in metrics, in the order recorded."""
-TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *OWN_NAMES})
+OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
+"""The built-in metrics in the order of the record, and their formats in the log line."""
+TAKEN = frozenset({"rows", "scored", "seconds", BETA, REWARD, WORST_BRANCH, *OWN_FIGURES})
 
 
 @runtime_checkable
@@ -61,15 +61,11 @@ def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> 
                 raise TypeError("it lacks one of `name`, `form` and `__call__`")
             format(0.5, made.form)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"`quick_eval_figures` contains {item!r}: {error}. Expected a class without arguments that has "
-                "`name`, a `form` such as '.2f', and `__call__(answers)`."
-            ) from error
+            needs = "a class without arguments that has `name`, a `form` such as '.2f', and `__call__(answers)`"
+            raise ConfigError(f"`quick_eval_figures` contains {item!r}: {error}. Expected {needs}.") from error
         if not str(made.name).isidentifier() or made.name in taken:
-            raise ConfigError(
-                f"`quick_eval_figures`: {item!r} has the name {made.name!r}. Expected letters, digits and "
-                f"underscores, and none of: {', '.join(sorted(taken))}. Give it another `name`."
-            )
+            expected = f"Expected letters, digits and underscores, and none of: {', '.join(sorted(taken))}."
+            raise ConfigError(f"`quick_eval_figures`: {item!r} has the name {made.name!r}. {expected}")
         taken.add(made.name)
         figures.append(made)
     return tuple(figures)

@@ -40,36 +40,27 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
     """Raise `ConfigError` if rollouts cannot be ahead, or reference rewards are unavailable. `inside_trl`: why TRL's
     scoring generates. `answered`: as in `Hooks.reward_answered`."""
     ahead, share = args.most_lookahead, args.hybrid_reference_weight
-    check(
-        not inside_trl or not ahead,
-        f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}, so TRL sets up each completion's tools when it "
-        "scores the batch. Expected `rollout_lookahead: 0`.",
-    )
-    check(
-        not share or (list(answered) == [True] and bool(names.components)),
-        f"`hybrid_reference_weight` is {share} with {', '.join(names.functions) or 'a reward model'}. Expected a "
-        "`SalesReward` alone: other rewards lack a reference.",
-    )
+    expected = "so TRL sets up the tools when it scores a batch. Expected `rollout_lookahead: 0`."
+    check(not inside_trl or not ahead, f"`rollout_lookahead` is {ahead} with tools, but {inside_trl}, {expected}")
+    named, expected = ", ".join(names.functions) or "a reward model", "Expected a `SalesReward` alone"
+    has_reference = not share or (list(answered) == [True] and bool(names.components))
+    found = f"`hybrid_reference_weight` is {share} with {named}"
+    check(has_reference, f"{found}. {expected}: other rewards lack a reference.")
 
 
 def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
     """Reject a lookahead if old log-probs could not be computed. `reads_pictures`: whether TRL's engine processes
     images."""
-    check(
-        not (reads_pictures and args.most_lookahead) or args.use_vllm,
-        "a vision policy is trained with a lookahead, but transformers returns no log-probs. Expected `use_vllm: "
-        "true`, or `rollout_lookahead: 0`.",
-    )
+    effect = "but transformers returns no log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`."
+    is_possible = not (reads_pictures and args.most_lookahead) or args.use_vllm
+    check(is_possible, f"a vision policy is trained with a lookahead, {effect}")
 
 
 def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
     """Raise `ConfigError` if episodes cannot be played. `reason`: why conversations cannot run independently."""
     given = tools or ("a `rollout_func`" if has_rollout_func else None)
-    check(
-        given is None,
-        f"a function with `@per_episode` is given with {given}. Expected it alone: the episode queries the policy and "
-        "calls its tools itself. Remove the other.",
-    )
+    expected = "Expected it alone: the episode queries the policy and calls its tools itself."
+    check(given is None, f"a function with `@per_episode` is given with {given}. {expected}")
     check(reason is None, f"a function with `@per_episode` cannot ask the policy for turns, because {reason}.")
 
 
@@ -77,10 +68,8 @@ def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: 
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:
         why = "DeepSpeed's gradients" if args.deepspeed_plugin is not None else "a loss with additional terms"
-        logger.info(
-            f"an update uses parts of several generation batches, and {why} cannot be rescaled: with failed "
-            "completions, each part keeps its full weight, so completions are not weighted equally"
-        )
+        effect = "each part keeps its full weight if completions fail, so these are not weighted equally"
+        logger.info(f"an update uses parts of several generation batches, and {why} cannot be rescaled: {effect}")
     return Normaliser(args.loss_type, can_rescale=can_rescale)
 
 
@@ -89,21 +78,17 @@ def sampling_warnings(args: SalesGRPOConfig) -> list[str]:
     reshaped = ", ".join(reshaped_sampling(args))
     if not args.use_vllm or not reshaped or not compares_with_sampler(args):
         return []
-    return [
-        f"completions are sampled with {reshaped}. vLLM's log-probs are those of the reshaped distribution, so the "
-        "importance ratios that weight each token's loss are off by the truncated probability mass. "
-        "`vllm_importance_sampling_correction: false` disables the ratios."
-    ]
+    effect = "so the importance ratios of vLLM's log-probs are off by the truncated probability mass."
+    remedy = "`vllm_importance_sampling_correction: false` disables the ratios."
+    return [f"completions are sampled with {reshaped}, {effect} {remedy}"]
 
 
-def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | None:
-    """The first reason why advantages need all rewards or the batch is indivisible, else `None`. `whole_batch`: why
-    rewards arrive for a whole batch at once."""
+def why_not_divisible(args: SalesGRPOConfig) -> str | None:
+    """The first reason why advantages need all rewards or the batch is indivisible, else `None`."""
     size = args.per_device_train_batch_size
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
     return first({
-        str(whole_batch): whole_batch is not None,
         "micro-batches and groups share no boundary before the batch's end, so it has a single part":
             len(places) <= 1,
         "`scale_rewards: batch` divides by the spread of all rewards": args.scale_rewards == "batch",
@@ -118,12 +103,11 @@ def why_not_divisible(args: SalesGRPOConfig, whole_batch: str | None) -> str | N
     })  # fmt: skip
 
 
-def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
-    """The first reason why groups cannot be chosen individually (`max_staleness`), else `None`. `whole_batch`: as in
-    `why_not_divisible`. `talks`: whether completions are conversations with tools, or episodes."""
+def why_in_turn(args: SalesGRPOConfig, talks: bool, reads_pictures: bool) -> str | None:
+    """The first reason why groups cannot be chosen individually (`max_staleness`), else `None`. `talks`: whether
+    completions are conversations with tools, or episodes."""
     size = args.per_device_train_batch_size * args.steps_per_generation
     reasons = {
-        str(whole_batch): whole_batch is not None,
         "conversations of a batch are collected together": talks,
         "pictures of a batch are encoded together": reads_pictures,
         "a group spans two processes": size % args.num_generations,
@@ -132,11 +116,10 @@ def why_in_turn(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, rea
     return first(reasons)
 
 
-def why_not_partial(args: SalesGRPOConfig, whole_batch: str | None, talks: bool, reads_pictures: bool) -> str | None:
-    """The first reason why an engine cannot leave completions unfinished (`partial_rollouts`), else `None`.
-    `whole_batch`: why completions are not reported individually. `talks`: as in `why_in_turn`."""
+def why_not_partial(args: SalesGRPOConfig, talks: bool, reads_pictures: bool) -> str | None:
+    """The first reason why an engine cannot leave completions unfinished (`partial_rollouts`), else `None`. `talks`:
+    as in `why_in_turn`."""
     reasons = {
-        str(whole_batch): whole_batch is not None,
         "a vLLM server keeps generating while the run trains": args.vllm_mode == "server",
         "`rollout_lookahead` is 0": not args.most_lookahead,
         "the share amounts to less than one completion per process": not args.most_unfinished,
@@ -209,19 +192,17 @@ def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtSte
 
 
 def buffer_policy_of(
-    args: SalesGRPOConfig, policy: BufferPolicy | None, why_not: Callable[[str | None], str | None],
+    args: SalesGRPOConfig, policy: BufferPolicy | None, why_in_order: Callable[[], str | None],
     at_once: str | None, refilled_at_once: str | None,
 ) -> BufferPolicy:  # fmt: skip
     """The user's buffer `policy`, or the one enabled by the settings, if effective.
 
-    `why_not`: returns why groups must be trained on in turn, given why rewards arrive for a whole batch. `at_once` is
-    the latter reason, `refilled_at_once` the one for refilled groups.
+    `why_in_order`: returns why groups must be trained on in turn. `at_once`: why rewards arrive for a whole batch.
+    `refilled_at_once`: the same for refilled groups.
     """
-    check(
-        policy is None or policy.max_age >= args.most_lookahead,
-        f"`buffer_policy` has a `max_age` below the lookahead of {args.most_lookahead} steps. Expected at least as "
-        "many",
-    )
+    least = args.most_lookahead
+    fits = policy is None or policy.max_age >= least
+    check(fits, f"`buffer_policy` has a `max_age` below the lookahead of {least} steps. Expected at least as many.")
     wishes = {"buffer_policy": at_once} if policy is not None else {}
     if policy is None and args.max_staleness > args.most_lookahead > 0:
         wishes["max_staleness"] = at_once
@@ -229,7 +210,7 @@ def buffer_policy_of(
         wishes["refill_groups"] = refilled_at_once
     in_force = dict[str, int]()
     for name, whole_batch in wishes.items():
-        if (reason := why_not(whole_batch)) is not None:
+        if (reason := whole_batch or why_in_order()) is not None:
             logger.info(f"`{name}` is ignored here, because {reason}")
         elif policy is not None:
             return policy
@@ -253,10 +234,8 @@ def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, o
     extra = args.parsed_engine_kwargs()
     own = extra.keys() - _FOR_SERVERS_TOO
     if args.use_vllm and args.vllm_mode == "server" and own:
-        raise ConfigError(
-            f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. With `vllm_mode: server`, "
-            "pass it on the server's command line."
-        )
+        remedy = "With `vllm_mode: server`, pass it on the server's command line."
+        raise ConfigError(f"`vllm_engine_kwargs` sets {', '.join(sorted(own))} of the colocated engine. {remedy}")
     eager, on_cpu = extra.get("enforce_eager"), args.device.type == "cpu"
     group = args.process_index // args.vllm_tensor_parallel_size
     in_training = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(model.dtype).removeprefix("torch.")

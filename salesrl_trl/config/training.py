@@ -78,11 +78,9 @@ class KLSettings:
         arguments = {name: value for name, value in self.law_settings.items() if name != COOLDOWN}
         law = law_object
         if law_object is not None or self.law == FIXED:
-            check(
-                (law_object is None or self.law is None) and not arguments,
-                "the KL controller (`law`) is an object or `fixed`, but `law` or `law_settings` of "
-                "`branch_kl.settings` is set too. Expected one of them.",
-            )
+            found = "the KL controller is an object or `fixed`, but `law` or `law_settings` of `branch_kl.settings`"
+            is_alone = (law_object is None or self.law is None) and not arguments
+            check(is_alone, f"{found} is set too. Expected one of them.")
         elif self.law is None:
             check_names("branch_kl.settings.law_settings", arguments, ("max_step", COOLDOWN))
             law = AdaptiveLaw(**arguments)
@@ -91,10 +89,8 @@ class KLSettings:
             try:
                 law = make(**arguments)
             except TypeError as error:
-                raise ConfigError(
-                    f"the KL controller {self.law} cannot be created with `law_settings: {arguments}`: {error}. "
-                    "Expected a class and its keyword arguments."
-                ) from error
+                found = f"the KL controller {self.law} cannot be created with `law_settings: {arguments}`: {error}"
+                raise ConfigError(f"{found}. Expected a class and its keyword arguments.") from error
         if law is not None:
             check_law(law)
         return law
@@ -125,11 +121,8 @@ def _check_branches(setting: str, names: list[str]) -> None:
 
 
 def _check_passes(setting: str, value: str) -> None:
-    check(
-        bool(re.fullmatch("auto|off|[1-9][0-9]*", value)),
-        f"`{setting}` is {value!r}. Expected auto, off, or the maximum tokens per forward pass, a whole number of 1 "
-        "or more. In YAML, quote off.",
-    )
+    expected = "Expected auto, off, or the maximum tokens per forward pass, a whole number. In YAML, quote off."
+    check(bool(re.fullmatch("auto|off|[1-9][0-9]*", value)), f"`{setting}` is {value!r}. {expected}")
 
 
 @takes_former_names
@@ -229,32 +222,20 @@ class SalesGRPOConfig(GRPOConfig):
         check_url("vllm_server_base_url", self.vllm_server_base_url)
         self._settle()
         sums_first = self.multi_objective_aggregation == "sum_then_normalize"
-        check(
-            self.hybrid_reference_weight == 0 or sums_first,
-            "`hybrid_reference_weight` is above 0 with `multi_objective_aggregation: normalize_then_sum`, which lacks "
-            "a group baseline. Expected `sum_then_normalize`.",
-        )
+        other, has_hybrid = "`multi_objective_aggregation: normalize_then_sum`", self.hybrid_reference_weight > 0
+        effect = f"{other}, which lacks a group baseline. Expected `sum_then_normalize`."
+        check(not has_hybrid or sums_first, f"`hybrid_reference_weight` is above 0 with {effect}")
         self.kl_settings.law_of()
-        check(
-            not self.kl_targets() or self.kl_settings.estimator != "k1" or self.use_bias_correction_kl,
-            "the estimator k1 of `branch_kl` is ineffective with `use_bias_correction_kl: false`: its gradient is "
-            "zero on average. Expected the correction, or k2 or k3.",
-        )
-        check(
-            self.sampler is None or not self.use_vllm,
-            "`sampler` is given with `use_vllm: true`, so vLLM would start too. Expected one of them: set `use_vllm: "
-            "false`.",
-        )
-        check(
-            not self.refill_groups or (self.hybrid_reference_weight == 0 and sums_first),
-            "`refill_groups` with `hybrid_reference_weight`, or with `multi_objective_aggregation: "
-            "normalize_then_sum`: zero-variance groups may be informative there. Expected one of the two.",
-        )
-        check(
-            self.max_staleness == 0 or self.max_staleness >= self.most_lookahead,
-            "`max_staleness` is below the lookahead. Expected 0, or at least the lookahead. Raise it, or lower the "
-            "lookahead.",
-        )
+        effect = "the gradient of the estimator k1 of `branch_kl` is zero on average. Expected true, or k2 or k3."
+        is_effective = self.kl_settings.estimator != "k1" or self.use_bias_correction_kl
+        check(not self.kl_targets() or is_effective, f"with `use_bias_correction_kl: false`, {effect}")
+        remedy = "so vLLM would start too. Expected one of them: set `use_vllm: false`."
+        check(self.sampler is None or not self.use_vllm, f"`sampler` is given with `use_vllm: true`, {remedy}")
+        effect = f"or {other}: zero-variance groups may be informative there. Expected one of the two."
+        is_possible = not self.refill_groups or (sums_first and not has_hybrid)
+        check(is_possible, f"`refill_groups` is set with `hybrid_reference_weight` {effect}")
+        is_possible = self.max_staleness == 0 or self.max_staleness >= self.most_lookahead
+        check(is_possible, "`max_staleness` is below the lookahead. Expected 0, or at least the lookahead.")
         trl_settings.load_sampler(self.sampler)
         self.parsed_record()
         self.is_introduced = False
@@ -276,11 +257,9 @@ class SalesGRPOConfig(GRPOConfig):
         trl_settings.follow_renames(args)
         if args.hub_private_repo is None:  # the hub defaults to public
             args.hub_private_repo = True
-        check(
-            self.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"),
-            f"`lr_scheduler_type` is {self.lr_scheduler_type}, which lowers the rate when the loss stops falling. "
-            "Expected a step-based schedule, e.g. cosine.",
-        )
+        schedule, follows_loss = self.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy")
+        expected = "which depends on the loss. Expected a step-based schedule, e.g. cosine."
+        check(schedule not in follows_loss, f"`lr_scheduler_type` is {schedule}, {expected}")
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
@@ -290,20 +269,19 @@ class SalesGRPOConfig(GRPOConfig):
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU; with several visible, transformers would use DataParallel.
         self._n_gpu: int = min(self._n_gpu, 1)
-        check(
-            self.use_vllm or not self.use_transformers_continuous_batching or not (self.bf16 or self.fp16),
-            "`use_transformers_continuous_batching` with `bf16` or `fp16` converts the trained weights to 16 bits, "
-            "which loses most updates. Expected `use_vllm: true`, or neither of the two.",
-        )
+        is_converted = self.use_transformers_continuous_batching and (self.bf16 or self.fp16) and not self.use_vllm
+        effect = "converts the trained weights to 16 bits, which loses most updates"
+        expected = f"{effect}. Expected `use_vllm: true`, or neither of the two."
+        check(not is_converted, f"`use_transformers_continuous_batching` with `bf16` or `fp16` {expected}")
         trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
-        is_colocated, is_unsaved = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy == "no"
+        is_colocated, saves = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy != "no"
         reasons = {
             "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
-            "`vllm_mode` is colocate": "vllm_(server|group)_.*" * is_colocated,
-            "`save_strategy` is no": "save_(steps|total_limit|only_model)|load_best_.*" * is_unsaved,
+            "`vllm_mode` is colocate": "vllm_(server|group)_.*" if is_colocated else "",
+            "`save_strategy` is no": "" if saves else "save_(steps|total_limit|only_model)|load_best_.*",
             "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness|partial_rollouts",
         }
-        self.machine_notes += without_effect(self, reasons) * (self.mode == "train")
+        self.machine_notes += without_effect(self, reasons) if self.mode == "train" else []
 
     def to_dict(self) -> dict[str, object]:
         """The settings for trackers, without keys."""
@@ -341,17 +319,12 @@ class SalesGRPOConfig(GRPOConfig):
         by_branch = structure("branch_kl", self.branch_kl or {}, dict)
         by_branch = {name: entry for name, entry in by_branch.items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # the branches are unknown until there are rows
-        unknown = sorted(set(by_branch) - set(branches))
-        check(
-            not unknown,
-            f"`branch_kl` names {', '.join(unknown)}. Expected some of: {', '.join(branches)}. Name your branches in "
-            "it, or give `--branch_kl {} --beta 0.05` for one coefficient.",
-        )
-        check(
-            not self.beta or not self.branches or set(by_branch) != set(branches),
-            f"`beta` is {self.beta} and `branch_kl` names every branch, so `beta` would be ignored. Expected one of "
-            f"them: remove `beta`, or give `--branch_kl {{}}` for a single coefficient.",
-        )
+        unknown, every = sorted(set(by_branch) - set(branches)), ", ".join(branches)
+        remedy = "Name your branches in it, or give `--branch_kl {} --beta 0.05` for one coefficient."
+        check(not unknown, f"`branch_kl` names {', '.join(unknown)}. Expected some of: {every}. {remedy}")
+        is_ignored = self.beta and self.branches and set(by_branch) == set(branches)
+        remedy = "Expected one of them: remove `beta`, or give `--branch_kl {}` for a single coefficient."
+        check(not is_ignored, f"`beta` is {self.beta} and `branch_kl` names every branch. {remedy}")
         targets = dict[str, KLTarget]()
         for branch in branches:
             path = f"branch_kl.{branch}"

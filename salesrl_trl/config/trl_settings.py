@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -25,22 +26,17 @@ def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers unchecked by transformers and TRL are in range."""
     check_ranges(args, TRAINING)
     check(args.num_train_epochs != 0, f"`num_train_epochs` is 0. Expected a number, more than 0. {_WITHOUT_UPDATES}")
+    expected = f"Expected at least 1, or -1 to use `num_train_epochs`. {_WITHOUT_UPDATES}"
     steps = args.max_steps
-    check(
-        isinstance(steps, int) and (steps == -1 or steps > 0),
-        f"`max_steps` is {steps!r}. Expected at least 1, or -1 to use `num_train_epochs`. {_WITHOUT_UPDATES}",
-    )
+    check(isinstance(steps, int) and (steps == -1 or steps > 0), f"`max_steps` is {steps!r}. {expected}")
 
 
 def check_evaluation(args: GRPOConfig, processes: int) -> None:
     """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
     batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
-    check(
-        batch % group == 0,
-        f"an evaluation batch has {batch} completions ({args.per_device_eval_batch_size} per device x {processes} "
-        f"processes), which `num_generations_eval` {group} does not divide. Expected whole groups. Change "
-        "`per_device_eval_batch_size` or `num_generations_eval`.",
-    )
+    found = f"{batch} completions ({args.per_device_eval_batch_size} per device x {processes} processes)"
+    expected = f"Expected whole groups of `num_generations_eval` {group}. Change it, or `per_device_eval_batch_size`."
+    check(batch % group == 0, f"an evaluation batch has {found}. {expected}")
 
 
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
@@ -60,7 +56,7 @@ def reshaped_sampling(args: GRPOConfig) -> list[str]:
     extra = args.generation_kwargs or {}
     values = {name: extra.get(name, getattr(args, name, None)) for name in RESHAPING}
     named = [f"`{name}: {value}`" for name, value in values.items() if value not in (None, *RESHAPING[name])]
-    return named + ["`vllm_structured_outputs_regex`"] * bool(args.vllm_structured_outputs_regex)
+    return [*named, "`vllm_structured_outputs_regex`"] if args.vllm_structured_outputs_regex else named
 
 
 def compares_with_sampler(args: GRPOConfig) -> bool:
@@ -117,11 +113,9 @@ def load_sampler(path: str | None) -> "Callable[[Upstream], Sampler] | None":
     """The class named by the setting `sampler`, if any. Raises `ConfigError` if it lacks a method."""
     if path is None:
         return None
-    sampler = load_object(path, "sampler")
-    check(
-        all(callable(getattr(sampler, name, None)) for name in ("start", "greedily")),
-        f"`sampler` is {path!r}. Expected a class with the methods of `salesrl_trl.generation.sampler.Sampler`.",
-    )
+    sampler, expected = load_object(path, "sampler"), "`salesrl_trl.generation.sampler.Sampler`"
+    has_methods = all(callable(getattr(sampler, name, None)) for name in ("start", "greedily"))
+    check(has_methods, f"`sampler` is {path!r}. Expected a class with the methods of {expected}.")
     return cast("Callable[[Upstream], Sampler]", sampler)
 
 
@@ -132,9 +126,8 @@ def keep_folders(trackers: Iterable[str]) -> list[str]:
     asked = {"CLEARML_LOG_MODEL": "true"} if "clearml" in trackers else {}  # its default
     on = [name for name in names if (asked | os.environ).get(name, "false").lower() not in ("false", "0", "")]
     os.environ |= dict.fromkeys(on, "false")
-    return [
-        f"off: {name}: it would also upload prompts and completions in flight; `push_to_hub` does not" for name in on
-    ]
+    reason = "it would also upload prompts and completions in flight; `push_to_hub` does not"
+    return [f"off: {name}: {reason}" for name in on]
 
 
 _OLDEST_WITH_BF16 = (8, 0)
@@ -152,11 +145,8 @@ def settle(use_cpu: bool, bf16: bool | None, fp16: bool) -> tuple[bool, bool, bo
     on_cpu = use_cpu or _is_on("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if has_fsdp():
         _check_fsdp(on_cpu)
-    check(
-        not (on_cpu and fp16),
-        "`fp16` is true, but this run is on a CPU, where accelerate does not support it. Expected a GPU, or neither "
-        "`fp16` nor `bf16`, i.e. float32. Remove `fp16`.",
-    )
+    expected = "where accelerate does not support it. Expected a GPU, or float32: remove `fp16`."
+    check(not (on_cpu and fp16), f"`fp16` is true, but this run is on a CPU, {expected}")
     notes, is_bf16 = list[str](), not fp16 if bf16 is None else bf16
     if is_bf16 and bf16 is None and (on_cpu or _emulates_bf16()):
         is_bf16 = False
@@ -191,16 +181,12 @@ def has_fsdp() -> bool:
 
 
 def _check_fsdp(on_cpu: bool) -> None:
-    check(
-        not on_cpu,
-        "the accelerate configuration enables FSDP, but this run is on a CPU, where accelerate would silently train "
-        "full copies. Expected GPUs. On a CPU use accelerate_configs/zero3.yaml.",
-    )
-    check(
-        not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"),
-        "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`, with which only one process loads "
-        "weights, and the others' reference policies have none. Expected false, as in accelerate_configs/fsdp2.yaml.",
-    )
+    effect = "and would silently train full copies. Expected GPUs, or accelerate_configs/zero3.yaml."
+    check(not on_cpu, f"the accelerate configuration enables FSDP, but this run is on a CPU, {effect}")
+    found = "the accelerate configuration has `fsdp_cpu_ram_efficient_loading: true`"
+    effect = "only one process loads weights, and the others' reference policies have none"
+    expected = "Expected false, as in accelerate_configs/fsdp2.yaml."
+    check(not _is_on("FSDP_CPU_RAM_EFFICIENT_LOADING"), f"{found}: {effect}. {expected}")
 
 
 COMPILERS = {
@@ -224,18 +210,14 @@ def compile_folder(setting: str | None) -> Path | None:
 
 def compile_into(folder: Path) -> None:
     """Make all compilers of this process and its children cache there. Raises `ConfigError` if it is not writable."""
-    try:
-        for name in COMPILERS.values():
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise ConfigError(
-            f"`compile_cache_dir` resolves to {folder}, which is not writable. Expected a writable folder. Name "
-            "another one, or remove the setting, so that each library uses its own cache."
-        )
-    os.environ |= {name: str(folder / subfolder) for name, subfolder in COMPILERS.items()}
+    folders = {name: folder / subfolder for name, subfolder in COMPILERS.items()}
+    with suppress(OSError):
+        for each in folders.values():
+            each.mkdir(parents=True, exist_ok=True)
+    if not all(each.is_dir() and os.access(each, os.W_OK) for each in folders.values()):
+        remedy = "Name another folder, or remove the setting, so that each library uses its own cache."
+        raise ConfigError(f"`compile_cache_dir` resolves to {folder}, which is not writable. {remedy}")
+    os.environ |= {name: str(each) for name, each in folders.items()}
 
 
 def device_line(device: torch.device, processes: int) -> str:

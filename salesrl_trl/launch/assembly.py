@@ -69,10 +69,7 @@ def open_reward(
     if parts is None:
         branches = training.branches or sorted({row.branch for row in rows})
         parts = prepare_reward(config, branches, training.hybrid_reference_weight > 0)
-    with (
-        addresses(config, services) as urls,
-        _connected(config, parts, urls[0], training) as budget,
-    ):
+    with addresses(config, services) as urls, _connected(config, parts, urls[0], training) as budget:
 
         def built_in() -> Scorer:
             reward = build_reward(
@@ -104,22 +101,19 @@ def _connected(
 ) -> Iterator[Budget | None]:
     """Connect the built-in tool, if used, to its own client, because its event loop is not that of rewards. Yields the
     budget to show if rewards have none."""
-    budget = None
-    if parts.search is not None:
-        service = config.rag_service
-        rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
-        budget = config.budget(Path(training.output_dir), training.world_size)  # one per event loop
-        clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-        backend = clients.rag(rag_base_url, name_8b="tool_search")
-        folder = None if service.is_embedded else Path(training.output_dir)
-        stores = _stores(config, folder, training.process_index)
-        parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
-        budget = budget and Budget(budget.path, budget.limits)
-    try:
-        yield budget
-    finally:
-        if parts.search is not None:
-            parts.search.close()
+    if parts.search is None:
+        yield None
+        return
+    service = config.rag_service
+    rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
+    budget = config.budget(Path(training.output_dir), training.world_size)  # one per event loop
+    clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
+    backend = clients.rag(rag_base_url, name_8b="tool_search")
+    folder = None if service.is_embedded else Path(training.output_dir)
+    stores = _stores(config, folder, training.process_index)
+    parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
+    with contextlib.closing(parts.search):
+        yield budget and Budget(budget.path, budget.limits)
 
 
 def placed(chain: JudgeReward, in_a_process: bool | None, on_cpu: bool) -> JudgeReward | RemoteReward:

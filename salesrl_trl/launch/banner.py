@@ -38,9 +38,8 @@ _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequence[str] = ()) -> list[str]:
     """The lines of the banner. `rows`: training and held-out rows. `notes`: findings of the checks."""
     data, reward, training = config.data, config.reward, config.training
-    services = [("RAG service", _rag(reward))] * reward.uses_rag + [("judge", _judge(reward))] * reward.uses_services
     names = (*_PACKAGES, "vllm") if training.use_vllm else _PACKAGES
-    is_partial = training.use_vllm and not why_not_partial(training, None, bool(reward.tools), reads_pictures=False)
+    is_partial = training.use_vllm and not why_not_partial(training, bool(reward.tools), reads_pictures=False)
     partial = training.partial_rollouts if is_partial else 0.0
     budget = reward.budget(Path(training.output_dir))
     versions = [f"{name} {version}" for name in names if (version := installed(name)) is not None]
@@ -52,7 +51,8 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
         *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
-        *services,
+        *([("RAG service", _rag(reward))] if reward.uses_rag else []),
+        *([("judge", _judge(reward))] if reward.uses_services else []),
         *([("budget", budget_text(budget))] if budget is not None else []),
         *(("stage", stage) for stage in reward.reward_stages),
         ("devices", device_line(training.device, training.world_size)),
@@ -113,7 +113,7 @@ def _judge(reward: RewardConfig) -> str:
     providers, times = reward.judges.providers, reward.judging.orders_of_groups
     orders = f"; {TOGETHER}, in {times} orders" if times else ""
     if providers:
-        names = [f"{provider.name}: " * reward.judges.are_several for provider in providers]
+        names = [f"{provider.name}: " if reward.judges.are_several else "" for provider in providers]
         places = [f"{provider.model} at {provider.base_url}" for provider in providers]
         return ", ".join(map("".join, zip(names, places, strict=True))) + orders
     yours = "--judge_providers.base_url http://HOST:PORT/v1 --judge_providers.model NAME"

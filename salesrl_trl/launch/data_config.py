@@ -167,10 +167,8 @@ class DataConfig:
                 _check_source("dataset", given)
                 given = {"path": str(given)}
             return [_source("dataset", {"path": DEMO} | structure("dataset", given, dict), evaluated)]
-        check(
-            evaluated == EvalSource(share=evaluated.share),
-            "`dataset` is a list. Expected `eval` in its entries, not `eval_dataset`.",
-        )
+        message = "`dataset` is a list. Expected `eval` in its entries, not `eval_dataset`."
+        check(evaluated == EvalSource(share=evaluated.share), message)
         sources = list[DatasetSource]()
         for number, value in enumerate(structure("dataset", self.dataset, list)):
             source = _source(f"dataset[{number}]", value, evaluated)
@@ -178,11 +176,10 @@ class DataConfig:
             source.name = f"{name}-{number + 1}" if name in [other.name for other in sources] else name
             sources.append(source)
         shares = [source.entry.share for source in sources if source.entry.share is not None]
-        check(
-            bool(sources) and (not shares or (len(shares) == len(sources) and abs(sum(shares) - 1) < 0.01)),
-            f"`dataset` has {len(sources)} entries and the shares {shares}. Expected at least one entry, with shares "
-            "that sum to 1 in all or none.",
-        )
+        fit = not shares or (len(shares) == len(sources) and abs(sum(shares) - 1) < 0.01)
+        expected = "Expected at least one entry, with shares that sum to 1 in all or none."
+        found = f"`dataset` has {len(sources)} entries and the shares {shares}"
+        check(bool(sources) and fit, f"{found}. {expected}")
         return sources
 
     @property
@@ -204,10 +201,9 @@ def _source(setting: str, value: object, evaluated: EvalSource) -> DatasetSource
     if entry.eval is not None:
         evaluated = _eval_source(f"{setting}.eval", entry.eval)
     share = evaluated.share if entry.held_out_share is None else entry.held_out_share
-    check(
-        not share or (evaluated == EvalSource(share=evaluated.share) and entry.path != DEMO),
-        f"`{setting}` sets a held-out share, but `eval_dataset` or the demo already has held-out rows. Expected one.",
-    )
+    is_alone = not share or (evaluated == EvalSource(share=evaluated.share) and entry.path != DEMO)
+    found = f"`{setting}` sets a held-out share, but `eval_dataset` or the demo already has held-out rows"
+    check(is_alone, f"{found}. Expected one.")
     return DatasetSource(entry, evaluated, held_out_share=share)
 
 

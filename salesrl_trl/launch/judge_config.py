@@ -108,11 +108,9 @@ class JudgeProviderConfig:
         message = "a provider of `judge_providers` has an invalid name. Expected letters, digits, - and _."
         check(bool(re.fullmatch(NAME, str(self.name))), message)
         check_settings(self, f"{where}.")
-        check(
-            self.max_usd is None or not self.price.is_free,
-            f"`{where}.max_usd` is set without a price. Expected `usd_per_million_prompt_tokens` or "
-            "`usd_per_million_completion_tokens`.",
-        )
+        expected = "Expected `usd_per_million_prompt_tokens` or `usd_per_million_completion_tokens`."
+        is_priced = self.max_usd is None or not self.price.is_free
+        check(is_priced, f"`{where}.max_usd` is set without a price. {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,15 +138,14 @@ def judges_of(given: object) -> Judges:
         entry = structure("judge_providers", given or {}, dict)
         of_embedded = {"name": JUDGE, "model": EMBEDDED_MODEL, "base_url": "http://embedded/v1"}
         judge = entry_of("judge_providers", JudgeProviderConfig, of_embedded | entry)
-        return Judges(providers=(judge,) * ("base_url" in entry))
+        return Judges(providers=(judge,) if "base_url" in entry else ())
     providers = []
     for index, entry in enumerate(structure("judge_providers", given, list)):
         name = str(entry.get("name", "")) if isinstance(entry, dict) else ""
         path = f"judge_providers[{name if re.fullmatch(NAME, name) else index}]"
         providers.append(entry_of(path, JudgeProviderConfig, entry))
     names = [provider.name for provider in providers]
-    check(
-        bool(names) and len(set(names)) == len(names) and any(provider.weight for provider in providers),
-        f"`judge_providers` names {names}. Expected at least one provider, each name once, one with a weight.",
-    )
+    is_valid = names and len(set(names)) == len(names) and any(provider.weight for provider in providers)
+    expected = "Expected at least one provider, each name once, one with a weight."
+    check(bool(is_valid), f"`judge_providers` names {names}. {expected}")
     return Judges(providers=tuple(providers), are_several=True)

@@ -155,18 +155,18 @@ def estimate(setup: Setup) -> Estimate:
     shape, training = setup.shape, setup.training
     gradients = setup.trained * (4 if setup.lora else setup.weight_bytes)
     gradients *= 2 if training.world_size > 1 else 1  # DDP keeps a second copy
-    before = gradients * (training.gradient_accumulation_steps > 1)  # from earlier micro-batches
-    embedding = shape.embedding * (not setup.lora)
+    before = gradients if training.gradient_accumulation_steps > 1 else 0  # from earlier micro-batches
+    embedding = 0 if setup.lora else shape.embedding
     # autocast caches them for the forward pass
-    copies = 2.0 * shape.linear * (setup.compute_bytes < setup.weight_bytes)
+    copies = 2.0 * shape.linear if setup.compute_bytes < setup.weight_bytes else 0.0
     saved, working = _activations(setup)
     predicted = training.per_device_train_batch_size * setup.completion_tokens
     # Besides a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format
-    head = predicted * shape.hidden * (4 + setup.weight_bytes) + embedding * (4 + 2 * (setup.weight_bytes == 2))
+    head = predicted * shape.hidden * (4 + setup.weight_bytes) + embedding * (6 if setup.weight_bytes == 2 else 4)
     end_of_forward = {
         "gradients": before,
         "activations": saved,
-        "16-bit copies of weights": copies * (not (setup.lora and training.gradient_checkpointing)),
+        "16-bit copies of weights": 0.0 if setup.lora and training.gradient_checkpointing else copies,
         "log-probs of the loss": _logits(setup, predicted) + head,
     }
     backward_of_a_layer = {
@@ -176,7 +176,7 @@ def estimate(setup: Setup) -> Estimate:
     }
     # torchao updates one weight at a time, in float32; fused AdamW needs no memory, plain AdamW a copy of the weights
     work = 16.0 * min(setup.trained, shape.embedding) if re.search("torch_[48]bit", setup.optim) else 0.0
-    work += 4.0 * setup.trained * (setup.optim == "adamw_torch")
+    work += 4.0 * setup.trained if setup.optim == "adamw_torch" else 0.0
     held, awake = _held(setup), _generation(setup)
     asleep = {} if not setup.has_engine or training.vllm_enable_sleep_mode else {**awake, "vLLM working memory": 0.0}
     in_training = {**held, **asleep}
@@ -208,7 +208,7 @@ def moment_bytes(optim: str, weight_bytes: int) -> float:
 
 def _moment(name: str, parts: Mapping[str, float], setup: Setup) -> Moment:
     inside = {part: size / GIB for part, size in parts.items() if size}
-    context = CONTEXT_GIB + CHANNELS_GIB * (setup.training.world_size > 1)
+    context = CONTEXT_GIB + (CHANNELS_GIB if setup.training.world_size > 1 else 0)
     fragments = FRAGMENTS * sum(gib for part, gib in inside.items() if not part.startswith("vLLM"))
     return Moment(name=name, parts={**inside, "CUDA context": context, "fragmentation": fragments})
 
@@ -226,7 +226,7 @@ def _held(setup: Setup) -> dict[str, float]:
     return {
         "weights": weights,
         "optimizer states": moment_bytes(setup.optim, 4 if setup.lora else setup.weight_bytes) * setup.trained,
-        "reference model": weights * (setup.has_reference and not setup.lora),
+        "reference model": weights if setup.has_reference and not setup.lora else 0.0,
     }
 
 
@@ -261,14 +261,14 @@ def _without_gradients(setup: Setup, copies: float) -> dict[str, float]:
     three MLP widths, two widths of the residual stream, and the norm's output."""
     training, shape = setup.training, setup.shape
     evaluates = training.held_out_eval or training.eval_strategy != "no"
-    tokens = int(training.per_device_eval_batch_size) * setup.length * evaluates
+    tokens = int(training.per_device_eval_batch_size) * setup.length if evaluates else 0
     if setup.has_reference and training.shared_prompts != "off":
         tokens = max(tokens, min(max(MOST_TOKENS, setup.tokens), setup.rollouts * setup.length))
     width = 3 * setup.compute_bytes * shape.intermediate
     width += (2 * setup.weight_bytes + setup.compute_bytes) * shape.hidden
     return {
         "activations": tokens * width,
-        "16-bit copies of weights": copies * (not setup.lora),
+        "16-bit copies of weights": 0.0 if setup.lora else copies,
         "log-probs of the loss": _logits(setup, tokens),
     }
 

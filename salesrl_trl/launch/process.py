@@ -84,7 +84,7 @@ def words_of(error: BaseException, code: int, log: Path | None) -> Words:
     rank = f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     lines = [f"{type(error).__name__}{rank}: {short(error)}"]
     if fault is not None or not isinstance(error, SalesRLError):
-        lines += _advice(fault, log, str(error))
+        lines += advice(fault, log, str(error))
     return Words("\n".join(lines), code, follows=fault is not None and fault.follows)
 
 
@@ -104,7 +104,7 @@ def words_of_end(log: Path | None, begin: int = 0) -> Words:
     fitting = [(sign, fault) for sign, fault in signs if sign.status in (0, number) and re.search(sign.text, text)]
     specific = [fault for sign, fault in fitting if sign.text]  # more than the signal
     fault = next(iter(specific or [fault for _, fault in fitting]), None)
-    lines = [f"The run was ended by {number.name}.", *_advice(fault, log)]
+    lines = [f"The run was ended by {number.name}.", *advice(fault, log)]
     return Words("\n".join(lines), 128 + number)
 
 
@@ -114,7 +114,7 @@ def recognised(error: BaseException) -> Fault | None:
     return next((fault for fault in FAULTS if any(_fits(sign, part) for sign in fault.signs for part in errors)), None)
 
 
-def _advice(fault: Fault | None, log: Path | None, message: str = "") -> list[str]:
+def advice(fault: Fault | None, log: Path | None, message: str = "") -> list[str]:
     """The remedies. The first address in the error's message replaces `ADDRESS`."""
     where = f"{log} is the run's log." if log is not None else ""
     if fault is None:

@@ -85,25 +85,16 @@ class RagSettings:
     else the first one, is the search query. Other names need your own `prompt_template` and services."""
 
     def __post_init__(self) -> None:
-        names = self.action_format.fields
-        check(
-            len(names) > 0 and len(set(names)) == len(names),
-            f"`rag.action_fields` is {[*names]}. Expected at least one name, and each name once.",
-        )
+        names, expected = self.action_format.fields, "Expected at least one name, and each name once."
+        check(0 < len(set(names)) == len(names), f"`rag.action_fields` is {[*names]}. {expected}")
         bad = [name for name in names if name in RESERVED_FIELDS or not re.fullmatch(r"[A-Za-z_]\w*", str(name))]
-        check(
-            not bad,
-            f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected letters, digits and _, and none of the "
-            f"reserved request fields: {', '.join(RESERVED_FIELDS)}.",
-        )
-        check(
-            self.client is None or (self.base_url is None and self.api_key_env is None),
-            "`rag.client` is set together with an address or a key. Expected one of them: your own class has its own.",
-        )
-        check(
-            self.knowledge_file is None or self.is_embedded,
-            "`rag.base_url` or `rag.client` is set, but only the embedded service reads `rag.knowledge_file`.",
-        )
+        expected = f"letters, digits and _, and none of the reserved request fields: {', '.join(RESERVED_FIELDS)}"
+        check(not bad, f"`rag.action_fields` names {', '.join(map(str, bad))}. Expected {expected}.")
+        is_alone = self.client is None or (self.base_url is None and self.api_key_env is None)
+        expected = "Expected one of them: your own class has its own."
+        check(is_alone, f"`rag.client` is set together with an address or a key. {expected}")
+        found = "`rag.base_url` or `rag.client` is set, but only the embedded service reads `rag.knowledge_file`."
+        check(self.knowledge_file is None or self.is_embedded, found)
 
     @property
     def is_embedded(self) -> bool:
@@ -257,37 +248,28 @@ class RewardConfig:
         check_settings(self)
         self.parsed_attempts()
         judges, judging, _ = self.judges, self.judging, self.rag_service
-        check(
-            self.judge_meter is None or self.replay is None,
-            "`judge_meter` is set together with `replay`, but a record lacks a second judge's scores.",
-        )
+        found = "`judge_meter` is set together with `replay`, but a record lacks a second judge's scores."
+        check(self.judge_meter is None or self.replay is None, found)
         self.parsed_judge_meter()
-        replay = self.parsed_replay()
-        check(
-            replay is None or bool(record_files(replay.record)),
-            f"`replay` is {self.replay!r}, which lacks a record. Expected `{CASSETTE}`, or a run with `record: true`.",
-        )
-        check(
-            not {SALES, JUDGE} <= {*self.reward_funcs},
-            f"`reward_funcs` names both `{SALES}` and `{JUDGE}`. Expected one of them: `{SALES}` judges a RAG "
-            f"service's answer to the policy's action, `{JUDGE}` the policy's own answer.",
-        )
-        check(
-            judging.mode == "single" or (judges.own is None and judging.repeats == 1),
-            "`judge_mode: group` is set together with `repeats` or your own judge. Expected neither: `orders` sets "
-            "how often a group is judged, and your own judge sets its `orders` itself.",
-        )
+        replay, expected = self.parsed_replay(), f"Expected `{CASSETTE}`, or a run with `record: true`."
+        has_record = replay is None or bool(record_files(replay.record))
+        check(has_record, f"`replay` is {self.replay!r}, which lacks a record. {expected}")
+        meaning = f"`{SALES}` judges a RAG service's answer to the policy's action, `{JUDGE}` the policy's own answer"
+        found = f"`reward_funcs` names both `{SALES}` and `{JUDGE}`"
+        check(not {SALES, JUDGE} <= {*self.reward_funcs}, f"{found}. Expected one of them: {meaning}.")
+        meaning = "`orders` sets how often a group is judged, and your own judge sets its `orders` itself"
+        is_alone = judging.mode == "single" or (judges.own is None and judging.repeats == 1)
+        found = "`judge_mode: group` is set together with `repeats` or your own judge"
+        check(is_alone, f"{found}. Expected neither: {meaning}.")
         for kind in self.verbose:
             check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
-        check(
-            (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag,
-            "`max_calls` or `max_usd` is set, but neither `reward_funcs` nor `tools` calls a service of this package. "
-            f"Expected `{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: calls by your own functions are not counted.",
-        )
-        check(
-            self.max_usd is None or any(not judge.price.is_free for judge in judges.providers),
-            "`max_usd` is set, but no judge has a price. Set `usd_per_million_prompt_tokens` in `judge_providers`.",
-        )
+        is_counted = (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag
+        found = "`max_calls` or `max_usd` is set, but neither `reward_funcs` nor `tools` calls this package's services"
+        expected = f"`{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: calls by your own functions are not counted"
+        check(is_counted, f"{found}. Expected {expected}.")
+        is_priced = any(not judge.price.is_free for judge in judges.providers)
+        remedy = "Set `usd_per_million_prompt_tokens` in `judge_providers`."
+        check(self.max_usd is None or is_priced, f"`max_usd` is set, but no judge has a price. {remedy}")
         self.parsed_branch_weights()
 
     def parsed_attempts(self) -> Attempts:
@@ -305,11 +287,9 @@ class RewardConfig:
         meter = entry_of("judge_meter", JudgeMeterSettings, self.judge_meter)
         providers = {provider.name: provider for provider in self.judges.providers}
         others = [one for one in providers.values() if one.name != meter.second and one.weight]
-        check(
-            meter.second in providers and len(others) > 0,
-            f"`judge_meter.second` is {meter.second!r}, and `judge_providers` names {[*providers]}. Expected one of "
-            "them, and another one with a weight for the rewards.",
-        )
+        found = f"`judge_meter.second` is {meter.second!r}, and `judge_providers` names {[*providers]}"
+        expected = "Expected one of them, and another one with a weight for the rewards."
+        check(meter.second in providers and len(others) > 0, f"{found}. {expected}")
         check(meter.share > 0, "`judge_meter.share` is 0. Expected more than 0.")
         check(self.uses_services, "`judge_meter` is set, but no judge scores here.")
         return meter

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from salesrl_trl.demo.services.launcher import EmbeddedServices, ServiceAddresses
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch.checks.reward import RewardParts, read_reward
-from salesrl_trl.launch.data.form import Portion, part_of
+from salesrl_trl.launch.data.form import Portion, Records, part_of
 from salesrl_trl.launch.data_config import DataConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.types import ALL, SalesRow
 
 if TYPE_CHECKING:
-    from salesrl_trl.launch.data.form import Records
     from salesrl_trl.launch.settings import RunConfig
 
 
@@ -66,9 +65,8 @@ def _of_this_node(services: EmbeddedServices) -> ServiceAddresses:
         except SalesRLError as error:
             started = error
     everywhere = gather_object([started])
-    for result in everywhere:
-        if isinstance(result, SalesRLError):
-            raise result
+    if failed := [result for result in everywhere if isinstance(result, SalesRLError)]:
+        raise failed[0]
     here = everywhere[state.process_index - state.local_process_index]  # from this node's main process
     assert isinstance(here, ServiceAddresses)
     return here
@@ -130,17 +128,17 @@ class ServicesPlan:
         return self.opened.enter_context(addresses(self.config.reward))
 
     @cached_property
-    def own_records(self) -> "list[Records]":
+    def own_records(self) -> list[Records]:
         from salesrl_trl.launch.checks.dataset import own_records
 
         return own_records(self.config.data, self.config.reward)
 
     @cached_property
-    def train_records(self) -> "list[Records]":
+    def train_records(self) -> list[Records]:
         """The training records by dataset. Raises `DataError` for an empty dataset."""
         pairs = zip(self.config.data.sources, self.own_records, strict=True)
-        parts = {True: Portion.TRAINING, False: Portion.ALL}
-        return [part_of(records, source.form(), parts[bool(source.held_out_share)]) for source, records in pairs]
+        parts = [(records, source.form(), source.held_out_share) for source, records in pairs]
+        return [part_of(records, form, Portion.TRAINING if share else Portion.ALL) for records, form, share in parts]
 
     @property
     def branches_of_rows(self) -> list[str]:

@@ -77,10 +77,8 @@ class TelemetryConfig:
             return range(0)
         match = re.fullmatch(r"(\d+):(\d*)", str(self.trace_steps))
         steps = range(int(match[1]), int(match[2]) + 1 if match[2] else sys.maxsize) if match else range(0)
-        check(
-            len(steps) > 0,
-            f"`trace_steps` is {self.trace_steps!r}. Expected FIRST:LAST, FIRST: or nothing, quoted in YAML.",
-        )
+        expected = "Expected FIRST:LAST, FIRST: or nothing, quoted in YAML."
+        check(len(steps) > 0, f"`trace_steps` is {self.trace_steps!r}. {expected}")
         return steps
 
     def quick_eval(self) -> QuickEvalSettings:
@@ -94,11 +92,8 @@ class TelemetryConfig:
     def check_branches(self, branches: list[str]) -> None:
         """Raise `ConfigError` if `quick_eval_best` is not a metric, or a metric of yours has the name of a branch."""
         own = checked_figures(self.quick_eval().figures, branches)
-        known = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own))
-        check(
-            self.quick_eval_best is None or self.quick_eval_best in known,
-            f"`quick_eval_best` is {self.quick_eval_best!r}. Expected one of: {', '.join(known)}.",
-        )
+        known, best = (REWARD, WORST_BRANCH, *branches, *(figure.name for figure in own)), self.quick_eval_best
+        check(best in (None, *known), f"`quick_eval_best` is {best!r}. Expected one of: {', '.join(known)}.")
 
 
 SMALL_POLICY = "small_policy"  # recipe key: settings that replace the recipe's if no model is named
@@ -189,8 +184,7 @@ class SettingsParser(TrlParser):
     @property
     def keys(self) -> set[str]:
         """Names of all settings, and the other keys of a recipe."""
-        keys = {action.dest for action in self._actions}
-        return keys | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
+        return {action.dest for action in self._actions} | {ENVIRONMENT, SMALL_POLICY, SALES_CHAIN, *self._unread}
 
     def read(self, argv: Sequence[str], default_recipe: Path | None = None) -> tuple[Any, ...]:
         """An instance of each of the `kinds`. Works once: a recipe's values become defaults of this parser.
@@ -207,10 +201,8 @@ class SettingsParser(TrlParser):
         self._check_arguments(argv)
         names = [*itertools.chain(*chosen.preset)]
         strange = [name for name in names if name not in PRESETS]
-        check(
-            not strange and all(chosen.preset),
-            f"`--preset` names {', '.join(strange) or 'nothing'}. Expected some of: {', '.join(PRESETS)}.",
-        )
+        found = f"`--preset` names {', '.join(strange) or 'nothing'}"
+        check(not strange and all(chosen.preset), f"{found}. Expected some of: {', '.join(PRESETS)}.")
         recipe, is_built_in = Recipe(), True
         if file := chosen.config[0] if chosen.config else default_recipe:
             file = RECIPES[file] if file in RECIPES and not Path(file).is_file() else Path(file)
@@ -241,15 +233,14 @@ class SettingsParser(TrlParser):
         dotted = {word.split("=")[0][2:] for word in argv if re.match(rf"--({settings})\.", word)}
         words = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
         for name in {*FORMER, *dotted}:
-            words.add_argument(*{f"--{name}", f"--{name.replace('_', '-')}"}, dest=name, nargs="*")
+            words.add_argument(*_spellings(name), dest=name, nargs="*")
         given, others = words.parse_known_args(argv)
         values = {name: [*map(coming_from.value_of, texts)] for name, texts in vars(given).items()}
         return others, {name: value[0] if len(value) == 1 else value for name, value in values.items()}
 
     def _check_arguments(self, argv: Sequence[str]) -> None:
         known = {option for action in self._actions for option in action.option_strings}
-        for name in self._unread:
-            known |= {f"--{name}", f"--{name.replace('_', '-')}", f"--no_{name}"}
+        known |= {option for name in self._unread for option in (*_spellings(name), f"--no_{name}")}
         unknown = {name: value for name, value in _arguments(argv).items() if name not in known}
         if unknown:
             raise ConfigError(f"unknown arguments: {self._with_guesses(unknown, known)}. `--help` lists all.")
@@ -339,8 +330,8 @@ class SettingsParser(TrlParser):
             note = note or (f"did you mean {near[0]}?" if near else "")
             texts.append(f"{name} ({note})" if note else str(name))
         rest = f", and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
-        is_verl = any("(of verl;" in text for text in texts)
-        return ", ".join(texts) + rest + "; `salesrl translate FILE` converts verl's configuration" * is_verl
+        hint = "; `salesrl translate FILE` converts verl's configuration"
+        return ", ".join(texts) + rest + (hint if any("(of verl;" in text for text in texts) else "")
 
 
 def _folders_of_code(recipe: Path) -> Iterator[Path]:
@@ -372,6 +363,10 @@ def _arguments(argv: Sequence[str]) -> dict[str, object]:
         if word.startswith("--") or (is_set and "." in name and coming_from.known_as(name)):
             found[name] = coming_from.value_of(text if is_set or following.startswith("--") else following)
     return found
+
+
+def _spellings(name: str) -> set[str]:
+    return {f"--{name}", f"--{name.replace('_', '-')}"}
 
 
 def _setting(option: object, before: str = "no_") -> str:

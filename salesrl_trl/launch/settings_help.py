@@ -145,8 +145,7 @@ def _setting_page(setting: Setting) -> str:
     head = f"{setting.name}  (group {setting.group})"
     lines = [head, *_wrapped(setting.text, "    "), f"  default: {setting.default}"]
     entries = [known for known in settings().values() if known.name.startswith(f"{setting.name}.")]
-    lines += ["  entries:"] * bool(entries)
-    return "\n".join([*lines, *map(_entry, entries)])
+    return "\n".join([*lines, *(["  entries:"] if entries else []), *map(_entry, entries)])
 
 
 def _unknown(words: Sequence[str]) -> str:

@@ -104,12 +104,12 @@ class Components:
         answers_alone = all(trl.reward_answered) and not inside_trl
         talks = trl.tools is not None or self.reward.is_played
         self.pipeline.buffer.policy = rollouts.buffer_policy_of(
-            args, policy, lambda reason: rollouts.why_in_turn(args, reason, talks, trl.reads_pictures)
+            args, policy, lambda: rollouts.why_in_turn(args, talks, trl.reads_pictures)
             or why_not_kept(self._rows), at_once, None if answers_alone else at_once,
         )  # fmt: skip
         self.normaliser = rollouts.normaliser_of(args, trl.has_entropy_bonus, trl.has_aux_loss)
         in_trls_order = rollouts.why_in_trls_order(args, trl.has_entropy_bonus, trl.has_aux_loss)
-        reason = in_trls_order or rollouts.why_not_divisible(args, at_once)
+        reason = in_trls_order or at_once or rollouts.why_not_divisible(args)
         if self.pipeline.buffer.chooses:
             reason = "groups are chosen individually, and a step begins once all of its groups are scored"
         self.in_groups = args.scored_groups_first and reason is None
@@ -193,7 +193,7 @@ class Components:
         })  # fmt: skip
         self.partial_rollouts = 0.0  # `partial_rollouts`, if effective
         if args.partial_rollouts:
-            reason = rollouts.why_not_partial(args, whole, talks, trl.reads_pictures)
+            reason = whole or rollouts.why_not_partial(args, talks, trl.reads_pictures)
             if reason is None:
                 self.partial_rollouts = args.partial_rollouts
                 trl.engine.loop.most_unfinished = args.most_unfinished

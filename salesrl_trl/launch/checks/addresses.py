@@ -21,6 +21,7 @@ from salesrl_trl.service.statuses import UNKNOWN_MODEL
 
 logger = logging.getLogger(__name__)
 
+DENIED = (401, 403)  # statuses for a rejected key
 PROBE_TIMEOUT_S = 10.0  # for a complete answer: enough for a cold load balancer, bearable for a user
 SERVER_POLL_S = 1.0  # interval between requests to a starting vLLM server
 
@@ -49,25 +50,22 @@ def check_models(
             names = [str(each["id"]) for each in json.loads(listed)["data"]]
             if not names or model in names:
                 return []
-    is_restricted = isinstance(listed, ServiceError) and listed.status in (401, 403)  # some keys may not list models
-    if not is_restricted:
+    elif listed.status not in DENIED:  # some keys may not list models
         _refuse_outage(listed, "judge", setting, base_url)
     question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
     answer = _ask(base_url, "/chat/completions", key, "judge", question)
     if isinstance(answer, bytes):
         return []
-    if is_restricted or answer.status in (401, 403):
-        _refuse_outage(listed if is_restricted else answer, "judge", setting, base_url)
+    for denied in (listed, answer):
+        if isinstance(denied, ServiceError) and denied.status in DENIED:
+            _refuse_outage(denied, "judge", setting, base_url)
     if isinstance(answer, ServiceRejected) and (answer.status == 404 or UNKNOWN_MODEL in answer.marks):
         known = f" It lists {', '.join(names[:8])}." if names else ""
-        raise ConfigError(
-            f"`{setting.removesuffix('base_url')}model` is {model!r}, but POST {base_url}/chat/completions returned "
-            f"{answer.status}.{nearest(model, names)}{known} Correct the name, or the address (the part of an "
-            "OpenAI-compatible URL before `/chat/completions`)."
-        )
-    if answer.status is None or answer.status >= 500:
-        return [f"the judge at {base_url} did not answer as {model!r}: {answer}"]
-    return []
+        found = f"POST {base_url}/chat/completions returned {answer.status}.{nearest(model, names)}{known}"
+        remedy = "Correct the name, or the address (the part of an OpenAI-compatible URL before `/chat/completions`)."
+        raise ConfigError(f"`{setting.removesuffix('base_url')}model` is {model!r}, but {found} {remedy}")
+    is_outage = answer.status is None or answer.status >= 500
+    return [f"the judge at {base_url} did not answer as {model!r}: {answer}"] if is_outage else []
 
 
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:
@@ -76,10 +74,9 @@ def check_vllm_server(base_url: str, patience_s: float) -> int | None:
     ends = time.monotonic() + patience_s
     while not isinstance(answer := _ask(base_url, "/health", None, "vLLM server"), bytes):
         if time.monotonic() >= ends:
-            raise ServiceUnavailable(
-                f"there is no vLLM server at {base_url} (GET {base_url}/health: {answer}), after {patience_s:g} s. "
-                "Start it, or correct `vllm_server_base_url`, `vllm_server_host` or `vllm_server_port`."
-            )
+            found = f"there is no vLLM server at {base_url} (GET {base_url}/health: {answer}), after {patience_s:g} s"
+            remedy = "Start it, or correct `vllm_server_base_url`, `vllm_server_host` or `vllm_server_port`."
+            raise ServiceUnavailable(f"{found}. {remedy}")
         if time.monotonic() + patience_s - SERVER_POLL_S < ends:  # the first time
             logger.info(f"waiting up to {patience_s:g} s (`vllm_server_timeout`) for the vLLM server at {base_url}")
         time.sleep(min(SERVER_POLL_S, max(ends - time.monotonic(), 0)))
@@ -98,16 +95,13 @@ def _refuse_outage(answer: bytes | ServiceError, service: str, setting: str, bas
     """Raise if the service rejected the key or is unavailable."""
     if isinstance(answer, bytes):
         return
-    if answer.status in (401, 403):
-        raise ServiceRejected(
-            f"the {service} at `{setting}` rejected the key: {base_url} returned {answer.status}. Check the variable "
-            f"named by `{setting.removesuffix('base_url')}api_key_env`."
-        )
+    if answer.status in DENIED:
+        found = f"the {service} at `{setting}` rejected the key: {base_url} returned {answer.status}"
+        raise ServiceRejected(f"{found}. Check the variable of `{setting.removesuffix('base_url')}api_key_env`.")
     if answer.status is None or answer.status >= 500:
-        raise ServiceUnavailable(
-            f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): {answer}. "
-            f"Start the service, or correct the address; for the demo's rows, remove `{setting}`."
-        )
+        found = f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): {answer}"
+        remedy = f"Start the service, or correct the address; for the demo's rows, remove `{setting}`."
+        raise ServiceUnavailable(f"{found}. {remedy}")
 
 
 def _ask(

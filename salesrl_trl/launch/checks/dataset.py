@@ -52,11 +52,9 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
     if template not in PROMPT_STYLES:
         return read_template(template, fields)
     if template == "instruct" and fields != DEFAULT_FORMAT.fields:
-        usual = ", ".join(DEFAULT_FORMAT.fields)
-        raise ConfigError(
-            f"`rag.action_fields` is {', '.join(fields)}, but the built-in prompt asks for {usual}. Expected a "
-            "`prompt_template` that asks for yours (docs/reference/data.md)."
-        )
+        usual = f"the built-in prompt asks for {', '.join(DEFAULT_FORMAT.fields)}"
+        expected = "Expected a `prompt_template` that asks for yours (docs/reference/data.md)."
+        raise ConfigError(f"`rag.action_fields` is {', '.join(fields)}, but {usual}. {expected}")
     return template
 
 
@@ -66,10 +64,9 @@ def settle_held_out(source: DatasetSource) -> str | None:
     if source.eval.path is not None or source.held_out_share or not is_file(source.train_source[0]):
         return None
     if source.held_out_share is not None:
-        raise ConfigError(
-            "`eval_dataset` has a share of 0 and names no rows, so the policy would be evaluated on its training "
-            "rows. Set a share or a source, or `held_out_eval: false` and `quick_eval_steps: 0`."
-        )
+        found = "`eval_dataset` has a share of 0 and names no rows, so evaluations would use the training rows"
+        remedy = "Set a share or a source, or `held_out_eval: false` and `quick_eval_steps: 0`."
+        raise ConfigError(f"{found}. {remedy}")
     source.held_out_share = HELD_OUT_SHARE
     other = "`eval_dataset` sets other rows or another `share`"
     return f"{HELD_OUT_SHARE:.0%} of the rows of {source.entry.path} are held out for evaluation; {other}"
@@ -85,15 +82,14 @@ def check_prompts(rows: Sequence[SalesRow], reward: RewardConfig, tokenizer: Pre
             raise ConfigError(f"row {row.row_id!r}: {error} `{JUDGE}` reads this column.") from None
     without = [row for row in rows if not row.conversation]
     if without and reward.has_chain:
-        raise ConfigError(
-            f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)}), which the built-in "
-            "reward pipeline needs. Score such rows with your own functions: `--reward_funcs my_rewards.right`."
-        )
+        found = f"{len(without):,} rows have a `prompt` and no `conversation` ({_named(without)})"
+        remedy = "Score such rows with your own functions: `--reward_funcs my_rewards.right`."
+        raise ConfigError(f"{found}, which the built-in reward pipeline needs. {remedy}")
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     marked = [row for row in rows if special and re.search("|".join(special), row.context)]
     tokens = f"special tokens of the policy, such as {tokenizer.eos_token}"
     note = f"{len(marked):,} rows contain {tokens}, which end or begin a turn in the prompt: {_named(marked)}"
-    return [note] * bool(marked)
+    return [note] if marked else []
 
 
 def prompt_limit(
@@ -126,10 +122,9 @@ def check_pictures(rows: Sequence[SalesRow], reads_pictures: bool, policy: str) 
     """Raise `ConfigError` if rows have pictures and the policy does not read them."""
     with_pictures = [row for row in rows if row.images]
     if with_pictures and not reads_pictures:
-        raise ConfigError(
-            f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)}), but the policy {policy} only reads "
-            "text. Use a vision policy such as Qwen2.5-VL, or drop them: `--dataset.columns {images: {value: null}}`."
-        )
+        found = f"{len(with_pictures):,} rows have pictures ({_named(with_pictures)})"
+        remedy = "Use a vision policy such as Qwen2.5-VL, or `--dataset.columns {images: {value: null}}`."
+        raise ConfigError(f"{found}, but the policy {policy} only reads text. {remedy}")
 
 
 def check_splits(
@@ -141,12 +136,12 @@ def check_splits(
     for part, rows in (("training", train), ("held-out", held_out)):
         if rows and (without := sorted({*branches} - {row.branch for row in rows})):
             remedy = "Add rows, or remove the branch from `branches`."
-            findings.note(f"No {part} row belongs to {', '.join(without)}.", remedy)
+            findings.add(f"No {part} row belongs to {', '.join(without)}.", remedy)
     trained = {(row.context, row.images) for row in train}
     known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
         text = f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}."
-        findings.note(text, "Hold out others.")
+        findings.add(text, "Hold out others.")
     findings.figures |= {"train_rows": len(train), "held_out_rows": len(held_out)}
 
 

@@ -51,7 +51,7 @@ def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> N
     findings.figures["gpus"] = torch.cuda.device_count()
     if gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not torch.cuda.is_available():
         text = f"torch {torch.__version__} can't use the {len(gpus)} GPUs of driver {driver}: it would use the CPU."
-        findings.note(text, "Install the GPU packages (scripts/install.sh), or update the driver.")
+        findings.add(text, "Install the GPU packages (scripts/install.sh), or update the driver.")
     if training.device.type == "cuda":
         findings.figures["device"] = torch.cuda.get_device_name(training.device)
 

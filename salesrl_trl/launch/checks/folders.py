@@ -47,9 +47,8 @@ def claim_output_dir(path: Path | str) -> TextIO:
         except OSError as error:  # some network disks lack locks
             logger.info(f"{lock.name} can't be locked against other runs ({error.strerror})")
             break
-        process = re.match(r"process (\d+) on (\S+),", owner)
-        is_here = process is not None and process[2] == socket.gethostname()
-        stat = stat_of(int(process[1])) if process is not None and is_here else None
+        process = re.match(rf"process (\d+) on {re.escape(socket.gethostname())},", owner)
+        stat = None if process is None else stat_of(int(process[1]))
         is_orphan = stat is not None and stat[1] == 1  # its parent died
         if not is_orphan or time.monotonic() > until:
             lock.close()

@@ -44,10 +44,9 @@ def check_model(name_or_path: str, revision: str | None, trust_remote_code: bool
     try:
         return AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded "
-            f"({type(error).__name__}). Expected a folder with config.json, or a reachable model on the hub."
-        ) from error
+        found = f"`model_name_or_path` is {name_or_path!r}, whose configuration could not be loaded"
+        expected = "Expected a folder with config.json, or a reachable model on the hub."
+        raise ModelNotFoundError(f"{found} ({type(error).__name__}). {expected}") from error
 
 
 def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -60,14 +59,12 @@ def load_tokenizer(name_or_path: str, revision: str | None, trust_remote_code: b
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded ({type(error).__name__})."
-        ) from error
+        found = f"`model_name_or_path` is {name_or_path!r}, whose tokenizer could not be loaded"
+        raise ModelNotFoundError(f"{found} ({type(error).__name__}).") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {name_or_path!r} lacks an end token, which TRL needs to find the end of a completion. "
-            "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template."
-        )
+        effect = "which TRL needs to find the end of a completion"
+        remedy = "Set `eos_token` in tokenizer_config.json to the token that ends a turn of the chat template."
+        raise ConfigError(f"the tokenizer of {name_or_path!r} lacks an end token, {effect}. {remedy}")
     if tokenizer.chat_template is None:
         remedy = "Use an instruct model, or save a chat_template.jinja beside the tokenizer."
         raise ConfigError(f"the tokenizer of {name_or_path!r} lacks a chat template. {remedy}")
@@ -123,10 +120,9 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
         with torch.device("meta"):
             return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise ConfigError(
-            f"`lora_target_modules` is {lora.lora_target_modules}, which matches no layer ({error}). Expected some of "
-            f"the model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
-        ) from error
+        found = f"`lora_target_modules` is {lora.lora_target_modules}, which matches no layer ({error})"
+        expected = f"Expected some of the model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
+        raise ConfigError(f"{found}. {expected}") from error
 
 
 def choose_attention(

@@ -38,19 +38,16 @@ class Findings:
     figures: dict[str, Figure] = field(default_factory=dict)  # by name with its unit: `p95_s`, `free_gib`
     skipped: str | None = None  # why there was nothing to check
 
-    def note(self, text: str, remedy: str = "") -> None:
-        self.add(text, remedy, is_failure=False)
+    def add(self, text: str, remedy: str = "", *, is_failure: bool = False) -> None:
+        """Add a note, or a failure."""
+        self.items.append(Finding(text, remedy, is_failure))
 
     def notes(self, texts: Iterable[str | None]) -> None:
         """Add a note for each text."""
-        for text in filter(None, texts):
-            self.note(text)
+        self.items += map(Finding, filter(None, texts))
 
     def fail(self, text: str, remedy: str) -> None:
         self.add(text, remedy, is_failure=True)
-
-    def add(self, text: str, remedy: str, *, is_failure: bool) -> None:
-        self.items.append(Finding(text, remedy, is_failure))
 
     @property
     def verdict(self) -> StageVerdict:

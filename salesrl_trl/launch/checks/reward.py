@@ -71,11 +71,9 @@ def read_reward(
     unknown = sorted(weights.keys() - set(branches))
     check(not unknown, f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}.")
     of_search = {name for parts in weights.values() for name in parts} & ({*COMPONENTS} - {"judge", "margin"})
-    check(
-        not (config.judges_answers and of_search),
-        f"`branch_reward_weights` weights {sorted(of_search)}, which `{JUDGE}` does not have. Expected `judge`, "
-        "`margin`, `judge_<rubric>` or a component of `reward_stages`.",
-    )
+    expected = "Expected `judge`, `margin`, `judge_<rubric>` or a component of `reward_stages`."
+    found = f"`branch_reward_weights` weights {sorted(of_search)}, which `{JUDGE}` does not have"
+    check(not (config.judges_answers and of_search), f"{found}. {expected}")
     stages = [build_object(path, "reward_stages", RewardStage) for path in config.reward_stages]
     client = config.rag_service.client
     rag = None if client is None else build_object(client, "rag.client", RagBackend)
@@ -134,10 +132,8 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     if (knowledge := config.rag_service.knowledge_file) is not None:
         load_documents(Path(knowledge).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
-        raise ConfigError(
-            f"`replay: {CASSETTE}` only has rewards for the demo's rows, not for {own_rows}. Expected the output "
-            "folder of a run with your rows and `record: true`."
-        )
+        expected = "Expected the output folder of a run with your rows and `record: true`."
+        raise ConfigError(f"`replay: {CASSETTE}` only has rewards for the demo's rows, not for {own_rows}. {expected}")
     own_fields = config.rag_service.action_format.fields != DEFAULT_FORMAT.fields
     if config.embeds_rag and own_fields:
         usual = ", ".join(DEFAULT_FORMAT.fields)
@@ -152,10 +148,9 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
         files = ", ".join(f"{name}.txt" for name in own)
         faults.append(f"The embedded judge ignores rubrics, including yours ({files}). Set `judge_providers`.")
     if config.embeds_rag and knowledge is None and own_rows is not None:
-        faults.append(
-            f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue. Set "
-            "`rag.base_url`, or `rag.knowledge_file` to your documents."
-        )
+        remedy = "Set `rag.base_url`, or `rag.knowledge_file` to your documents."
+        found = f"The embedded RAG service answers the rows of {own_rows} from the demo's course catalogue"
+        faults.append(f"{found}. {remedy}")
     if faults and not config.allow_stand_ins:
         raise ConfigError(f"{' '.join(faults)} For a smoke test with meaningless scores, set `allow_stand_ins: true`.")
     return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
@@ -170,10 +165,8 @@ def read_key(variable: str | None, setting: str) -> str | None:
     if not key:
         is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None  # else it may be the key itself
         named = f"the environment variable {variable}" if is_name else "an environment variable (not shown)"
-        raise ConfigError(
-            f"`{setting}` names {named}, which is not set. Expected a variable with the key, e.g. JUDGE_API_KEY, or "
-            "with the suffix _FILE, a variable with the path of a file that contains the key."
-        )
+        expected = "Expected a variable with the key, or with the suffix _FILE, one with the path of the key's file."
+        raise ConfigError(f"`{setting}` names {named}, which is not set. {expected}")
     if fault := key_fault(key):
         where = f"the environment variable {variable} (`{setting}`)"
         raise ConfigError(f"the key in {where} or its file holds {fault}. Expected printable ASCII characters.")

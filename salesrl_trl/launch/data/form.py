@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,17 +133,12 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
     numbers = [int.from_bytes(digest[:6]) / 2**48 for digest in digests]
     least = min(numbers, default=0.0)
     held_out = part is Portion.HELD_OUT
-    wanted = [
-        row
-        for row, number in zip(records.rows, numbers, strict=True)
-        if (number < form.held_out_share or number == least) == held_out
-    ]
+    fits = [(number < form.held_out_share or number == least) == held_out for number in numbers]
+    wanted = [*itertools.compress(records.rows, fits)]
     if groups and not wanted:
-        raise DataError(
-            f"with a held-out share of {form.held_out_share:g}, none of the {len(set(groups))} groups of "
-            f"{records.name} is {part.value}. Set another share, another group column (`columns` of `dataset`: "
-            "`{group: COLUMN}`), or the held-out rows in `eval_dataset`."
-        )
+        found = f"none of the {len(set(groups))} groups of {records.name} is {part.value}"
+        remedy = "Set another share or group column (`--dataset.columns {group: COLUMN}`), or `eval_dataset`."
+        raise DataError(f"with a held-out share of {form.held_out_share:g}, {found}. {remedy}")
     return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 
 

@@ -60,11 +60,10 @@ def load_processor(
                 name_or_path, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
             )
     except (ImportError, OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the processor of the vision model {name_or_path!r} could not be loaded ({type(error).__name__}). "
-            "Expected preprocessor_config.json or processor_config.json beside the model's configuration, Pillow, and "
-            "for some models torchvision, of the same build (CPU or CUDA) as torch."
-        ) from error
+        found = f"the processor of the vision model {name_or_path!r} could not be loaded ({type(error).__name__})"
+        files = "preprocessor_config.json or processor_config.json beside the model's configuration"
+        packages = "Pillow, and for some models torchvision, of the same build (CPU or CUDA) as torch"
+        raise ConfigError(f"{found}. Expected {files}, {packages}.") from error
     if not isinstance(processor, processing.ProcessorMixin) or processor.chat_template is None:
         found = f"a {type(processor).__name__} without a chat template"
         raise ConfigError(f"the vision model {name_or_path!r} has {found}. Expected an instruct model's processor.")

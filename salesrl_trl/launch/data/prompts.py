@@ -7,7 +7,6 @@ stripped. The built-in templates are in the folder `templates`.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,10 +59,9 @@ class PromptTemplate:
             user = self._user.render(fields, template=self._template).lstrip()
         except Exception as error:  # a filter's error may quote a customer, so only Jinja's own message is shown
             shown = f": {error.message}" if isinstance(error, jinja2.UndefinedError) else ""
-            raise ConfigError(
-                f"{self._name} fails for row {row.row_id!r} ({type(error).__name__}{shown}). A row has "
-                f"{', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
-            ) from None
+            expected = f"A row has {', '.join(FIELDS)}; a turn of `conversation` has `role` and `content`."
+            fault = f"({type(error).__name__}{shown})"
+            raise ConfigError(f"{self._name} fails for row {row.row_id!r} {fault}. {expected}") from None
         if not user.strip():
             raise ConfigError(f"{self._name} renders an empty user message for row {row.row_id!r}.")
         messages = [{"role": "user", "content": user}]
@@ -76,10 +74,9 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
     try:
         return PromptTemplate(file.read_text("utf-8-sig"), str(path), action_fields)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)} Expected a Jinja "
-            "file in UTF-8, such as salesrl_trl/launch/data/templates/instruct.jinja."
-        ) from None
+        found = f"the prompt template {path} can't be read ({unreadable(error)}).{nearest_file(path)}"
+        expected = "Expected a Jinja file in UTF-8, such as salesrl_trl/launch/data/templates/instruct.jinja."
+        raise ConfigError(f"{found} {expected}") from None
 
 
 PROMPT_STYLES = ("instruct", "compact")
@@ -92,8 +89,7 @@ def packaged_template(style: str) -> PromptTemplate:
     """A built-in prompt template. Raises `ValueError` for an unknown style."""
     if style not in PROMPT_STYLES:
         raise ValueError(f"prompt style {style!r} is unknown; expected one of {', '.join(PROMPT_STYLES)}")
-    file = resources.files("salesrl_trl.launch.data") / "templates" / f"{style}.jinja"
-    return read_template(str(file), DEFAULT_FORMAT.fields)
+    return read_template(Path(__file__).with_name("templates") / f"{style}.jinja", DEFAULT_FORMAT.fields)
 
 
 CHAT_ROLES = {"customer": "user", "seller": "assistant"}
@@ -167,10 +163,9 @@ def token_counter(
                     **(chat_template_kwargs or {}),
                 )
             except jinja2.TemplateError as error:
-                raise ConfigError(
-                    f"the model's chat template rejects the prompts: {error.message}. Expected it to accept the roles "
-                    f"{', '.join(message['role'] for message in batch[0])}. Set a suitable `prompt_template`."
-                ) from None
+                expected = f"Expected it to accept the roles {', '.join(message['role'] for message in batch[0])}"
+                found = f"the model's chat template rejects the prompts: {error.message}"
+                raise ConfigError(f"{found}. {expected}. Set a suitable `prompt_template`.") from None
             lengths += [len(ids) for ids in tokens["input_ids"]]
         return lengths
 
@@ -189,10 +184,8 @@ def fit_prompts(
     prompts = [build_prompt(row, prompt) for row in rows]
     texts = [row.row_id for row, made in zip(rows, prompts, strict=True) if isinstance(made, str)]
     if 0 < len(texts) < len(rows):
-        raise DataError(
-            f"the prompts of {len(texts):,} of {len(rows):,} {name} rows are texts, such as that of {texts[0]!r}, and "
-            "the others are messages. Expected one kind of prompt."
-        )
+        found = f"the prompts of {len(texts):,} of {len(rows):,} {name} rows are texts, such as that of {texts[0]!r}"
+        raise DataError(f"{found}, and the others are messages. Expected one kind of prompt.")
     extra = [0 if picture_tokens is None else picture_tokens(row) for row in rows]
     lengths = [text + more for text, more in zip(count(prompts), extra, strict=True)] if rows else []
     long = [] if limit is None else [index for index, length in enumerate(lengths) if length > limit.tokens]
@@ -209,10 +202,8 @@ def fit_prompts(
         return shown + (f" and {len(places) - SHOWN_ROWS:,} more" if len(places) > SHOWN_ROWS else "")
 
     if rule == "error":
-        raise DataError(
-            f"{excess(long)}: {named(long)}. Shorten the rows, raise the limit, or set `long_prompts: drop` or "
-            "`long_prompts: truncate_oldest_turns`."
-        )
+        remedy = "Shorten the rows, raise the limit, or set `long_prompts` to `drop` or `truncate_oldest_turns`."
+        raise DataError(f"{excess(long)}: {named(long)}. {remedy}")
     if rule == "drop":
         fitting = sorted(set(range(len(rows))).difference(long))
         if not fitting:

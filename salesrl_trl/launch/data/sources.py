@@ -111,10 +111,9 @@ def _table(columns: dict[str, list[object]], rows: Sequence[SalesRow]) -> Datase
         row, before = rows[place], next((value for value in values if value is not None), None)
         is_large = _column(name, values[place : place + 1]) is None
         fault = "an integer beyond 64 bits" if is_large else shape(values[place])
-        raise DataError(
-            f"row {row.row_id!r}{'' if row.line is None else f' (line {row.line} of its file)'}: the column `{name}` "
-            f"has {fault}, and an earlier row {shape(before)}. Expected one type in all rows, including nested fields."
-        )
+        where = f"row {row.row_id!r}{'' if row.line is None else f' (line {row.line} of its file)'}"
+        found = f"the column `{name}` has {fault}, and an earlier row {shape(before)}"
+        raise DataError(f"{where}: {found}. Expected one type in all rows, including nested fields.")
     return concatenate_datasets([*made.values()], axis=1)
 
 
@@ -172,10 +171,9 @@ def load_records(source: str, split: str, form: Form = PLAIN) -> Records:
         try:
             placed = [Placed(record) for record in load_dataset(source, split=split)]
         except (FileNotFoundError, ConnectionError, ValueError, OSError, DatasetsError) as error:
-            raise DataError(
-                f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__}). Expected "
-                f"'demo', a {', '.join(ENDINGS)} file, or a reachable hub dataset."
-            ) from error
+            found = f"the dataset {source!r} could not be loaded with split {split!r} ({type(error).__name__})"
+            expected = f"Expected 'demo', a {', '.join(ENDINGS)} file, or a reachable hub dataset."
+            raise DataError(f"{found}. {expected}") from error
     return converted(placed, name, form, folder)
 
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from salesrl_trl.config.checks import Count, NumberOrNone, check_value
 from salesrl_trl.errors import ConfigError, RunStopped, StopRequested
 from salesrl_trl.ground.command_line import finite, given, parser_of
 from salesrl_trl.ground.process import write_whole
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text_of(findings), file=out, flush=True)
         if options.output is not None:
             write_whole(Path(options.output).expanduser(), json.dumps(finite(findings.as_dict()), indent=1) + "\n")
-    return int(any(answered.groups[ALL].reward.value is None for answered in findings.answered))
+    return int(any(answered.branches[ALL].reward.value is None for answered in findings.answered))
 
 
 def _reported(error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
@@ -80,10 +81,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"an evaluation was launched with {processes} processes. Expected one, without a launcher.")
     if len(options.policy) > 2:
         raise ConfigError(f"`--policy` names {len(options.policy)} policies. Expected one, or two to compare.")
-    for name, least in (("samples", 0), ("rows", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ConfigError(f"`--{name}` is {value}. Expected a whole number, at least {least}.")
+    check_value("--samples", options.samples, NumberOrNone)
+    check_value("--rows", options.rows, Count | None)
     if options.output is not None and not Path(options.output).expanduser().parent.is_dir():
         raise ConfigError(f"`--output` is {options.output!r}. Expected a file in an existing folder.")
 

@@ -114,8 +114,7 @@ def plans_of(config: RunConfig, policies: Sequence[EvaluatedPolicy], output_dir:
         model.use_peft = False  # an untrained adapter changes nothing
         if policy.path is not None:
             model.model_name_or_path, model.model_revision = policy.path, None
-        made = replace(config, training=copy.copy(training), telemetry=telemetry, model=model)
-        plan = prepare(made)
+        plan = prepare(replace(config, training=copy.copy(training), telemetry=telemetry, model=model))
         # as in training: 16-bit weights are rounded, and a run on a CPU does not round
         plan.dtype = model.dtype if training.bf16 or training.fp16 else "float32"
         plans.append(plan)

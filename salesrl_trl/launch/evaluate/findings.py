@@ -47,12 +47,12 @@ class GroupOfRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnsweredRow:
-    """All answers of a policy, `A` or `B`, in one mode."""
+    """All answers of a policy, `A` or `B`, in one mode. Its fields but `values` are those of the file."""
 
-    label: str
-    mode: str
+    policy: str
+    answers: str  # the mode
     values: Sequence[float]  # mean reward of each row, NaN if too few of its answers were scored
-    groups: Mapping[str, GroupOfRows]  # by branch; `ALL` is first
+    branches: Mapping[str, GroupOfRows]  # `ALL` is first
     missing: Mapping[str, int]  # answers without a reward, by reason code
 
 
@@ -71,19 +71,12 @@ class EvaluationFindings:
         rewards: list[dict[str, dict[str, float]]] = [{} for _ in self.rows]
         for answered in self.answered:
             for row, value in zip(rewards, answered.values, strict=True):
-                row.setdefault(answered.label, {})[answered.mode] = value
+                row.setdefault(answered.policy, {})[answered.answers] = value
+        figures = [{name: value for name, value in asdict(each).items() if name != "values"} for each in self.answered]
         return {
             "policies": dict(zip(LABELS, self.policies, strict=False)),
             "seed": self.seed,
-            "figures": [
-                {
-                    "policy": answered.label,
-                    "answers": answered.mode,
-                    "missing": dict(answered.missing),
-                    "branches": {name: asdict(group) for name, group in answered.groups.items()},
-                }
-                for answered in self.answered
-            ],
+            "figures": figures,
             "differences": {
                 mode: {name: asdict(change) for name, change in by_branch.items()}
                 for mode, by_branch in self.differences.items()
@@ -111,7 +104,7 @@ def findings_of(
     differences = {}
     if len(policies) > 1:
         for first, second in zip(answered[: len(modes)], answered[len(modes) :], strict=True):
-            differences[first.mode] = {
+            differences[first.answers] = {
                 name: difference_of([first.values[n] for n in of_branch], [second.values[n] for n in of_branch])
                 for name, of_branch in places.items()
             }
@@ -139,19 +132,19 @@ def _answered(
             truncated=sum(answer.is_truncated for answer in answers) / count,
         )
     missing = dict(sorted(Counter(answer.reward.reason for answer in scored if answer.reward.value is None).items()))
-    return AnsweredRow(label=label, mode=mode, values=values, groups=groups, missing=missing)
+    return AnsweredRow(policy=label, answers=mode, values=values, branches=groups, missing=missing)
 
 
 def text_of(findings: EvaluationFindings) -> str:
     """Tables of the policies and their difference, with explanations."""
     answered = [
         (
-            *((of.label, of.mode) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),
+            *((of.policy, of.answers) if name == ALL else ("", "")), name, number(group.reward.value, "z.3f"),
             _interval(group.reward), f"{group.reward.rows} of {group.reward.total}", f"{group.valid:.1%}",
             f"{group.unscored:.1%}", f"{group.tokens:.1f}", f"{group.truncated:.1%}",
         )
         for of in findings.answered
-        for name, group in of.groups.items()
+        for name, group in of.branches.items()
     ]  # fmt: skip
     changes = [
         (
@@ -162,9 +155,9 @@ def text_of(findings: EvaluationFindings) -> str:
         for mode, by_branch in findings.differences.items()
         for name, change in by_branch.items()
     ]  # fmt: skip
-    means: list[Mean] = [group.reward for of in findings.answered for group in of.groups.values()]
+    means: list[Mean] = [group.reward for of in findings.answered for group in of.branches.values()]
     means += [change for by_branch in findings.differences.values() for change in by_branch.values()]
-    groups = findings.answered[0].groups
+    groups = findings.answered[0].branches
     return filled(
         Path(__file__).with_name("evaluation.jinja"), findings=findings,
         policies=[*zip(LABELS, findings.policies, strict=False)],

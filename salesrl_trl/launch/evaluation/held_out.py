@@ -62,7 +62,7 @@ class HeldOut(Part):
     ) -> None:
         logged = {key.removeprefix("eval_"): value for key, value in state.log_history[-1].items()}
         dataset = next((key for key in logged if key.endswith("_runtime")), "").removesuffix("_runtime")  # of several
-        head = f"[HeldOut@{state.global_step}] {dataset}{': ' * bool(dataset)}"
+        head = f"[HeldOut@{state.global_step}] {f'{dataset}: ' if dataset else ''}"
         rewards, written = self._run.ledger.drain_evaluated()
         dataset_rows = getattr(eval_dataloader, "dataset", None)
         if isinstance(dataset_rows, Sized):  # accelerate pads the last batch with the first rows
@@ -79,9 +79,8 @@ class HeldOut(Part):
             logger.info(f"{head}{_text(figures)}{'' if scored == len(rewards) else f'; {share}'}")
         if dataset:
             return
-        rows = row_means(rewards, self._num_generations)
-        if args.dataloader_persistent_workers:
-            rows = []  # with these, TRL shuffles each evaluation differently
+        # with persistent workers, TRL shuffles each evaluation differently
+        rows = [] if args.dataloader_persistent_workers else row_means(rewards, self._num_generations)
         firsts = written[:: self._num_generations]
         count = min(self._run.args.held_out_examples, len(firsts))
         examples = [firsts[place * len(firsts) // count] for place in range(count)]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.config.quick_evaluations import BETA, SCORE, WORST_BRANCH, Figure
+from salesrl_trl.config.quick_evaluations import BETA, OWN_FIGURES, SCORE, WORST_BRANCH, Figure
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import mean, pareto_front
 from salesrl_trl.ground.texts import NOT_KNOWN, number
@@ -16,10 +16,6 @@ from salesrl_trl.types import Answered
 
 Record = Mapping[str, Any]  # an evaluation, or its part for a branch, as a JSON object
 SHOWN_ON_FRONT = 5  # latest evaluations on the front to show
-
-
-OWN_FIGURES = {SCORE: ".2f", "truncated": ".0%", "length": ".0f", "kl": ".3f"}
-"""The built-in metrics in the order of the record, and their formats in the log line."""
 
 
 def mean_reward(answers: Iterable[Answered]) -> float | None:
@@ -183,8 +179,7 @@ def initials(names: Sequence[str]) -> dict[str, str]:
     short = {}
     for name in names:
         others = [other.capitalize() for other in names if other != name]
-        length = next(
-            (n for n in range(1, len(name)) if not any(o.startswith(name[:n].capitalize()) for o in others)), len(name)
-        )
-        short[name] = name[:length].capitalize()
+        starts = [name[: length + 1].capitalize() for length in range(len(name))]
+        unique = (start for start in starts if not any(other.startswith(start) for other in others))
+        short[name] = next(unique, name.capitalize())
     return short

@@ -81,10 +81,9 @@ def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
         optimizer = f"torchao's 8-bit AdamW, about {rounded.needed_gib:.0f} GiB"
         return f"weights are trained in bf16 with stochastic rounding ({optimizer}), which is unbiased: {lack}"
     rounding = "`dtype: bfloat16` with torchao (`pip install torchao`), " if rounded.fits else ""
-    raise ConfigError(
-        f"{lack}; plain AdamW on 16-bit weights would lose nearly every update. Set one of: {rounding}LoRA "
-        "(`use_peft: true`), DeepSpeed (accelerate_configs/full.yaml), or `dtype: float32` to ignore this estimate."
-    )
+    remedies = f"{rounding}LoRA (`use_peft: true`), DeepSpeed (accelerate_configs/full.yaml), or `dtype: float32`"
+    effect = "plain AdamW on 16-bit weights would lose nearly every update"
+    raise ConfigError(f"{lack}; {effect}. Set one of: {remedies} to ignore this estimate.")
 
 
 def _check_disk(plan: Plan, findings: Findings) -> None:
@@ -95,7 +94,7 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
         return
     in_16_bits = training.deepspeed_plugin is not None and (training.bf16 or training.fp16)
     number = 2 if in_16_bits else NUMBER_BYTES.get(plan.dtype or "auto", 4)
-    states = 4 * in_16_bits + memory.moment_bytes(training.optim.value, 4 if in_16_bits else number)
+    states = (4 if in_16_bits else 0) + memory.moment_bytes(training.optim.value, 4 if in_16_bits else number)
     each = number + (0 if training.save_only_model else states)
     checkpoint, free = each * memory.parameter_count(*plan.config.policy_source) / GIB, free_gib(training.output_dir)
     findings.figures["checkpoint_gib"] = checkpoint

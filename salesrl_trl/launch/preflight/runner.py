@@ -106,15 +106,11 @@ def _check_small_policy(plan: Plan) -> None:
     if Path(plan.config.policy_path) in POLICY_OF.values() or plan.config.model.model_name_or_path is not None:
         return
     if prompt is None:
-        raise ConfigError(
-            "no model is named, and the built-in small policy only knows the demo. Expected the policy to train, e.g. "
-            "`--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`."
-        )
+        expected = "Expected the policy to train, e.g. `--model_name_or_path Qwen/Qwen2.5-0.5B-Instruct`."
+        raise ConfigError(f"no model is named, and the built-in small policy only knows the demo. {expected}")
     if prompt != PROMPT_STYLE or not is_usual:
-        raise ConfigError(
-            f"the small demo policy needs `prompt_template: {PROMPT_STYLE}` and the usual `rag.action_fields`. Set "
-            "these, or a `model_name_or_path`."
-        )
+        needs = f"`prompt_template: {PROMPT_STYLE}` and the usual `rag.action_fields`"
+        raise ConfigError(f"the small demo policy needs {needs}. Set these, or a `model_name_or_path`.")
 
 
 def _check_data(plan: Plan, findings: Findings) -> None:
@@ -138,11 +134,9 @@ def _check_data(plan: Plan, findings: Findings) -> None:
         count = f"{len(held_out.rows)} held-out rows for {training.world_size} processes"
         raise ConfigError(f"quick evaluations have {count}. Hold out more, or set `quick_eval_steps: 0`.")
     prompts = training.generation_batch_size // training.num_generations
-    check(
-        training.mode != "train" or len(train.rows) >= prompts,
-        f"there are {len(train.rows)} training rows, but each step uses {prompts} prompts. Add rows, or lower "
-        "`per_device_train_batch_size` or `gradient_accumulation_steps`.",
-    )
+    found = f"there are {len(train.rows)} training rows, but each step uses {prompts} prompts"
+    remedy = "Add rows, or lower `per_device_train_batch_size` or `gradient_accumulation_steps`."
+    check(training.mode != "train" or len(train.rows) >= prompts, f"{found}. {remedy}")
     check_splits(train.rows, held_out.rows, training.branches, findings)
     findings.figures["longest_prompt_tokens"] = max(train.longest, held_out.longest)
     findings.figures["limit_tokens"] = None if plan.limit is None else plan.limit.tokens

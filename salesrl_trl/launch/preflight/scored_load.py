@@ -62,7 +62,6 @@ def score_made_up(plan: "Plan", findings: Findings) -> None:
     least = training.min_valid_reward_fraction
     if skipped := sum(share < least for share in scored):
         reasons = ", ".join(f"{name} {count}" for name, count in lost.most_common())
-        text = (
-            f"Training would skip {skipped} of {plan.load} steps; at worst {min(scored):.0%} were scored ({reasons})."
-        )
+        worst = f"at worst {min(scored):.0%} were scored ({reasons})"
+        text = f"Training would skip {skipped} of {plan.load} steps; {worst}."
         findings.fail(text, f"Fix the services or lower the concurrency: `min_valid_reward_fraction` is {least:.0%}.")

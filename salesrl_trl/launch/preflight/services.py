@@ -155,7 +155,7 @@ async def _drop_failing(targets: dict[str, Target[T]], places: Mapping[str, str]
         instead = targets.pop(name).instead
         if instead is None or len(failed) == len(loads):
             raise error
-        findings.note(str(error), instead)
+        findings.add(str(error), instead)
     for target in targets.values():
         if target.transport is not None:
             target.transport.drain_traffic()
@@ -180,7 +180,7 @@ def _report(
     text = f"{name}: {len(errors)} of {len(results)} calls failed at a concurrency of {in_flight} "
     text += f"({codes or 'none'}), and {traffic['overloads']} requests were rejected with 429."
     is_failure = needed and len(answered) < least * len(results)
-    text += f" Training skips a batch with fewer than {least:.0%} of its rewards." * is_failure
+    text += f" Training skips a batch with fewer than {least:.0%} of its rewards." if is_failure else ""
     if errors or traffic["overloads"]:
         text += f" The first failure: {errors[0]}" if errors else ""
         findings.add(text, "Fix the service, or lower `max_concurrency`.", is_failure=is_failure)
@@ -215,7 +215,7 @@ async def _examine_rag(plan: "Plan", findings: Findings) -> None:
             findings.figures[f"{name}_without_passages"] = without = sum(not each.passages for each in answered)
             if 2 * without > len(answered):
                 remedy = f"Lower `rag.score_threshold` ({service.score_threshold:g}), or check the service's index."
-                findings.note(f"{name}: {without} of {len(answered)} answers lack passages.", remedy)
+                findings.add(f"{name}: {without} of {len(answered)} answers lack passages.", remedy)
     finally:
         await answers.aclose()
 
@@ -301,13 +301,13 @@ def _report_noise(findings: Findings, name: str, noise: Noise, orders: int, time
     findings.figures |= {f"{name}_{what}": value for what, value in figures.items()}
     if noise.spread_sd is not None and noise.spread_sd < FLAT:
         text = f"{name} does not distinguish the built-in set's right and wrong answers: their scores have a standard "
-        findings.note(f"{text}deviation of {noise.spread_sd:.3f}.", "Check the rubrics and the judge's model.")
+        findings.add(f"{text}deviation of {noise.spread_sd:.3f}.", "Check the rubrics and the judge's model.")
     elif share is not None and share > NOISY:
         text = f"{name} is noisy: {share:.0%} of the variance of a group's scores is noise."
-        findings.note(text, f"Raise `{setting}` ({times}), choose another model, or write a clearer rubric.")
+        findings.add(text, f"Raise `{setting}` ({times}), choose another model, or write a clearer rubric.")
     gap, error = noise.order_gap, noise.order_gap_error or 0.0
     if gap is not None and abs(gap) >= max(BIASED, 2 * error):
         direction = "higher" if gap > 0 else "lower"
         where = "in the first half of its group" if orders else "before the reference"
         remedy = "" if times % 2 == 0 else f"Set `{setting}: 2` for a verdict in each order."
-        findings.note(f"{name} has a position bias: it scores a candidate {abs(gap):.2f} {direction} {where}.", remedy)
+        findings.add(f"{name} has a position bias: it scores a candidate {abs(gap):.2f} {direction} {where}.", remedy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.launch.checks.outcome import Figure, Finding, Findings, StageVerdict
-from salesrl_trl.launch.process import recognised, short
+from salesrl_trl.launch.process import advice, recognised, short
 
 if TYPE_CHECKING:
     from salesrl_trl.launch.plan import Plan
@@ -68,17 +68,15 @@ def finding_of(error: Exception) -> Finding:
     if fault is None:
         logger.error("an error that is not in the catalogue", exc_info=error)
         return Finding(text, "The traceback is on stderr.", is_failure=True)
-    steps = " ".join(f"{number}. {step}" for number, step in enumerate(fault.remedies, 1))
-    return Finding(f"{fault.title}. {fault.cause} {text}", steps, is_failure=True)
+    head, *steps = advice(fault, None, str(error))
+    return Finding(f"{head} {text}", " ".join(" ".join(steps).split()), is_failure=True)
 
 
 def stage_text(report: StageReport) -> str:
     """A line with verdict, seconds and metrics, followed by the findings and their remedies."""
     head = f"{report.stage:<12} {report.verdict:<8} {report.seconds:6.2f} s  "
-    figures = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in report.figures.items()
-    )
+    values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in report.figures.items()}
+    figures = ", ".join(f"{name} {value}" for name, value in values.items())
     lines = textwrap.wrap(figures, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
     for finding in report.findings:
         lines += textwrap.wrap(finding.text, WIDTH, initial_indent="  - ", subsequent_indent="    ")

@@ -61,9 +61,8 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     telemetry = replace(plan.config.telemetry, trace_steps="", quick_eval_steps=0)
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype)
-    rehearsal.reward = replace(
-        plan.reward, tools=()
-    )  # tools call services, and full-length completions lack their results
+    # tools call services, and full-length completions lack their results
+    rehearsal.reward = replace(plan.reward, tools=())
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)
@@ -92,7 +91,7 @@ def _make_steps(plan: Plan, findings: Findings) -> None:
         "completion_tokens": int(last["completions/mean_length"]),
     }
     if last["completions/min_length"] < training.max_completion_length:
-        findings.note("completions were shorter than `max_completion_length`, so memory and seconds are lower bounds")
+        findings.add("completions were shorter than `max_completion_length`, so memory and seconds are lower bounds")
     judge_update(first, training, findings)
 
 
@@ -123,4 +122,4 @@ def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, fi
     if card - outside - peak < SPARE * card:
         text = f"the peak of {peak:.1f} GiB, and {outside:.1f} GiB outside of PyTorch, leave less than {SPARE:.0%} of "
         remedy = "Lower `vllm_gpu_memory_utilization` or the batch size, or set `gradient_checkpointing: true`."
-        findings.note(f"{text}the GPU's {card:.1f} GiB.", remedy)
+        findings.add(f"{text}the GPU's {card:.1f} GiB.", remedy)

@@ -253,7 +253,7 @@ def test_a_hindrance_to_training_on_scored_groups_first_is_named(given, reason):
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **given}
     losses = {name: settings.pop(name, False) for name in ("entropy_bonus", "aux_loss")}
     args = training(**settings)
-    told = why_in_trls_order(args, **losses) or why_not_divisible(args, whole_batch=None)
+    told = why_in_trls_order(args, **losses) or why_not_divisible(args)
     assert told is None if reason is None else told.startswith(reason)
 
 
@@ -307,11 +307,10 @@ def test_limits_have_the_names_of_their_settings(tmp_path):
 @pytest.mark.parametrize(
     ("size", "given", "reason"),
     [
-        (8, (None, False, False), None),
-        (8, ("a reward model scores a whole batch", False, False), "a reward model scores a whole batch"),
-        (8, (None, True, False), "conversations"),
-        (8, (None, False, True), "pictures"),
-        (6, (None, False, False), "two processes"),
+        (8, (False, False), None),
+        (8, (True, False), "conversations"),
+        (8, (False, True), "pictures"),
+        (6, (False, False), "two processes"),
     ],
 )
 def test_groups_do_not_go_by_themselves_where_a_batch_is_one(size, given, reason):

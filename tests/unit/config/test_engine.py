@@ -130,7 +130,7 @@ def test_an_engine_has_slots_for_completions_that_are_left_and_what_keeps_it_fro
     args = config(per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4, **partial)
     assert args.most_unfinished == left
     assert engine_options(args, policy()).get("max_num_seqs") == (8 + left if left else None)
-    told = why_not_partial(args, None, talks=False, reads_pictures=False)
+    told = why_not_partial(args, talks=False, reads_pictures=False)
     assert told is None if reason is None else told.startswith(reason)
 
 

@@ -57,17 +57,17 @@ def test_a_row_counts_once_with_the_mean_of_its_answers():
     greedy, sampled = found(FIRST).answered
     assert list(greedy.values) == [0.2, 0.4, 0.6, 0.8]
     assert list(sampled.values) == pytest.approx([0.2, 0.25, 0.7, 0.9])
-    assert greedy.groups["all"].reward.value == pytest.approx(0.5)
-    assert sampled.groups["fairness"].reward.value == pytest.approx(0.225)
-    assert (sampled.groups["all"].valid, sampled.groups["fairness"].valid) == (7 / 8, 3 / 4)
+    assert greedy.branches["all"].reward.value == pytest.approx(0.5)
+    assert sampled.branches["fairness"].reward.value == pytest.approx(0.225)
+    assert (sampled.branches["all"].valid, sampled.branches["fairness"].valid) == (7 / 8, 3 / 4)
 
 
 def test_a_failed_call_is_no_number_and_its_row_is_left_out_of_both_sides():
     findings = found(FIRST, SECOND)
     greedy, sampled = findings.answered[2:]
     # greedy: (0.3 + 0.3 + 0.9) / 3. Sampled: the third row has half of its answers, the fourth none of its two
-    assert greedy.groups["all"].reward.value == pytest.approx(0.5)
-    assert (greedy.groups["all"].unscored, sampled.groups["all"].unscored) == (1 / 4, 3 / 8)
+    assert greedy.branches["all"].reward.value == pytest.approx(0.5)
+    assert (greedy.branches["all"].unscored, sampled.branches["all"].unscored) == (1 / 4, 3 / 8)
     assert list(sampled.values)[:3] == pytest.approx([0.4, 0.5, 0.6])
     assert math.isnan(sampled.values[3])
     assert greedy.missing == {"judge_timeout": 1}
