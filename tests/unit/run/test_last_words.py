@@ -19,9 +19,19 @@ from huggingface_hub.utils import hf_raise_for_status
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from salesrl_trl.errors import JudgeInvalid, ModelNotFoundError, ServiceUnavailable
+from salesrl_trl.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    JudgeInvalid,
+    ModelNotFoundError,
+    ServiceUnavailable,
+    TooFewRewardsError,
+)
+from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
+from salesrl_trl.launch.console import exit_with
 from salesrl_trl.launch.process import FAULTS, recognised, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
@@ -226,6 +236,18 @@ def test_every_setting_of_a_remedy_exists():
         for quoted in re.findall(r"`(--[^`]+)`", " ".join(fault.remedies)):
             for name in re.findall(r"--(\w+)", quoted):
                 assert name in known or quoted.startswith(("--shm-size", "--ipc", "--ulimit", "--pids-limit")), name
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a"), 2), (DataError("a"), 2), (DivergedError("a"), 3), (TooFewRewardsError("a"), 75)],
+    ids=lambda value: type(value).__name__,
+)
+def test_settings_that_only_the_trainer_finds_invalid_end_a_run_as_those_that_its_checks_find(error, code, capfd):
+    with pytest.raises(SystemExit) as ended:
+        exit_with(error, EXIT_FAILED)
+    assert ended.value.code == code
+    assert type(error).__name__ in capfd.readouterr().err
 
 
 def test_causes_in_a_circle_end():
