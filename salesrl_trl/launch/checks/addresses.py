@@ -105,8 +105,9 @@ def _refuse_outage(answer: bytes | ServiceError, service: str, setting: str, bas
         )
     if answer.status is None or answer.status >= 500:
         raise ServiceUnavailable(
-            f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): {answer}. "
-            f"Start the service, or correct the address; for the demo's rows, remove `{setting}`."
+            f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): "
+            f"{str(answer).rstrip('.')}. Start the service, or correct the address; for the demo's rows, remove "
+            f"`{setting}`."
         )
 
 

@@ -97,7 +97,7 @@ def damaged(tmp_path):
     [
         (full_disk, "The disk is full"),
         (files, "Too many open files"),
-        (lambda _: torch.empty(2**60, dtype=torch.uint8), "Out of host memory"),
+        (lambda _: torch.empty(2**60, dtype=torch.uint8), "Out of host memory (OOM)"),
         (port, "Port already in use"),
         (lambda _: torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(milliseconds=1)),
          "Processes timed out waiting for each other"),
@@ -177,9 +177,9 @@ def _too_few(**reasons):
 
 def test_the_place_tells_where_the_gpu_had_no_room():
     for module, function, title in (
-        ("torch.nn.functional", "linear", "Out of GPU memory during training"),
+        ("torch.nn.functional", "linear", "Out of GPU memory during training (OOM)"),
         ("vllm.model_executor.layers", "linear", "Not enough GPU memory for vLLM"),
-        ("transformers.trainer", "_load_optimizer_and_scheduler", "Out of GPU memory on resume"),
+        ("transformers.trainer", "_load_optimizer_and_scheduler", "Out of GPU memory on resume (OOM)"),
     ):
         assert recognised(_out_of_memory(module, function)).title == title
 
@@ -221,7 +221,7 @@ def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
     for number, text, title in (
         (signal.SIGABRT, "Watchdog caught collective operation timeout: Work\n{crash}: Aborted\n\nThr", "Processes"),
         (signal.SIGBUS, "{crash}: Bus error\n", "Out of shared memory (/dev/shm)"),
-        (signal.SIGKILL, "", "Out of host memory"),
+        (signal.SIGKILL, "", "Out of host memory (OOM)"),
         (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "Slow data loading"),
         (signal.SIGSEGV, "{crash}: Segmentation fault\n", "Unknown error"),
     ):

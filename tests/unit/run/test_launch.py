@@ -89,7 +89,7 @@ os.kill(os.getpid(), {number})
     ("number", "line", "title"),
     [
         (signal.SIGABRT, "Watchdog caught collective operation timeout: WorkNCCL(", "Processes timed out"),
-        (signal.SIGKILL, "", "Out of host memory"),
+        (signal.SIGKILL, "", "Out of host memory (OOM)"),
     ],
 )
 def test_a_run_that_a_signal_ended_is_explained_from_its_own_part_of_the_log(launch, tmp_path, number, line, title):
