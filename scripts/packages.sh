@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Puts packages into the environment $venv. install.sh and test.sh source this file, and site.sh too.
+# Installs packages into the environment $venv. Sourced by install.sh, test.sh and site.sh.
 #
-# uv installs: it downloads several packages at a time and links them from its cache. pip installs uv first, and uv gets
-# pip's settings (indexes, folders of wheels, certificates). pip installs everything where one of these holds:
+# uv downloads packages concurrently and links them from its cache. pip installs uv, which gets pip's settings (indexes,
+# folders of wheels, certificates). pip installs everything itself if one of these holds:
 #
 # - pip can't install uv;
 # - pip has a setting that uv lacks;
@@ -14,7 +14,7 @@ UV="uv==0.13.9"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
 uv=() # the command, or empty
 
-# Reads `pip config list` and prints uv's command, a word a line. Fails with the name of a setting that uv lacks.
+# Reads `pip config list` and prints uv's command, one word per line. Fails with the name of a setting that uv lacks.
 uv_command() {
   "$venv/bin/python" -m pip config list | "$venv/bin/python" -c '
 import ast, sys
@@ -38,7 +38,7 @@ OF_PIP_ALONE = {
     "no-input", "no-warn-conflicts", "no-warn-script-location", "progress-bar", "quiet", "require-virtualenv",
     "root-user-action", "verbose",
 }
-sections = {"global": {}, "install": {}, ":env:": {}}  # a later one wins
+sections = {"global": {}, "install": {}, ":env:": {}}  # later ones take precedence
 for line in sys.stdin:
     name, _, value = line.strip().partition("=")
     section, _, name = name.partition(".")
@@ -57,13 +57,13 @@ for name, value in settings.items():
     elif name not in OF_PIP_ALONE:
         sys.exit(f"pip has the setting {name}, which uv lacks")
 python = sys.argv[1]
-# As pip does: of all indexes, the best version.
+# Like pip: the best version of all indexes.
 command = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python, "--index-strategy", "unsafe-best-match"]
 print(*variables, *command, *options, sep="\n")
 ' "$venv/bin/python"
 }
 
-# Sets `uv` if uv is installed and knows all of pip's settings; else fails and says why.
+# Sets `uv` if uv is installed and supports all of pip's settings; otherwise fails with the reason.
 find_uv() {
   local words
   uv=()
@@ -73,7 +73,7 @@ find_uv() {
   uv=(env "${uv[@]}")
 }
 
-# Packages of a list, in a folder that lies before the locked ones on the path. Made again when the list changes.
+# Installs a list of packages into a folder that precedes the locked ones on the path. Recreated if the list changes.
 make_folder() {
   local folder="$1" list="$2" stamp="$1/.made-of" arguments
   if cmp -s "$list" "$stamp"; then return; fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation site, with search, into site/: open site/index.html. A broken link stops it.
+# Builds the documentation site, with search, into site/. Open site/index.html. Fails on a broken link.
 #
 #   scripts/site.sh
 set -euo pipefail

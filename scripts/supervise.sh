@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
-# Runs a training, and starts it again when it ended in a way that can be resumed.
+# Runs a training command, and restarts it after every end that can be resumed.
 #
 #   scripts/supervise.sh -- accelerate launch recipes/full.py --resume_from_checkpoint auto
 #   scripts/supervise.sh --max-restarts 20 -- accelerate launch recipes/full.py --resume_from_checkpoint auto
 #
 #   --max-restarts N     restarts in a row without progress before it gives up; default 5
-#   --healthy-after S    an attempt that lasted S seconds made progress: the count and the wait begin anew; default 1800
-#   --backoff S          seconds before the first restart, doubled by each further one; default 10
+#   --healthy-after S    an attempt of at least S seconds made progress and resets the count and the wait; default 1800
+#   --backoff S          seconds before the first restart, doubled with each further one; default 10
 #   --max-backoff S      longest wait; default 600
 #
-# Progress is judged by time alone. Set --healthy-after above the time from a start to the first new checkpoint: a run
-# that dies each time after longer than that is started again forever.
+# Progress is judged by time alone. Set --healthy-after higher than the time from start to first checkpoint: a run that
+# always dies later than that, but before its checkpoint, would be restarted forever.
 #
-# `accelerate launch` ends with 1 whatever its run ended with. So this script gives the run a folder, and reads the run's
-# own exit code from there. That of the command counts for a command that writes none.
+# `accelerate launch` exits with 1 for every failed run. Therefore this script gives the run a folder, and reads the run's
+# own exit code from there. If the run writes none, the command's exit code is used.
 #
-# Restarted: 75 (stopped, its state is saved), and the ends by a signal that the machine sends: SIGABRT (134), SIGBUS
-# (135), SIGKILL (137), SIGSEGV (139). Every other exit code is final and is passed on: 0 finished, 1 unknown error,
-# 2 refused by checks, 3 stopped for good, 130 ended by Ctrl-C. Giving up is exit code 3, a wrong call exit code 2.
+# Restarted: 75 (stopped, state saved), and signals sent by the machine: SIGABRT (134), SIGBUS (135), SIGKILL (137),
+# SIGSEGV (139). Every other exit code is final and passed on: 0 finished, 1 unknown error, 2 invalid settings or data,
+# 3 can't continue, 130 ended by Ctrl-C. This script exits with 3 if it gives up, and with 2 if called incorrectly.
 #
-# INT, TERM, HUP and USR1 are passed on to the run, INT as INT, the others as TERM. Then nothing is started again, and
-# the run's exit code is passed on once all its processes have ended. A second Ctrl-C is passed on too.
+# INT, TERM, HUP and USR1 are forwarded to the run: INT as INT, the others as TERM. Then nothing is restarted, and the
+# run's exit code is passed on once all its processes have exited. A second Ctrl-C is forwarded too.
 set -euo pipefail
 
 EXIT_USAGE=2 EXIT_GAVE_UP=3
-GRACE_S=60 # for processes of an attempt that outlive its first one, after SIGTERM
+GRACE_S=60 # after SIGTERM, for processes that outlive the attempt's first one
 
 say() { printf 'supervise: %s\n' "$*" >&2; }
 refuse() {
@@ -47,7 +47,7 @@ while (($#)) && [[ "$1" != -- ]]; do
 done
 if (($# < 2)); then refuse "there is no command. Expected: scripts/supervise.sh -- COMMAND..."; fi
 shift
-if [[ ! " $* " =~ .*\ --resume[_-]from[_-]checkpoint[\ =]+([^\ ]*) ]]; then # of several, the last one counts
+if [[ ! " $* " =~ .*\ --resume[_-]from[_-]checkpoint[\ =]+([^\ ]*) ]]; then # the last one counts
   refuse "the command has no --resume_from_checkpoint, so that each restart would begin from the start." \
     "Add --resume_from_checkpoint auto."
 fi
@@ -66,17 +66,17 @@ seconds() { printf '%d.%03d' $(($1 / 1000)) $(($1 % 1000)); }
 max_restarts=$((10#$max_restarts)) healthy_after=$((10#$healthy_after))
 backoff="$(milliseconds "$backoff")" max_backoff="$(milliseconds "$max_backoff")"
 
-launch="$(mktemp -d)" # where the run writes how it ended
+launch="$(mktemp -d)" # where the run writes its exit code
 trap 'rm -rf -- "$launch"' EXIT
 export SALESRL_TRL_LAUNCH="$launch"
-export PET_SIGNALS_TO_HANDLE=SIGQUIT # else torch's launcher kills a run 30 s after a signal
+export PET_SIGNALS_TO_HANDLE=SIGQUIT # otherwise torch's launcher kills a run 30 s after a signal
 
 # ------------------------------------------------------------------------------------------------------ signals
 
-child="" # the attempt under way: its first process, and its process group
+child="" # the current attempt: its first process, and its process group
 pause="" # the sleep before a restart
 asked="" # the signal that ends this script
-late=""  # a signal that came while an attempt was being started
+late=""  # a signal received while an attempt was starting
 
 # shellcheck disable=SC2329 # called by the traps below
 pass_on() {
@@ -96,17 +96,17 @@ for each in TERM HUP USR1; do
   trap "pass_on $each TERM" "$each"
 done
 
-# Seconds since the machine started. SECONDS follows a clock that may be set back.
+# Seconds since the machine started. SECONDS depends on a clock that may be set back.
 now() {
   local up=$SECONDS
   if [[ -r /proc/uptime ]]; then read -r up _ </proc/uptime; fi
   echo "${up%.*}"
 }
 
-# Whether a process of the attempt lives. One that has ended and that nobody asked for its exit code does not.
+# Whether a process of the attempt is alive. Zombies are not.
 alive() { kill -0 -- "-$child" 2>/dev/null && grep -qsE "\) [^ZX] [0-9]+ $child " /proc/[0-9]*/stat; }
 
-# The exit code that the run has written, once the process that waits for its end has written and printed all.
+# The run's exit code, once the process that waits for its end has written and printed everything.
 read_status() {
   local waiting until file
   if [[ -s "$launch/waiting" ]]; then
@@ -122,8 +122,8 @@ read_status() {
   done
 }
 
-# Runs the command once; its exit code is in `status`. accelerate does not pass signals to the training that it started.
-# So both are in a process group of their own (set -m). A terminal's Ctrl-C reaches this script alone, which passes it on.
+# Runs the command once; its exit code is in `status`. accelerate does not forward signals to the training process, so both
+# are in their own process group (set -m). A terminal's Ctrl-C only reaches this script, which forwards it.
 attempt() {
   local until
   rm -rf -- "${launch:?}"/*
@@ -133,7 +133,7 @@ attempt() {
   set +m
   if [[ -n "$late" ]]; then kill -s "$late" -- "-$child" 2>/dev/null || true; fi
   status=0
-  # A signal to this script ends a wait before the process has ended.
+  # A signal to this script interrupts the wait before the process has exited.
   while kill -0 "$child" 2>/dev/null; do wait "$child" || sleep 0.1; done
   wait "$child" || status=$?
   if [[ -z "$asked" ]] && alive; then
@@ -178,7 +178,7 @@ while [[ -z "$asked" ]]; do
   say "restart $restarts of $max_restarts in $(seconds "$delay") s: exit code $status ($why), after $lasted s"
   sleep "$(seconds "$delay")" &
   pause=$!
-  if [[ -n "$asked" ]]; then kill "$pause"; fi # it came before the line above
+  if [[ -n "$asked" ]]; then kill "$pause"; fi # it arrived before the line above
   wait "$pause" || true
   pause=""
   delay=$((delay * 2))

@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
+<<<<<<< HEAD
 # All that a change must pass, here and in CI: install, lint, format, types, tests with the locked versions, some of
 # them with the lowest versions that setup.cfg allows and with the newest vLLM and transformers, and one file with
 # trackers. Stops at the first failure.
+=======
+# Everything that a change must pass, locally and in CI: install, lint, format, types, tests with the locked versions, some
+# with the lowest versions allowed by setup.cfg, and one file with trackers. Stops at the first failure.
+>>>>>>> w54
 #
 #   scripts/test.sh
-#   scripts/test.sh --durations                      # and the seconds of each step and of each file of tests
-#   scripts/test.sh -m "not slow" tests/unit         # arguments go to pytest, which then runs once, in one process
+#   scripts/test.sh --durations                      # also shows the seconds of each step and test file
+#   scripts/test.sh -m "not slow" tests/unit         # arguments are passed to pytest, which runs in one process
 set -euo pipefail
 
 if [[ -n "${VENV:-}" && "$VENV" != /* ]]; then export VENV="$PWD/$VENV"; fi
@@ -36,8 +41,8 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
-# With the lowest versions: a training, the tests of what uses each dependency, and of upstream's hooks. Without the page's
-# script with tools: TRL reads tool calls of the built-in policy only with a newer transformers.
+# With the lowest versions: a training, a test for each dependency, and those of upstream's hooks. Without the page's
+# script with tools, because TRL parses the built-in policy's tool calls only with a newer transformers.
 test_lowest() {
   wait "$lowest_made" || return
   PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu or slow)" \
@@ -66,7 +71,7 @@ test_trackers() {
     "$bin/python" -m pytest -q "${durations[@]}" tests/integration/test_trackers.py
 }
 
-# What needs other versions, or none, runs beside the tests, where these wait, and is shown after them.
+# Checks that need other versions, or none, run alongside the tests, while these wait, and are shown afterwards.
 beside_the_tests() {
   make_folder "$lowest" requirements/lowest.txt &
   lowest_made=$!
@@ -80,14 +85,14 @@ beside_the_tests() {
   run "tests with the newest versions" test_newest
 }
 
-# A fresh environment is not compiled. It is to be compiled once, not by each of a hundred processes.
+# A fresh environment isn't compiled: compile it once rather than in each of a hundred processes.
 unset PYTHONDONTWRITEBYTECODE
-# No test needs the hub. One GiB of KV cache is plenty for the tiny models of tests.
+# No test needs the Hub. One GiB of KV cache is plenty for the tests' tiny models.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-WARNING}"
-# Where cores are shared, threads that spin while they wait triple the CPU time of a process with two of them.
+# On shared cores, threads that spin while waiting triple the CPU time of a process with two threads.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 
 run "install" scripts/install.sh
@@ -96,17 +101,17 @@ run "ruff format" "$bin/ruff" format --check .
 if (($#)); then
   run "mypy" "$bin/mypy"
 else
-  # Of each pytest its own: it removes old folders, and stumbles where another one does too.
+  # One per pytest: it removes old folders, and fails if another one does so at the same time.
   beside="$(mktemp -d)"
   export OMP_NUM_THREADS=1
-  set -m # a group of processes of its own, which ends as one
+  set -m # its own process group, which ends as a whole
   PYTEST_DEBUG_TEMPROOT="$beside" beside_the_tests >"$beside/log" 2>&1 &
   others=$!
   set +m
   trap 'kill -- "-$others" 2>/dev/null || true; rm -rf -- "$beside"' EXIT
-  # One process more than cores, to four, each with a thread: tests wait now and then. A file is one worker's;
-  # tests/conftest.py begins with the long ones.
-  cores="$(env -u OMP_NUM_THREADS nproc)" # which else says what that variable holds
+  # One more process than cores, up to four, each with one thread, because tests sometimes wait. Each file runs in one
+  # worker; tests/conftest.py puts the long ones first.
+  cores="$(env -u OMP_NUM_THREADS nproc)" # which otherwise returns that variable
   run "tests" "$bin/python" -m pytest -q -m "not (alone or docker or gpu or real_model or bench)" \
     --ignore tests/integration/test_trackers.py \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
@@ -117,7 +122,7 @@ else
   unset OMP_NUM_THREADS
   rm -rf -- "$beside"
   trap - EXIT
-  # Only the files that name these marks: collecting all tests takes longer than these tests.
+  # Only files with these marks: collecting all tests takes longer than running these.
   marks="alone|docker|real_model"
   if [[ -e /dev/nvidiactl ]]; then marks="$marks|gpu"; fi
   mapfile -t marked < <(grep -rlE "mark\.($marks)\b" --include='test_*.py' tests)
@@ -125,5 +130,5 @@ else
   if ((${#durations[@]})); then printf 'test: %s\n' "${steps[@]}"; fi
 fi
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
-# pytest replaces this shell: so it gets the signals, and its exit status is that of the script.
+# pytest replaces this shell, so it receives the signals, and its exit status is the script's.
 exec "$bin/python" -m pytest "$@"

@@ -23,26 +23,26 @@ LONG_FILES = (
     "test_kl_exactness.py", "test_rollouts_in_flight.py", "test_trainer.py", "test_failed_completions.py",
     "test_flops.py", "test_sigterm.py", "test_two_ranks.py", "test_examples.py",
 )  # fmt: skip
-"""They come first, so that no worker ends with one of them while the others have nothing left."""
+"""They run first, so that no worker is still busy with one of them when the others are done."""
 
 apart.begin()
 
-# Until the tests are collected: what is imported stays, and looking through it takes seconds.
+# Until tests are collected: imported objects stay alive, and a collection over them takes seconds.
 gc.disable()
 remember_packages()
 
-# Without a handler werkzeug makes one, when a request comes between two phases of a test. It would keep the stderr of
-# then, and complain on that of a later test.
+# Without a handler, werkzeug creates one if a request arrives between two phases of a test. That one would keep the
+# stderr of that moment, and fail in a later test.
 logging.getLogger("werkzeug").addHandler(logging.NullHandler())
 
-# What an example takes says how busy the machine is.
+# The duration of an example depends on the machine's load.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
 def make_httpserver(httpserver_listen_address):
-    """pytest-httpserver's server, answering requests beside each other as real services do."""
+    """pytest-httpserver's server, answering requests concurrently as real services do."""
     host, port = httpserver_listen_address
     with HTTPServer(host=host or "127.0.0.1", port=port or 0, threaded=True) as server:
         yield server
@@ -50,7 +50,7 @@ def make_httpserver(httpserver_listen_address):
 
 @pytest.fixture
 def services(httpserver):
-    """A RAG service and a judge on loopback, whose answers a test sets."""
+    """A RAG service and a judge on loopback, with answers set by the test."""
     return Services(httpserver)
 
 
@@ -61,7 +61,7 @@ def _elsewhere(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was():
-    """A run sets the level of the package's lines and some environment variables, for its whole process."""
+    """Restores log levels and environment variables, which a run sets for its whole process."""
     loggers = [logging.getLogger(name) for name in (None, "salesrl_trl", "salesrl_trl.demo")]
     levels, environment = [each.level for each in loggers], dict(os.environ)
     yield
@@ -75,7 +75,7 @@ def _process_as_it_was():
 
 @pytest.fixture(scope="session")
 def policy_path():
-    """A policy whose actions are valid."""
+    """A policy that writes valid actions."""
     from salesrl_trl.demo.packaged import PACKAGED
 
     return PACKAGED
@@ -83,7 +83,7 @@ def policy_path():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A policy of random weights, as small as can be."""
+    """A minimal policy with random weights."""
     from support.keyed import make_tiny_policy
 
     return make_tiny_policy(tmp_path_factory.mktemp("tiny") / "policy")
@@ -91,7 +91,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Threads cost more than they bring on tensors this small."""
+    """On tensors this small, threads cost more time than they save."""
     import torch
 
     threads = torch.get_num_threads()
@@ -135,7 +135,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs):
-    """The workers are forks of one process that has imported everything. A GPU's driver may not stand a fork."""
+    """Workers are forked from one process that has imported everything. A GPU's driver may not survive a fork."""
     if not forked.HAS_GPU:
         for spec in specs:
             spec.python = forked.python()
@@ -151,20 +151,20 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Hide the imported modules from the garbage collector: each training collects, which takes 0.4 s with them."""
+    """Hide imported modules from the garbage collector: each training collects, which takes 0.4 s longer with them."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()  # some modules complain at exit about objects that are still there
+    gc.unfreeze()  # some modules warn at exit about objects that still exist
     apart.end()
 
 
 @pytest.fixture
 def heeds_signals():
-    """What a test starts heeds SIGHUP and SIGINT, also when the tests run under `nohup` or in a shell's background."""
+    """Children of a test react to SIGHUP and SIGINT, even if tests run under `nohup` or in the background."""
     before = {each: signal.getsignal(each) for each in (signal.SIGHUP, signal.SIGINT)}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if before[signal.SIGINT] is signal.SIG_IGN:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from salesrl_trl.errors import StopRequested
 
-EXIT_BAD_INPUT = 2  # the checks before a run refused its settings, data, addresses or model
+EXIT_BAD_INPUT = 2  # invalid settings or data, or the checks before a run rejected its addresses or model
 EXIT_FAILED = 3  # a run started and failed permanently, e.g. because it diverged
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C, as shells have it
 EXIT_UNREAD = 128 + signal.SIGPIPE  # the reader of the output has exited, as with `| head`

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.config.checks import build_object, from_fields
-from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.local_disk import is_remote
 from salesrl_trl.judged.budget import FREE, Budget, Price
@@ -20,7 +20,7 @@ from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
 from salesrl_trl.judged.provider import JudgeProvider
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
-from salesrl_trl.launch.judge_config import EMBEDDED_MODEL, JudgeProviderConfig
+from salesrl_trl.launch.judge_config import JudgeProviderConfig
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import NOWHERE, addresses
 from salesrl_trl.record.replay import ReplayReward

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import transformers
 
-from salesrl_trl.errors import RunStopped, SalesRLError, StopRequested
-from salesrl_trl.ground.shutdown import EXIT_INTERRUPTED, EXIT_RESUMABLE
+from salesrl_trl.errors import ConfigError, DataError, RunStopped, SalesRLError, StopRequested
+from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from salesrl_trl.launch.process import keep_log, speak, words_of
 from salesrl_trl.telemetry.logs import LINE_FORMAT, TIME_FORMAT, hide_lines
 
@@ -46,7 +46,7 @@ def set_log_level(level: str) -> None:
 
 def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
     """Print the error and its remedies, with the traceback of a foreign error or cause, and exit: with 75 if the run
-    is resumable, 130 after Ctrl-C, 1 for a foreign error, else with `code`."""
+    is resumable, 130 after Ctrl-C, 1 for a foreign error, 2 for invalid settings or rows, else with `code`."""
     if isinstance(error, StopRequested):
         error = RunStopped(f"stopped by {error} before the first step. Run the same command again.")
     elif isinstance(error, KeyboardInterrupt):
@@ -58,6 +58,8 @@ def exit_with(error: Exception | KeyboardInterrupt, code: int) -> NoReturn:
         code = 1
     elif error.is_resumable and code != EXIT_INTERRUPTED:
         code = EXIT_RESUMABLE
+    elif isinstance(error, (ConfigError, DataError)):  # some are only found by the trainer
+        code = EXIT_BAD_INPUT
     speak(words_of(error, code, _Kept.log), _Kept.terminal, _Kept.log)
     raise SystemExit(code)
 

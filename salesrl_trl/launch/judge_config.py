@@ -15,6 +15,7 @@ from salesrl_trl.config.checks import (
     entry_of,
     structure,
 )
+from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL
 from salesrl_trl.judged.budget import Price
 from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
@@ -22,8 +23,6 @@ from salesrl_trl.judged.provider import RESPONSE_FORMATS
 from salesrl_trl.types import JUDGE
 
 NAME = "[A-Za-z0-9_-]+"
-EMBEDDED_MODEL = "salesrl-judge"
-"""Name of the embedded judge's model."""
 
 
 @dataclass(frozen=True, kw_only=True)

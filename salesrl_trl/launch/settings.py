@@ -272,6 +272,7 @@ class SettingsParser(TrlParser):
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
     ) -> dict[str, object]:
         values = vars(namespace)
+        self._drop_weights_of_replaced_functions(values, on_command_line)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}
             values |= left
@@ -285,6 +286,14 @@ class SettingsParser(TrlParser):
         if values.get("held_out_eval", False) is None:
             values["held_out_eval"] = True
         return values
+
+    def _drop_weights_of_replaced_functions(self, values: dict[str, object], on_command_line: Collection[str]) -> None:
+        """Ignore a recipe's `reward_weights` if the command line replaces the `reward_funcs` that they weight."""
+        recipe_functions, weights = self.get_default("reward_funcs"), values.get("reward_weights")
+        is_replaced = bool(recipe_functions) and values.get("reward_funcs") != recipe_functions
+        if is_replaced and weights and "reward_weights" not in on_command_line:
+            self.notes.append(f"`reward_funcs` replaces the recipe's, so its `reward_weights` {weights} are ignored")
+            values["reward_weights"] = None
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"invalid settings: {message}. `--help` lists all.")

@@ -41,8 +41,7 @@ class RewardFuncs:
         if isinstance(alone, Scorer) and not has_more:
             alone = RewardLoop(combined([alone], [1.0], apart))
         count = len(alone.reward.names.functions) if isinstance(alone, RewardLoop) else len(given)
-        if weights is not None and len(weights) != count:
-            raise ConfigError(f"`reward_weights` has {len(weights)} values for {count} functions. Set one for each.")
+        check_weights(weights, count)
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
             return cls(alone, list(alone.functions), weights, has_models=False)
@@ -82,6 +81,12 @@ class RewardFuncs:
         if size > group and self.reward_loop.reward.names.together.size(group, size) == size:
             return "a reward function scores a whole batch; `@per_completion` and `@per_group` would not wait for it"
         return None
+
+
+def check_weights(weights: Sequence[float] | None, count: int) -> None:
+    """Raise `ConfigError` unless there is a weight for each of `count` functions, or none at all."""
+    if weights is not None and len(weights) != count:
+        raise ConfigError(f"`reward_weights` has {len(weights)} values for {count} functions. Set one for each.")
 
 
 def needs_loop(function: object) -> bool:

@@ -1,4 +1,4 @@
-"""Fault servers in processes of their own or in memory, and calls against them."""
+"""Fault servers, in separate processes or in memory, and calls to them."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ class FaultServer:
 
 
 class FaultInMemory:
-    """The scenarios of a fault server, on the event loop of the caller."""
+    """The scenarios of a fault server, on the caller's event loop."""
 
     def __init__(self, network, settings):
         self.scenarios = Scenarios(**settings)
@@ -58,7 +58,7 @@ class FaultInMemory:
 
 
 class _Wire:
-    """Stands for the connection that a scenario writes to."""
+    """A fake of the connection that a scenario writes to."""
 
     def __init__(self):
         self._written = b""
@@ -90,7 +90,7 @@ def fault():
 
 @pytest.fixture
 def fault_in_memory(monkeypatch):
-    """As `fault`, without a socket: for calls in virtual time."""
+    """Like `fault`, but without a socket, for calls in virtual time."""
     network = Network(monkeypatch)
     return lambda kind, **settings: FaultInMemory(network, {"kind": kind, **settings})
 
@@ -108,8 +108,8 @@ def transport():
 
 @pytest.fixture
 def call_all():
-    """Run `count` calls at once over one transport, in virtual time unless another `run` is given. Returns each one's
-    result or error, in order, and the seconds that all of them took."""
+    """Run `count` concurrent calls over one transport, in virtual time unless another `run` is given. Returns each
+    one's result or error, in order, and the total seconds."""
 
     def call(url, transport, count, run=virtual_time.run):
         async def all_of_them():

@@ -15,7 +15,7 @@ def scripted_trainer(tiny, services, tmp_path):
 
     `chain` are settings of the reward chain, everything else the trainer's.
     """
-    # TRL, which takes seconds, and which not all tests here need
+    # importing TRL takes seconds, and not all tests here need it
     from support.scripted import build_trainer, default_rows, loopback_reward
 
     built = []

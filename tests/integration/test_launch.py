@@ -210,6 +210,6 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
     assert told.count("[Weights] vLLM samples from the weights being trained") == 1
     assert "TooFewRewardsError: 2 generation batches in a row" in told
     assert "rag_8b_http_500" in told
-    assert "The RAG service does not answer. " in told
+    assert "The RAG service isn't responding. " in told
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     assert (checkpoint / "trainer_state.json").is_file()

@@ -1,4 +1,4 @@
-"""A tiny policy, and services that answer the same thing to the same question."""
+"""A tiny policy, and services with deterministic answers."""
 
 import pytest
 from pytest_httpserver import HTTPServer
@@ -15,7 +15,7 @@ def tiny_policy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def services_url():
-    """One server for the session: what is trained once for several tests needs it too."""
+    """One server per session, because runs shared by several tests need it too."""
     with HTTPServer(host="127.0.0.1", port=0, threaded=True) as server:
         services = Services(server)
         services.judge_by(judge)
@@ -24,7 +24,7 @@ def services_url():
 
 @pytest.fixture(scope="session")
 def train(tiny_policy, services_url, tmp_path_factory):
-    """Train on one rank in this process: what happened, from `course_of`, and the `weights` that came of it."""
+    """Train on one rank in this process. Returns the events from `course_of` and the final `weights`."""
 
     def run(*callbacks, output_dir=None, resume_from=None, text_of=None, **settings):
         output_dir = output_dir or tmp_path_factory.mktemp("run")

@@ -11,7 +11,7 @@ from salesrl_trl.reward.reward_loop import RewardLoop
 
 @pytest.fixture
 def settings(services, tmp_path, monkeypatch):
-    """Settings of a reward, whose RAG service is on loopback."""
+    """Settings of a reward with its RAG service on loopback."""
 
     monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
 
@@ -23,8 +23,8 @@ def settings(services, tmp_path, monkeypatch):
 
 @pytest.fixture
 def result_of(monkeypatch):
-    """Score completions of the first row, or of these rows, where the reward itself is or another place."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # the child learns from its parent where modules are
+    """Score completions of the first row, or of `rows`, with the reward itself or what `place` makes of it."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the child gets the module path from its parent
 
     def score(reward, completions, rows=None, group=1, place=lambda reward: reward):
         loop = RewardLoop(place(reward))
@@ -40,5 +40,5 @@ def result_of(monkeypatch):
 
 @pytest.fixture(params=["here", "in a process of its own"])
 def anywhere(request, result_of):
-    """The same, by the reward itself and in a process of its own."""
+    """The same, in this process and in a separate one."""
     return result_of if request.param == "here" else partial(result_of, place=RemoteReward)

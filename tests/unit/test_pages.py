@@ -115,6 +115,10 @@ def test_a_wrong_command_is_found(known):
         assert unknown_of(command.split(), *known) == wrong
 
 
+def test_committed_pages_stay_within_their_budget():
+    assert sum(len(page.read_bytes()) for page in PAGES if (ROOT / "docs") in page.parents) <= 230 * 1024
+
+
 def test_habits_of_translated_english_stay_below_a_tenth_of_what_they_were():
     counts = english.counted(ROOT)  # 640 on pages and 1,900 in the package at 5b1d9cb5
     assert (counts["pages"].total() <= 64, counts["package"].total() <= 190) == (True, True)

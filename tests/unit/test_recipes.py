@@ -17,6 +17,7 @@ from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
 from salesrl_trl.ground.process import remember_packages
 from salesrl_trl.launch.checks.folders import claim_output_dir
+from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.sources import PACKAGED
 from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.plan import build_instruments
@@ -143,6 +144,22 @@ def test_what_the_embedded_services_do_not_know_they_score_only_where_that_is_as
     plan = prepared(*asked, "--allow_stand_ins", "true")
     assert (plan.reward.rubrics, plan.held_out.rows) == ({"tone": "mine"}, [])  # nothing evaluates
     assert [note.split("(")[0] for note in plan.notes] == ["THE SCORES MEAN NOTHING in this run "] * 2
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--judge_base_url {url} --judge_model salesrl-judge"], ids=["embedded", "own start"]
+)
+def test_own_rows_that_the_embedded_judge_scores_by_its_own_rubric_are_warned_of_once(tmp_path, more, httpserver):
+    httpserver.expect_request("/v1/models").respond_with_json({"data": [{"id": "salesrl-judge"}]})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "What is {number} + 1?"}}\n' for number in range(40)))
+    asked = ["--output_dir", str(tmp_path / "run"), "--reward_funcs", "judge", "--max_completion_length", "9"]
+    asked += ["--model_name_or_path", str(SMALL_POLICY), *more.format(url=httpserver.url_for("/v1")).split()]
+    own = prepare(parse([*asked, "--dataset", str(rows)], FULL))
+    (note,) = [note for note in own.notes if MEANINGLESS in note]
+    assert "rows.jsonl" in note
+    demo = prepare(parse([*asked, "--dataset", "demo_search"], FULL))
+    assert not [note for note in demo.notes if MEANINGLESS in note]
 
 
 def test_what_a_recipe_ends_with_is_what_its_process_ends_with_and_its_log_keeps(tmp_path):

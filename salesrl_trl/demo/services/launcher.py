@@ -18,6 +18,8 @@ from salesrl_trl.ground.process import child_environment
 TERMINATE_TIMEOUT_S = 6.0  # seconds for a child to stop
 STDERR_TAIL_CHARS = 2_000  # length of a failed child's stderr in an error, enough for the end of a traceback
 PACKAGES = ("bm25s", "fastapi", "rjieba", "uvicorn")  # the child's dependencies
+EMBEDDED_MODEL = "salesrl-judge"
+"""Name of the judge's model. Requests for any other one are rejected."""
 _COMMAND = ("-P", "-m", "salesrl_trl.demo.services", "--rag-port=0", "--judge-port=0", "--exit-with-parent")
 
 

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from salesrl_trl.data.files import Document
+from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL
 from salesrl_trl.demo.services.rubric import is_chinese, judge_sections, sentences, words
 from salesrl_trl.errors import DataError
 from salesrl_trl.ground.fencing import read_nonce, read_sections
@@ -187,15 +188,19 @@ def answer_from(passages: Sequence[Passage], question: str) -> str:
 
 
 def serve_judge(app: FastAPI, terms: re.Pattern[str]) -> None:
-    """The judge; its fairness branch checks for these terms. Requests may name any model."""
+    """The judge; its fairness branch checks for these terms."""
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        model = {"id": "salesrl-judge", "object": "model", "created": 0, "owned_by": "salesrl_trl"}
+        model = {"id": EMBEDDED_MODEL, "object": "model", "created": 0, "owned_by": "salesrl_trl"}
         return {"object": "list", "data": [model]}
 
-    @app.post("/v1/chat/completions")
-    async def complete(request: ChatRequest) -> dict[str, object]:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def complete(request: ChatRequest) -> dict[str, object] | JSONResponse:
+        if request.model != EMBEDDED_MODEL:  # the body of OpenAI's own API
+            message = f"The model does not exist. The only one is `{EMBEDDED_MODEL}`."
+            error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+            return JSONResponse({"error": error}, status_code=404)
         asked = next((message.content for message in reversed(request.messages) if message.role == "user"), "")
         sections, content = read_sections(asked), CANNOT_JUDGE
         names = [name.removeprefix(CANDIDATE) for name in sections if name.startswith(CANDIDATE)]

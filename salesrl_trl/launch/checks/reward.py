@@ -10,6 +10,7 @@ from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, check, load_object
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
+from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL
 from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.ground.process import find_key
 from salesrl_trl.judged.judge import Judge, load_rubrics, packaged_rubrics
@@ -128,7 +129,7 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
     """Check that the embedded services know the rows and rubrics to score. `own_rows`: a dataset other than the demo.
-    Returns lines for the banner if `allow_stand_ins` lets them score unknown data."""
+    Returns lines for the banner if they score unknown data, with `allow_stand_ins` or by a built-in rubric."""
     if (knowledge := config.rag_service.knowledge_file) is not None:
         load_documents(Path(knowledge).expanduser())
     if config.asks_nobody and own_rows is not None and (replay := config.parsed_replay()) and replay.run == CASSETTE:
@@ -153,6 +154,9 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
         faults.append(f"{found}. {remedy}")
     if faults and not config.allow_stand_ins:
         raise ConfigError(f"{' '.join(faults)} For a smoke test with meaningless scores, set `allow_stand_ins: true`.")
+    is_mock = config.embeds_judge or any(judge.model == EMBEDDED_MODEL for judge in config.judges.providers)
+    if config.uses_services and is_mock and own_rows is not None and not faults:
+        return [f"{MEANINGLESS} in this run. The embedded judge only knows the demo, not the rows of {own_rows}."]
     return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
 
 

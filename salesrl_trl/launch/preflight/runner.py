@@ -22,7 +22,8 @@ from salesrl_trl.launch.preflight.services import JUDGE_STAGE, RAG_STAGE
 from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, report_of
 from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import RunConfig
-from salesrl_trl.types import DEFAULT_FORMAT
+from salesrl_trl.reward.reward_funcs import check_weights
+from salesrl_trl.types import DEFAULT_FORMAT, SALES
 
 
 def prepare(config: RunConfig) -> Plan:
@@ -81,6 +82,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     resumed = find(asked, folder, with_digests=is_first, without_manifest=is_changed)
     training.resume_from_checkpoint = None if resumed is None else str(resumed)
     config.telemetry.check_branches(training.branches)
+    check_weights(training.reward_weights, len(reward.reward_funcs or [SALES]))
     if training.held_out_eval:
         check_evaluation(training, training.world_size)
     _check_small_policy(plan)

@@ -28,6 +28,18 @@ def test_the_command_line_wins_over_the_recipe():
     assert config.training.kl_targets()["fairness"].beta == 0.2
 
 
+def test_weights_of_a_recipe_are_of_its_own_functions():
+    recipe = ROOT / "salesrl_trl/launch/recipes/search.yaml"
+    own = ["--reward_funcs", "judge", "my_rewards.brief"]
+    config = parse(own, recipe)
+    assert config.training.reward_weights is None
+    assert [note for note in config.notes if "`reward_weights` [1.0, -0.05, 0.0] are ignored" in note]
+    assert config.recipe["reward_weights"] is None  # what repeats the run
+    assert parse([*own, "--reward_weights", "1", "0.2"], recipe).training.reward_weights == [1.0, 0.2]
+    same = parse(["--reward_funcs", "judge", "search_rewards.searches", "search_rewards.found"], recipe)
+    assert same.training.reward_weights == [1.0, -0.05, 0.0]
+
+
 def test_another_recipe_can_be_named(tmp_path):
     other = tmp_path / "mine.yaml"
     other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")

@@ -86,7 +86,7 @@ def test_no_room_in_a_step_fails_with_the_remedy_of_the_catalogue(planned, monke
     monkeypatch.setattr("trl.GRPOTrainer._compute_loss", Mock(side_effect=full))
     *_, report = examine(planned(), stages=(STEP_STAGE,))
     assert report.verdict is FAILED
-    assert report.findings[0].text.startswith("No room on the GPU in training.")
+    assert report.findings[0].text.startswith("Out of GPU memory during training (OOM).")
     assert "--gradient_checkpointing true" in report.findings[0].remedy
 
 

@@ -20,7 +20,7 @@ def services(network):
 
 @pytest.fixture
 def score(services):
-    """The result of completions, scored in an event loop of its own: `score([text], rows=..., **settings)`."""
+    """Score completions in their own event loop and return the result: `score([text], rows=..., **settings)`."""
 
     def run(completions, rows=None, indices=None, **settings):
         reward = build_reward(services.url, rows or [row()], **settings)
@@ -31,5 +31,5 @@ def score(services):
 
 @pytest.fixture
 def spans_in_virtual_time(monkeypatch):
-    """Spans and the seconds of stages follow the loop's clock too, in place of `time.perf_counter`."""
+    """Spans and stage durations also use the loop's clock instead of `time.perf_counter`."""
     monkeypatch.setattr(time, "perf_counter", lambda: asyncio.get_running_loop().time())

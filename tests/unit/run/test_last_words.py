@@ -19,9 +19,19 @@ from huggingface_hub.utils import hf_raise_for_status
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from salesrl_trl.errors import JudgeInvalid, ModelNotFoundError, ServiceUnavailable
+from salesrl_trl.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    JudgeInvalid,
+    ModelNotFoundError,
+    ServiceUnavailable,
+    TooFewRewardsError,
+)
+from salesrl_trl.ground.shutdown import EXIT_FAILED
 from salesrl_trl.judged.verdict import read_verdict
 from salesrl_trl.launch.checks.addresses import check_models, check_rag
+from salesrl_trl.launch.console import exit_with
 from salesrl_trl.launch.process import FAULTS, recognised, words_of_end
 from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
@@ -87,20 +97,21 @@ def damaged(tmp_path):
     [
         (full_disk, "The disk is full"),
         (files, "Too many open files"),
-        (lambda _: torch.empty(2**60, dtype=torch.uint8), "No room in the host's memory"),
-        (port, "The port is taken"),
+        (lambda _: torch.empty(2**60, dtype=torch.uint8), "Out of host memory (OOM)"),
+        (port, "Port already in use"),
         (lambda _: torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(milliseconds=1)),
-         "Processes waited too long for each other"),
+         "Processes timed out waiting for each other"),
         (lambda _: next(iter(DataLoader(_Deadly(signal.SIGKILL), num_workers=1, timeout=1))),
-         "A worker of the data loader died"),
+         "A data loader worker died"),
         (lambda _: next(iter(DataLoader(_Deadly(signal.SIGBUS), num_workers=1, timeout=1))),
-         "No room in shared memory"),
+         "Out of shared memory (/dev/shm)"),
         (lambda _: _tiny(attn_implementation="flash_attention_2"), "No working attention backend"),
-        (no_compiler, "A kernel does not compile"),
-        (damaged, "A file of weights is damaged"),
-        (lambda path: AutoConfig.from_pretrained("salesrl/absent", cache_dir=path), "The hub cannot be reached"),
-        (lambda _: check_rag(f"http://127.0.0.1:{closed_port()}", None), "The RAG service does not answer"),
-        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge"), "The judge does not answer"),
+        (no_compiler, "Kernel compilation failed"),
+        (damaged, "Corrupted weights file"),
+        (lambda path: AutoConfig.from_pretrained("salesrl/absent", cache_dir=path),
+         "The Hugging Face Hub is unreachable"),
+        (lambda _: check_rag(f"http://127.0.0.1:{closed_port()}", None), "The RAG service isn't responding"),
+        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge"), "The judge isn't responding"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )  # fmt: skip
@@ -127,18 +138,18 @@ def _texts(source):
 @pytest.mark.parametrize(
     ("package", "module", "title"),
     [
-        ("vllm", "v1/core/kv_cache_utils.py", "vLLM has no room for its KV cache"),
-        ("vllm", "v1/worker/cpu_worker.py", "vLLM has no room for its KV cache"),
-        ("vllm", "v1/worker/utils.py", "No room for vLLM on the GPU"),
-        ("vllm", "config/model.py", "vLLM's longest sequence is longer than the model's"),
+        ("vllm", "v1/core/kv_cache_utils.py", "Not enough memory for vLLM's KV cache"),
+        ("vllm", "v1/worker/cpu_worker.py", "Not enough memory for vLLM's KV cache"),
+        ("vllm", "v1/worker/utils.py", "Not enough GPU memory for vLLM"),
+        ("vllm", "config/model.py", "vllm_max_model_length exceeds the model's context length"),
         ("vllm", "v1/attention/backends/registry.py", "No working attention backend"),
         ("vllm", "platforms/cuda.py", "No working attention backend"),
-        ("vllm", "v1/engine/utils.py", "A worker of vLLM or Ray does not start"),
-        ("vllm", "v1/executor/multiproc_executor.py", "A worker of vLLM or Ray does not start"),
-        ("vllm", "v1/executor/ray_utils.py", "A worker of vLLM or Ray does not start"),
-        ("torch", "utils/cpp_extension.py", "A kernel does not compile"),
+        ("vllm", "v1/engine/utils.py", "A vLLM or Ray worker failed to start"),
+        ("vllm", "v1/executor/multiproc_executor.py", "A vLLM or Ray worker failed to start"),
+        ("vllm", "v1/executor/ray_utils.py", "A vLLM or Ray worker failed to start"),
+        ("torch", "utils/cpp_extension.py", "Kernel compilation failed"),
         ("salesrl_trl", "launch/checks/environment.py", "The disk is full"),
-        ("salesrl_trl", "launch/checks/environment.py", "Completions do not end"),
+        ("salesrl_trl", "launch/checks/environment.py", "Completions never end"),
     ],
 )
 def test_what_is_said_where_a_cpu_cannot_provoke_it_or_before_a_run_is_recognised(package, module, title):
@@ -165,9 +176,9 @@ def _too_few(**reasons):
 
 def test_the_place_tells_where_the_gpu_had_no_room():
     for module, function, title in (
-        ("torch.nn.functional", "linear", "No room on the GPU in training"),
-        ("vllm.model_executor.layers", "linear", "No room for vLLM on the GPU"),
-        ("transformers.trainer", "_load_optimizer_and_scheduler", "No room on the GPU on resume"),
+        ("torch.nn.functional", "linear", "Out of GPU memory during training (OOM)"),
+        ("vllm.model_executor.layers", "linear", "Not enough GPU memory for vLLM"),
+        ("transformers.trainer", "_load_optimizer_and_scheduler", "Out of GPU memory on resume (OOM)"),
     ):
         assert recognised(_out_of_memory(module, function)).title == title
 
@@ -186,12 +197,12 @@ def test_a_cause_behind_an_error_is_recognised():
 
 def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
     for reason, title in (
-        ("judge_http_401", "A service refuses the key"),
-        ("judge_http_429", "A service limits calls"),
-        ("rag_8b_http_500", "The RAG service does not answer"),
-        ("rag_8b_timeout", "The RAG service does not answer"),
-        ("judge_a_unavailable", "The judge does not answer"),
-        ("judge_not_json", "The judge gives no verdict"),
+        ("judge_http_401", "A service rejects the API key"),
+        ("judge_http_429", "Rate limit: a service returns 429"),
+        ("rag_8b_http_500", "The RAG service isn't responding"),
+        ("rag_8b_timeout", "The RAG service isn't responding"),
+        ("judge_a_unavailable", "The judge isn't responding"),
+        ("judge_not_json", "The judge returns no valid verdict"),
     ):
         assert recognised(_too_few(**{reason: 3})).title == title
     assert recognised(_too_few(not_json=3)) is None
@@ -201,16 +212,16 @@ def test_a_judge_that_answers_in_prose_is_not_told_to_be_dead():
     with pytest.raises(JudgeInvalid) as raised:
         read_verdict("The first answer is better.", nonce="0" * 16, expect_reference=True)
     warm_up = ServiceUnavailable(f"the services failed their warm-up: judge m at http://j/v1: {raised.value}")
-    assert {recognised(error).title for error in (raised.value, warm_up)} == {"The judge gives no verdict"}
+    assert {recognised(error).title for error in (raised.value, warm_up)} == {"The judge returns no valid verdict"}
 
 
 def test_the_log_tells_why_a_signal_ended_the_run(tmp_path):
     log = tmp_path / "run.log"
     for number, text, title in (
         (signal.SIGABRT, "Watchdog caught collective operation timeout: Work\n{crash}: Aborted\n\nThr", "Processes"),
-        (signal.SIGBUS, "{crash}: Bus error\n", "No room in shared memory"),
-        (signal.SIGKILL, "", "No room in the host's memory"),
-        (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "The data loader is slow"),
+        (signal.SIGBUS, "{crash}: Bus error\n", "Out of shared memory (/dev/shm)"),
+        (signal.SIGKILL, "", "Out of host memory (OOM)"),
+        (signal.SIGKILL, "[Heartbeat] step 3/9: data_loading for 128 s. Look at: the disk", "Slow data loading"),
         (signal.SIGSEGV, "{crash}: Segmentation fault\n", "Unknown error"),
     ):
         log.write_text(text.format(crash="Fatal Python error"))
@@ -225,6 +236,18 @@ def test_every_setting_of_a_remedy_exists():
         for quoted in re.findall(r"`(--[^`]+)`", " ".join(fault.remedies)):
             for name in re.findall(r"--(\w+)", quoted):
                 assert name in known or quoted.startswith(("--shm-size", "--ipc", "--ulimit", "--pids-limit")), name
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a"), 2), (DataError("a"), 2), (DivergedError("a"), 3), (TooFewRewardsError("a"), 75)],
+    ids=lambda value: type(value).__name__,
+)
+def test_settings_that_only_the_trainer_finds_invalid_end_a_run_as_those_that_its_checks_find(error, code, capfd):
+    with pytest.raises(SystemExit) as ended:
+        exit_with(error, EXIT_FAILED)
+    assert ended.value.code == code
+    assert type(error).__name__ in capfd.readouterr().err
 
 
 def test_causes_in_a_circle_end():

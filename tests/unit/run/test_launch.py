@@ -88,8 +88,8 @@ os.kill(os.getpid(), {number})
 @pytest.mark.parametrize(
     ("number", "line", "title"),
     [
-        (signal.SIGABRT, "Watchdog caught collective operation timeout: WorkNCCL(", "Processes waited too long"),
-        (signal.SIGKILL, "", "No room in the host's memory"),
+        (signal.SIGABRT, "Watchdog caught collective operation timeout: WorkNCCL(", "Processes timed out"),
+        (signal.SIGKILL, "", "Out of host memory (OOM)"),
     ],
 )
 def test_a_run_that_a_signal_ended_is_explained_from_its_own_part_of_the_log(launch, tmp_path, number, line, title):

@@ -7,6 +7,7 @@ import pytest
 import salesrl_trl
 from salesrl_trl.__main__ import COMMANDS
 from salesrl_trl.launch.coming_from import names as foreign_names
+from salesrl_trl.launch.presets import PRESETS
 from salesrl_trl.launch.process import FAULTS
 from salesrl_trl.launch.settings_help import settings
 from salesrl_trl.names import FIGURES
@@ -14,7 +15,7 @@ from scripts import make_reference
 
 ENTRIES = {
     "api.md": [f"## {name}\n" for name in salesrl_trl._MODULES],
-    "settings.md": [f"\n| `{name}` |" for name in settings()],
+    "settings.md": [f"\n| `{name}` |" for name in [*settings(), *PRESETS]],
     "metrics.md": [f"| `{figure.tag.replace('{', '<').replace('}', '>')}` |" for figure in FIGURES],
     "command-line.md": [f"## salesrl {name}\n\n```text\nusage: " for name in COMMANDS],
     "verl-names.md": [

@@ -1,4 +1,4 @@
-"""Records of runs that never were, with the viewer's index of them, and runs' folders with real TensorBoard files."""
+"""Synthetic records with the viewer's index, and run folders with real TensorBoard files."""
 
 import itertools
 import json
@@ -39,12 +39,14 @@ def viewer(two_runs):
 
 
 class RunFolder:
+    """Writes the files of a run."""
+
     def __init__(self, path):
         self.path = path
         self._numbers = itertools.count()
 
     def events(self, steps, seconds_per_step=10.0, started_s=STARTED_S, where="runs/Aug01_host"):
-        """One event file: `{step: {tag: figure}}`, step n written n x `seconds_per_step` after `started_s`."""
+        """One event file, `{step: {tag: value}}`; step n is written n x `seconds_per_step` after `started_s`."""
         folder = self.path / where
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"events.out.tfevents.1700000000.host.1.{next(self._numbers)}"
@@ -77,7 +79,7 @@ def kl_of(branch, kl, share, beta):
 
 @pytest.fixture
 def two_branches(run_folder):
-    """Twenty steps of 10 s with everything in it; the figures are chosen so that sums are easy by hand."""
+    """Twenty steps of 10 s with every kind of metric; values are chosen so that sums are easy by hand."""
     run_folder.events(
         {
             step: {
@@ -93,8 +95,8 @@ def two_branches(run_folder):
                 "time/backward_s": 0.4,
                 "time/unaccounted_s": 0.3,
                 "time/step_s": 10.0,
-                "failures/reason/missing_field": 2.0,  # 40 in all
-                "failures/reason/rag_8b_timeout": 1.0 if step <= 10 else 0.0,  # 10 in all
+                "failures/reason/missing_field": 2.0,  # 40 in total
+                "failures/reason/rag_8b_timeout": 1.0 if step <= 10 else 0.0,  # 10 in total
             }
             for step in range(1, 21)
         }

@@ -6,9 +6,11 @@ import httpx2
 import openai
 import pytest
 
-from salesrl_trl.demo.services.launcher import EmbeddedServices
+from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 from salesrl_trl.demo.services.services_app import NOTHING_FOUND
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.fencing import fence, read_sections
+from salesrl_trl.launch.checks.addresses import check_models
 
 PRICE_ZH = "Python数据分析课程的价格是3800元。"
 HOURS_ZH = "Python数据分析课程在周三晚上七点半上课。"
@@ -122,13 +124,21 @@ def judge_message(**changes):
     )
 
 
-def ask(judge, *messages, **options):
+def ask(judge, *messages, model=EMBEDDED_MODEL, **options):
     prompts = [{"role": "user", "content": message} for message in messages]
-    return judge.chat.completions.create(model="qwen-judge", messages=prompts, **options)
+    return judge.chat.completions.create(model=model, messages=prompts, **options)
 
 
 def said_by(judge, *messages):
     return json.loads(ask(judge, *messages).choices[0].message.content)
+
+
+def test_another_model_is_unknown_as_it_is_to_openai_s_api(judge, addresses):
+    with pytest.raises(openai.NotFoundError) as rejected:
+        ask(judge, judge_message(), model="gpt-5")
+    assert (rejected.value.code, rejected.value.param) == ("model_not_found", "model")
+    with pytest.raises(ConfigError, match=f"is 'gpt-5', but .* returned 404. It lists {EMBEDDED_MODEL}"):
+        check_models(addresses.judge_base_url, None, "gpt-5")
 
 
 def test_judge_answers_an_openai_client_with_a_verdict(judge):
@@ -141,7 +151,7 @@ def test_judge_answers_an_openai_client_with_a_verdict(judge):
         "reference": 0.4,
         "reason": "coverage 1.00, supported 1.00",
     }
-    assert (completion.model, completion.object) == ("qwen-judge", "chat.completion")
+    assert (completion.model, completion.object) == (EMBEDDED_MODEL, "chat.completion")
     assert completion.choices[0].finish_reason == "stop"
     assert completion.id.startswith("chatcmpl-") and completion.created > 0
     usage = completion.usage
