@@ -1,12 +1,7 @@
 #!/usr/bin/env bash
-<<<<<<< HEAD
-# All that a change must pass, here and in CI: install, lint, format, types, tests with the locked versions, some of
-# them with the lowest versions that setup.cfg allows and with the newest vLLM and transformers, and one file with
-# trackers. Stops at the first failure.
-=======
 # Everything that a change must pass, locally and in CI: install, lint, format, types, tests with the locked versions, some
-# with the lowest versions allowed by setup.cfg, and one file with trackers. Stops at the first failure.
->>>>>>> w54
+# with the lowest versions allowed by setup.cfg and with the newest vLLM and transformers, and one file with trackers. Stops
+# at the first failure.
 #
 #   scripts/test.sh
 #   scripts/test.sh --durations                      # also shows the seconds of each step and test file

@@ -99,17 +99,10 @@ def _refuse_outage(answer: bytes | ServiceError, service: str, setting: str, bas
         found = f"the {service} at `{setting}` rejected the key: {base_url} returned {answer.status}"
         raise ServiceRejected(f"{found}. Check the variable of `{setting.removesuffix('base_url')}api_key_env`.")
     if answer.status is None or answer.status >= 500:
-<<<<<<< HEAD
-        found = f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): {answer}"
+        found = f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): "
+        found += str(answer).rstrip(".")
         remedy = f"Start the service, or correct the address; for the demo's rows, remove `{setting}`."
         raise ServiceUnavailable(f"{found}. {remedy}")
-=======
-        raise ServiceUnavailable(
-            f"the {service} does not answer at `{setting}` ({base_url}, within {PROBE_TIMEOUT_S:g} s): "
-            f"{str(answer).rstrip('.')}. Start the service, or correct the address; for the demo's rows, remove "
-            f"`{setting}`."
-        )
->>>>>>> w54
 
 
 def _ask(
