@@ -16,11 +16,12 @@
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import TrainerCallback, set_seed
 from trl import GRPOTrainer
 
@@ -37,10 +38,50 @@ from salesrl_trl.names import (
 )
 from salesrl_trl.reward.batch import BatchResult, RewardBatch
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
+from salesrl_trl.telemetry.timeline import Timeline
 from salesrl_trl.timing import Span
 
 ORDER = (True, False, False, True)
 """Instruments on or off, by block of a round."""
+
+
+class SwitchedTimeline(Timeline):
+    """A timeline that can be turned off: then nothing is marked and no step is counted."""
+
+    is_on = True
+
+    def begin(self, name: str) -> Any:
+        return super().begin(name) if self.is_on else None
+
+    def step_ends(self) -> None:
+        if self.is_on:
+            super().step_ends()
+        else:
+            self.stops()
+
+    def add(self, spans: Iterable[Span]) -> None:
+        if self.is_on:
+            super().add(spans)
+
+
+class SwitchedInstruments(Instruments):
+    """Instruments that measure nothing while their timeline is off."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        own = self.timeline
+        self.timeline: SwitchedTimeline = SwitchedTimeline(own._clock, own._opaque)
+
+    def record_batch(self, *given: Any, **named: Any) -> None:
+        if self.timeline.is_on:
+            super().record_batch(*given, **named)
+
+    def record_rewards(self, *given: Any, **named: Any) -> None:
+        if self.timeline.is_on:
+            super().record_rewards(*given, **named)
+
+    def figures(self, accelerator: Accelerator) -> dict[str, float]:
+        return super().figures(accelerator) if self.timeline.is_on else {}
 
 
 class SpannedReward(InstantReward):
@@ -91,7 +132,7 @@ class Meter:
 class Switch(TrainerCallback):
     """Turns the instruments on and off, and keeps the seconds of each update."""
 
-    def __init__(self, instruments: Instruments, updates: int) -> None:
+    def __init__(self, instruments: SwitchedInstruments, updates: int) -> None:
         self.seconds: dict[int, list[float]] = {}
         """By block."""
         self._instruments = instruments
@@ -104,7 +145,7 @@ class Switch(TrainerCallback):
         if self._step >= 0:
             self.seconds.setdefault(self._step // self._updates, []).append(moment - self._started)
         self._step += 1
-        self._instruments.timeline.enabled = ORDER[self._step // self._updates % len(ORDER)]
+        self._instruments.timeline.is_on = ORDER[self._step // self._updates % len(ORDER)]
         self._started = time.perf_counter()
 
 
@@ -114,7 +155,7 @@ def measure(shape: str, updates: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         model, run = save_model(shape, Path(scratch, "model"), device()), Path(scratch, "run")
         settings = InstrumentSettings(trace_steps=range(2**62), trace_bytes=10**9)
-        instruments = Instruments(settings, device(), run)
+        instruments = SwitchedInstruments(settings, device(), run)
         steps = (rounds + 1) * len(ORDER) * updates + 1  # a round to warm up
         switch, meter = Switch(instruments, updates), Meter()
         trainer = build_trainer(True, shape, model, str(run), steps, switch, SpannedReward(), instruments)

@@ -38,7 +38,7 @@ def put_run_aside(folder: Path, resumed: _Path | None, used: Iterable[_Path | No
     if is_its_own or not found(folder, FILES["results"]):
         return
     is_saved = (folder / "training_args.bin").exists()  # by a trainer; otherwise such files may be unrelated
-    saved = (*SAVED, *[CARD] * may_write_card(folder)) if is_saved else ()
+    saved = (*SAVED, *([CARD] if may_write_card(folder) else [])) if is_saved else ()
     moved = found(folder, (*FILES["results"], *FILES["settings"], *saved))
     moved = {path.parent if path.name.startswith("events.out") else path for path in moved}
     going = [folder.resolve() / path.relative_to(folder) for path in moved]

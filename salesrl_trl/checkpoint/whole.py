@@ -42,8 +42,9 @@ def seal(folder: Path, processes: int, has_optimizer: bool, output_dir: Path | N
     """Write the manifest of a checkpoint whose files are complete. `output_dir`: folder of the earlier checkpoints."""
     before = (_read(folder) for folder in folders(output_dir or folder.parent))
     number = 1 + max((earlier.number for earlier in before if isinstance(earlier, Manifest)), default=0)
-    sizes = {name: (folder / name).stat().st_size for name in _names(folder)}
-    files = {name: {"bytes": size, "sha256": _digest(folder / name)} for name, size in sizes.items()}
+    found = {name: (folder / name).stat() for name in _names(folder)}
+    sums = {name: _digest(folder / name, file.st_mtime_ns) for name, file in found.items()}
+    files = {name: {"bytes": file.st_size, "sha256": sums[name]} for name, file in found.items()}
     manifest = {"number": number, "processes": processes, "has_optimizer": has_optimizer, "run": run, "files": files}
     write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
 
@@ -85,7 +86,7 @@ def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:
     changed = {
         name
         for name, (_, digest) in manifest.files.items()
-        if _known_digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
+        if _digest(checkpoint / name, (checkpoint / name).stat().st_mtime_ns) != digest
     }
     return f"{_files_are(changed)} modified since the save" if changed else None
 
@@ -166,13 +167,9 @@ def _files_are(names: Set[str]) -> str:
 
 
 @functools.cache
-def _known_digest(path: Path, written_ns: int) -> str:
-    """A file's digest, cached until the file is rewritten: it is needed before and after loading a model."""
-    return _digest(path)
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of the SHA-256s of 64 MiB pieces, so that a large file is read in parallel."""
+def _digest(path: Path, written_ns: int) -> str:
+    """SHA-256 of the SHA-256s of 64 MiB pieces, so that a large file is read in parallel. Cached until the file is
+    rewritten: it is needed before and after loading a model."""
     with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         places = range(0, path.stat().st_size, _PIECE)
         digests = threads.map(lambda place: hashlib.sha256(os.pread(file.fileno(), _PIECE, place)).digest(), places)

@@ -69,9 +69,8 @@ def read_file(path: Path) -> list[Placed]:
         ) from None
     for position, record in enumerate(records):
         if not isinstance(record, dict):
-            raise DataError(
-                f"{path}, row {position} (counted from 0) is a {type(record).__name__}. Expected a JSON object."
-            )
+            fault = f"{path}, row {position} (counted from 0) is a {type(record).__name__}. Expected a JSON object."
+            raise DataError(fault)
     return [Placed(record) for record in records]
 
 

@@ -60,9 +60,8 @@ def parse_row(
     prompt = None if record.get("prompt") is None else _prompt(record["prompt"], where)
     images = read_pictures(record.get("images", record.get("image")), folder, where)
     if images and isinstance(prompt, str):
-        raise DataError(
-            f"{where}: `prompt` is a string, but the row has images. Expected messages for a chat template."
-        )
+        text = f"{where}: `prompt` is a string, but the row has images. Expected messages for a chat template."
+        raise DataError(text)
     return SalesRow(
         row_id=_id(record, "id", where) or f"{row_name}-{position}",
         branch=branch,

@@ -3,6 +3,7 @@
 Such a file is written on the local disk, and copied to its place from time to time and at the end.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -18,6 +19,7 @@ import psutil
 from salesrl_trl.ground.process import cache_dir, make_private
 
 logger = logging.getLogger(__name__)
+_log_once = functools.cache(logger.log)  # a file is reopened after a fault
 
 NETWORK = re.compile(
     r"9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs4?|pvfs2|smb(?:2|3|fs)|wekafs|fuse\.(?!fuse-overlayfs).+"
@@ -49,14 +51,15 @@ class LocalFile:
             return
         folder = cache_dir() / "databases" / hashlib.sha256(os.fsencode(path.parent.resolve())).hexdigest()[:16]
         if is_remote(folder):
-            logger.warning(
+            _log_once(
+                logging.WARNING,
                 f"{path} is on a network file system, which SQLite does not support, and so is {folder}. Set "
-                "`SALESRL_CACHE_DIR` to a local folder"
+                "`SALESRL_CACHE_DIR` to a local folder",
             )
             return
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.file = folder / path.name
-        logger.info(f"{path} is on a network file system: written to {self.file}, copied from time to time")
+        _log_once(logging.INFO, f"{path} is on a network file system: written to {self.file}, copied at intervals")
         times = [side.stat().st_mtime for side in self._sides() if side.exists()]
         if path.exists() and path.stat().st_mtime > max(times, default=0.0):
             self.discard()

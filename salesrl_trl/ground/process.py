@@ -14,7 +14,6 @@ import logging
 import os
 import resource
 import shutil
-import sqlite3
 import stat
 import sys
 from pathlib import Path
@@ -112,11 +111,8 @@ def child_environment() -> dict[str, str]:
 
 def put_aside(*paths: Path) -> tuple[Path, ...]:
     """Rename files of an earlier start, which may be absent, with a common number. Returns the new paths."""
-
-    def numbered(number: int) -> tuple[Path, ...]:
-        return tuple(path.with_stem(f"{path.stem}-{number}") for path in paths)
-
-    aside = next(some for some in map(numbered, itertools.count(1)) if not any(path.exists() for path in some))
+    numbered = (tuple(path.with_stem(f"{path.stem}-{number}") for path in paths) for number in itertools.count(1))
+    aside = next(some for some in numbered if not any(path.exists() for path in some))
     for path, other in zip(paths, aside, strict=True):
         if path.exists():
             path.rename(other)
@@ -126,12 +122,6 @@ def put_aside(*paths: Path) -> tuple[Path, ...]:
 def make_private(path: Path) -> None:
     """Create a file that only its owner can read, unless it exists. SQLite's side files inherit the permissions."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-
-
-def is_locked(error: Exception) -> bool:
-    """Whether an SQLite error means that another process currently locks the file."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; higher bytes hold details
-    return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -21,8 +21,8 @@ from pydantic import TypeAdapter
 
 from salesrl_trl.errors import DeadlineExceeded, ServiceError
 from salesrl_trl.ground.local_disk import LocalFile
-from salesrl_trl.ground.process import is_locked, make_private
-from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s
+from salesrl_trl.ground.process import make_private
+from salesrl_trl.service.event_loop import PerLoop, cancel, remaining_s, retrieve
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[], Awaitable[T]]
@@ -128,7 +128,9 @@ class AnswerStore:
         return running.result()
 
     def _leave_aside(self, error: Exception) -> None:
-        pause_s = LOCK_PAUSE_S if is_locked(error) or isinstance(error, TimeoutError) else FAULT_PAUSE_S
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; higher bytes hold details
+        is_brief = isinstance(error, TimeoutError) or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        pause_s = LOCK_PAUSE_S if is_brief else FAULT_PAUSE_S
         self._unusable_until = time.monotonic() + pause_s
         fault = str(error) or "its disk does not answer"
         if fault not in self._logged:
@@ -200,11 +202,6 @@ class Cache(Generic[T]):
         """As `get`, ahead of the callers who need the answer."""
         under_way = self._under_way.get()
 
-        def forget(task: asyncio.Task[T]) -> None:
-            under_way.pop(key, None)
-            if not task.cancelled():
-                task.exception()  # retrieved, since every waiter may have been cancelled
-
         while (task := under_way.get(key)) is not None:
             try:
                 return await asyncio.shield(task)
@@ -212,7 +209,8 @@ class Cache(Generic[T]):
                 if remaining_s() <= 0:
                     raise
         task = under_way[key] = asyncio.ensure_future(self._ask(key, ask, check))
-        task.add_done_callback(forget)
+        task.add_done_callback(lambda _: under_way.pop(key, None))
+        task.add_done_callback(retrieve)  # every waiter may have been cancelled
         return await asyncio.shield(task)  # others wait for it too; a cancelled waiter must not cancel it
 
     async def aclose(self) -> None:

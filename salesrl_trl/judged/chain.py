@@ -60,8 +60,8 @@ class SalesReward(JudgeReward):
         self._rows = rows
         self._format = action_format
         self._rag = rag
-        self._references = references or AnswerStore()
-        self._answers = RagAnswers(rag, score_threshold, top_k, action_format, self._store, self._references)
+        stores = (self._store, references or AnswerStore())
+        self._answers = RagAnswers(rag, score_threshold, top_k, action_format, *stores)
 
     @property
     def names(self) -> RewardNames:
@@ -81,7 +81,7 @@ class SalesReward(JudgeReward):
         """Request these rows' 32B answers. After an error the next completion retries and reports it."""
         wanted = [self._rows[index] for index in dict.fromkeys(int(row["row"]) for row in rows)]
         with deadline(self.deadline_s), noted_in(self._ahead_record if self.records else None):
-            fetched = [self._answers.fetch_reference(row) for row in wanted if self._scoring.rubrics(row.branch)]
+            fetched = [self._answers.reference(row, ahead=True) for row in wanted if self._scoring.rubrics(row.branch)]
             await asyncio.gather(*fetched, return_exceptions=True)
 
     async def drain(self) -> BatchReport:

@@ -98,10 +98,7 @@ class Judge(ABC):
 
 
 async def seconds_or_error(asked: Awaitable[object]) -> float | ServiceError:
-    async def call() -> object:
-        return await asked
-
-    result = await clocked(call)
+    result = await clocked(asked)
     return result if isinstance(result, ServiceError) else result[1]
 
 
@@ -253,7 +250,7 @@ class JudgeClient(Judge):
                 self._records.append(JudgeRecord(score=verdict.candidate, candidate_first=first))
             return [replace(verdict, provider=provider.settings.name) for verdict in verdicts]
         # prefer the error of an invalid verdict over an outage, and an outage over an exhausted budget
-        worth = {error: isinstance(error, JudgeInvalid) - isinstance(error, BudgetSpent) for error in failures}
+        worth = {error: (isinstance(error, JudgeInvalid), not isinstance(error, BudgetSpent)) for error in failures}
         raise max(reversed(failures), key=worth.__getitem__)
 
     def _order(self, lot: float) -> list[ProviderClient]:

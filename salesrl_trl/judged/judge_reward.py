@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
+from salesrl_trl import types
 from salesrl_trl.data.rows import parse_row, shape
 from salesrl_trl.errors import ConfigError, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.cache import AnswerStore, Cache, cache_key
@@ -20,36 +21,14 @@ from salesrl_trl.judged.meter import SECOND_JUDGE
 from salesrl_trl.judged.parsing import is_empty_text
 from salesrl_trl.judged.scoring import Case, Missing, RewardStage, Scoring
 from salesrl_trl.names import Stage
+from salesrl_trl.reward import scorer
 from salesrl_trl.reward.batch import BatchReport, Sample, SampleLines
-from salesrl_trl.reward.scorer import (
-    AT_ONCE,
-    DEADLINE_S,
-    METER,
-    MeterSettings,
-    Needs,
-    Per,
-    RewardNames,
-    Scorer,
-)
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.reward.together import Member, Together
 from salesrl_trl.service.event_loop import deadline, remaining_s
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
-from salesrl_trl.types import (
-    ALL,
-    JUDGE,
-    NOTHING_WRITTEN,
-    Action,
-    Answer,
-    Criterion,
-    InvalidAction,
-    Outcome,
-    Reward,
-    SalesRow,
-    Verdict,
-    missing,
-)
+from salesrl_trl.types import Action, Answer, Criterion, InvalidAction, Outcome, Reward, SalesRow, Verdict, missing
 
 Known: TypeAlias = Case | InvalidAction | Missing  # a completion's case, or why it is rejected
 Asked: TypeAlias = tuple[Judge, Case]
@@ -63,10 +42,10 @@ COLUMNS = ("prompt", "conversation", "branch", "id", "documents", "reference", "
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondJudge:
     judge: Judge
-    settings: MeterSettings
+    settings: scorer.MeterSettings
 
 
-class JudgeReward(Scorer):
+class JudgeReward(scorer.Scorer):
     """The built-in judge as a reward function. It scores the completion itself, without RAG service or action.
 
     Args:
@@ -91,12 +70,12 @@ class JudgeReward(Scorer):
             adds a weighted component.
     """
 
-    __name__ = JUDGE  # the name in TRL's reward metrics
+    __name__ = types.JUDGE  # the name in TRL's reward metrics
 
     def __init__(
-        self, judge: Judge, scoring: Scoring, *, deadline_s: float = DEADLINE_S, stages: Sequence[RewardStage] = (),
-        answers: AnswerStore | None = None, lines: SampleLines | None = None, records: bool = False,
-        second: SecondJudge | None = None,
+        self, judge: Judge, scoring: Scoring, *, deadline_s: float = scorer.DEADLINE_S,
+        stages: Sequence[RewardStage] = (), answers: AnswerStore | None = None, lines: SampleLines | None = None,
+        records: bool = False, second: SecondJudge | None = None,
     ) -> None:  # fmt: skip
         super().__init__(deadline_s)
         self.records = records
@@ -104,25 +83,25 @@ class JudgeReward(Scorer):
         self.lines = lines or self.lines
         if not isinstance(judge, Judge):
             raise ConfigError(f"the judge of the reward is a {type(judge).__name__}. Expected a `Judge`.")
-        self._judge = judge
         self._second = second
         self._judges = (judge,) if second is None else (judge, second.judge)
-        self._rewarding = self._judges[: 1 + (second is not None and second.settings.on_alarm == SECOND_JUDGE)]
+        takes_over = second is not None and second.settings.on_alarm == SECOND_JUDGE
+        self._rewarding = self._judges if takes_over else (judge,)
         self._store = answers or AnswerStore()
         self._verdicts = Cache(self._store, _VERDICTS)
-        self._per = Per.GROUP if judge.orders else Per.COMPLETION
+        self._per = scorer.Per.GROUP if judge.orders else scorer.Per.COMPLETION
         self._together = Together(self._per, self._verdicts_of)
         self._judged_singly = 0
         self._scoring = scoring.with_stages(stages)
         self._stages = tuple(stages)
 
     @property
-    def names(self) -> RewardNames:
-        return RewardNames(
+    def names(self) -> scorer.RewardNames:
+        return scorer.RewardNames(
             functions={self.own_name: self.own_name},
             together=self._per,
-            judges_groups=self._per is Per.GROUP,
-            columns=frozenset((*COLUMNS, METER)),
+            judges_groups=self._per is scorer.Per.GROUP,
+            columns=frozenset((*COLUMNS, scorer.METER)),
             needs=needs_of(self._scoring),
             at_once=min(slots_of(judge.transports) for judge in self._rewarding),
             providers=tuple(name for judge in self._judges for name in judge.provider_names),
@@ -153,7 +132,7 @@ class JudgeReward(Scorer):
     async def warm_up(self) -> dict[str, float | ServiceError]:
         row = SalesRow(row_id="warm-up", branch=next(iter(self._scoring.weights)), prompt="What is 1 + 1?")
         with deadline(self.deadline_s):
-            results = await self._first_questions(row, NOTHING_WRITTEN)
+            results = await self._first_questions(row, types.NOTHING_WRITTEN)
         await self.drain()  # keep the warm-up out of the first step's metrics
         add_places(results, self.names.places)
         return results
@@ -175,7 +154,7 @@ class JudgeReward(Scorer):
         return {name: transport for judge in self._judges for name, transport in judge.transports.items()}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
-        if METER in sample.row:
+        if scorer.METER in sample.row:
             return await self._judged_for_meter(sample, stages)
         record = stages.own_record if self.records else None
         with self._together.entered(sample) as member, noted_in(record):
@@ -219,11 +198,11 @@ class JudgeReward(Scorer):
         if is_empty_text(sample.text):
             return InvalidAction(reason="hollow_answer")
         answer = None if reference is None else _answer(reference)
-        return Case(row=row, action=NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
+        return Case(row=row, action=types.NOTHING_WRITTEN, answer=_answer(sample.text), reference=answer)
 
     async def _judged(self, member: Member[Asked, Results], judge: Judge, case: Case, stages: StageTimes) -> Case:
         """Request all the branch's verdicts concurrently, on this case or its whole group."""
-        if self._per is Per.GROUP:
+        if self._per is scorer.Per.GROUP:
             try:
                 results = await member.result((judge, case))
             finally:
@@ -255,7 +234,7 @@ class JudgeReward(Scorer):
         wanted = [self._scoring.rubrics(case.row.branch) for case in cases]
         groups: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # equal cases, by row and reference
         for place, case in enumerate(cases):
-            blank = replace(case, action=NOTHING_WRITTEN, answer=_answer(""))
+            blank = replace(case, action=types.NOTHING_WRITTEN, answer=_answer(""))
             for name, rubric in wanted[place].items():
                 group = groups.setdefault((name, rubric, cache_key(_material(rubric, blank))), {})
                 group.setdefault(cache_key(_material(rubric, case)), []).append(place)
@@ -294,7 +273,7 @@ class JudgeReward(Scorer):
         candidates = [(case.action, case.answer) for case in cases]
         materials = (_material(rubric, case) for case in cases)
         return await self._verdicts.get(
-            cache_key(judge.identity(rubric), *materials, *[judge.orders] * (len(cases) > 1)),
+            cache_key(judge.identity(rubric), *materials, *([judge.orders] if len(cases) > 1 else [])),
             lambda: judged(judge, rubric, row, candidates, reference),
             functools.partial(check_verdicts, len(cases), reference is not None),
         )
@@ -313,12 +292,12 @@ def _material(rubric: str, case: Case) -> tuple[object, ...]:
 
 
 def _by_criteria(reward: Reward, case: Case) -> Reward:
-    verdict, criteria = case.verdicts.get(JUDGE), case.row.criteria
+    verdict, criteria = case.verdicts.get(types.JUDGE), case.row.criteria
     if verdict is None or not verdict.criteria:  # a custom judge may score the answer as a whole
         return reward
     scored = [*zip(criteria, verdict.criteria, strict=True)]
     parts = {criterion.name or f"criterion_{number}": score for number, (criterion, score) in enumerate(scored, 1)}
-    metrics = tuple((f"rewards/{JUDGE}/{criterion.name}", score) for criterion, score in scored if criterion.name)
+    metrics = tuple((f"rewards/{types.JUDGE}/{each.name}", score) for each, score in scored if each.name)
     return replace(reward, components={**parts, **reward.components}, metrics=metrics)
 
 
@@ -341,8 +320,8 @@ def judged_row(columns: Mapping[str, object], branches: Sequence[str]) -> tuple[
     reference, criteria = reference_and_criteria(columns)
     given = {name: columns.get(name) for name in COLUMNS}
     record = {name: value for name, value in given.items() if value not in (None, "", [])}  # [] is a table's gap
-    if [*branches] == [ALL]:
-        record["branch"] = ALL
+    if [*branches] == [types.ALL]:
+        record["branch"] = types.ALL
     row = parse_row(record, place if isinstance(place := columns.get("row"), int) else 0, branches, "the dataset")
     return replace(row, criteria=criteria, columns={}), reference
 
@@ -366,10 +345,10 @@ def reference_and_criteria(columns: Mapping[str, Any]) -> tuple[str | None, tupl
     return reference or None, tuple(criteria)
 
 
-def needs_of(scoring: Scoring) -> tuple[Needs, ...]:
+def needs_of(scoring: Scoring) -> tuple[scorer.Needs, ...]:
     """Columns required to judge the policy's own answers."""
-    needs = Needs(function=JUDGE, per=Per.COMPLETION, columns=frozenset({"reference"}))
-    return (needs,) * any("margin" in weights for weights in scoring.weights.values())
+    needs = scorer.Needs(function=types.JUDGE, per=scorer.Per.COMPLETION, columns=frozenset({"reference"}))
+    return (needs,) if any("margin" in weights for weights in scoring.weights.values()) else ()
 
 
 def _answer(text: str) -> Answer:
@@ -378,4 +357,4 @@ def _answer(text: str) -> Answer:
 
 def slots_of(transports: Mapping[str, Transport]) -> int:
     """The highest concurrency limit among interchangeable services."""
-    return max((transport.max_concurrency for transport in transports.values()), default=AT_ONCE)
+    return max((transport.max_concurrency for transport in transports.values()), default=scorer.AT_ONCE)

@@ -166,10 +166,12 @@ class Alarm:
         """Describe the alarm. `with_text` includes the phrase and the example, which may quote a customer."""
         kind, name = self.what
         shown = f"the phrase {name!r}" if kind == PHRASE and with_text else "a phrase" if kind == PHRASE else name
+        example = f". For example: {self.example}" if with_text else ""
         return (
             f"{shown} is in {self.rise.now:.0%} of the completions, up from {self.rise.before:.0%}; within groups, "
             f"the judge rewards it with {self.rise.worth:+.2f}, the second judge with {self.confirmed:+.2f}"
-        ) + f". For example: {self.example}" * with_text
+            f"{example}"
+        )
 
 
 @dataclass(slots=True)

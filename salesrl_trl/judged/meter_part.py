@@ -56,7 +56,8 @@ class JudgeMeter(Part):
         comparable."""
         is_asked = self._settings.on_alarm == SECOND_JUDGE
         self.second_since = second_since if is_asked else None
-        self._reward_loop.by_second = frozenset(["eval", "train"][: is_asked + (self.second_since is not None)])
+        modes = ["eval", "train"] if self.second_since is not None else ["eval"] if is_asked else []
+        self._reward_loop.by_second = frozenset(modes)
         if self.second_since is not None:
             logger.warning(
                 f"[Judge] since the alarm in step {second_since}, the second judge scores new batches instead of the "

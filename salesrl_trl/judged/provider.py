@@ -10,25 +10,11 @@ from dataclasses import asdict, dataclass, field
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from salesrl_trl.errors import (
-    AccessDenied,
-    BadServiceResponse,
-    ForeignVerdict,
-    JudgeInvalid,
-    ServiceError,
-    ServiceRejected,
-)
+from salesrl_trl import errors
 from salesrl_trl.ground.fencing import make_nonce
+from salesrl_trl.judged import verdict
 from salesrl_trl.judged.budget import FREE, Price
 from salesrl_trl.judged.cache import cache_key
-from salesrl_trl.judged.verdict import (
-    Candidates,
-    candidate_names,
-    judge_message,
-    read_verdict,
-    response_format,
-    signed_rubric,
-)
 from salesrl_trl.service.breaker import Bill
 from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
 from salesrl_trl.service.statuses import WITHHELD_MARKS
@@ -178,7 +164,7 @@ class Material:
     name: str
     rubric: str
     row: SalesRow
-    candidates: Candidates  # a single one, or several to compare
+    candidates: verdict.Candidates  # a single one, or several to compare
     reference: Answer | None
 
     @functools.cached_property
@@ -191,7 +177,7 @@ class Material:
     def orders(self, count: int) -> Iterator[list[int]]:
         """Random orders of the candidates and the reference, which follows them; the same for the same material. Every
         second order reverses the previous one, so that each answer appears in front as often as behind."""
-        places, draws = [*range(len(self.candidates) + (self.reference is not None))], random.Random(self.key)
+        places, draws = [*range(len(self.candidates) + (0 if self.reference is None else 1))], random.Random(self.key)
         for number in range(count):
             if number % 2 == 0 and (number == 0 or len(places) > 2):
                 draws.shuffle(places)
@@ -222,7 +208,7 @@ class ProviderClient:
             if not unheld and self.form.goes_by_schema():
                 try:
                     verdicts = await self._one_way(material, order, by_text=False)
-                except (JudgeInvalid, ServiceRejected) as error:
+                except (errors.JudgeInvalid, errors.ServiceRejected) as error:
                     if not self._may_not_take_formats(error):
                         raise
                 else:
@@ -237,25 +223,26 @@ class ProviderClient:
 
         return await self.settings.transport.call(attempt, patient=patient)
 
-    def _may_not_take_formats(self, error: ServiceError) -> bool:
+    def _may_not_take_formats(self, error: errors.ServiceError) -> bool:
         if self.settings.response_format != "auto":
             return False
-        if isinstance(error, ServiceRejected):
-            is_of_request = not isinstance(error, AccessDenied) and error.code.endswith(("_http_400", "_http_422"))
-            return is_of_request and not error.marks & WITHHELD_MARKS
+        if isinstance(error, errors.ServiceRejected):
+            is_of_request = error.code.endswith(("_http_400", "_http_422"))
+            return is_of_request and not isinstance(error, errors.AccessDenied) and not error.marks & WITHHELD_MARKS
         return error.code in _UNHELD
 
     async def _one_way(self, material: Material, order: Sequence[int], *, by_text: bool) -> list[Verdict]:
         nonce = make_nonce()  # of this request's fence and verdict
-        message = judge_message(material.row, material.candidates, material.reference, order=order, nonce=nonce)
-        names = candidate_names(nonce, len(material.candidates))
+        row, candidates = material.row, material.candidates
+        message = verdict.judge_message(row, candidates, material.reference, order=order, nonce=nonce)
+        names = verdict.candidate_names(nonce, len(candidates))
         shown = [names[place] for place in order if place < len(names)]
-        criteria, expect_reference = material.row.criteria, material.reference is not None
+        criteria, expect_reference = row.criteria, material.reference is not None
         room = (len(names) - 1) * (TOKENS_OF_SCORE + TOKENS_OF_CRITERION * len(criteria))
         body: dict[str, object] = {
             "model": self.settings.model,
             "messages": [
-                {"role": "system", "content": signed_rubric(material.rubric, nonce, criteria, shown)},
+                {"role": "system", "content": verdict.signed_rubric(material.rubric, nonce, criteria, shown)},
                 {"role": "user", "content": message},
             ],
             "max_completion_tokens": self.settings.max_completion_tokens + room,
@@ -263,7 +250,7 @@ class ProviderClient:
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
         if not by_text:
-            body["response_format"] = response_format(
+            body["response_format"] = verdict.response_format(
                 expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
@@ -271,11 +258,11 @@ class ProviderClient:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
-                verdicts = read_verdict(
+                verdicts = verdict.read_verdict(
                     _text_of(value), nonce=nonce, expect_reference=expect_reference, criteria=criteria,
                     count=len(names),
                 )  # fmt: skip
-            except ForeignVerdict:
+            except errors.ForeignVerdict:
                 usage = None  # another request counts its tokens
                 raise
             finally:
@@ -288,7 +275,7 @@ class ProviderClient:
             try:
                 with self.settings.transport.bill() as bill:
                     return await self.http.post("/chat/completions", sent, read)
-            except ServiceRejected as error:
+            except errors.ServiceRejected as error:
                 if error.marks & WITHHELD_MARKS:
                     raise _refused("an error of its content filter") from None
                 if not self.form.leave_out(error.refused & sent.keys()):
@@ -301,7 +288,7 @@ class ProviderClient:
         try:
             value = of_stream(answer) if re.match(rb"\s*(data|event|id|):", answer) else read_json(answer)
         except ValueError:
-            raise BadServiceResponse(
+            raise errors.BadServiceResponse(
                 f"{service} answered with a body of {len(answer)} bytes that is {form_of(answer)}. Expected a chat "
                 "completion.",
                 code=f"{service}_bad_response",
@@ -332,34 +319,35 @@ def _text_of(completion: object) -> str:
         choice = _Completion.model_validate(completion).choices[0]
     except (ValidationError, IndexError):
         text = "the judge answered 200 without any choice. Expected a chat completion."
-        raise JudgeInvalid(text, "judge_empty") from None
+        raise errors.JudgeInvalid(text, "judge_empty") from None
     end, message = str(choice.finish_reason).lower(), choice.message
     text = message.text
     if message.role in ASKING:
-        raise JudgeInvalid("the judge's message has a requester's role. Expected `assistant`.", "judge_role")
+        raise errors.JudgeInvalid("the judge's message has a requester's role. Expected `assistant`.", "judge_role")
     if end in CUT_OFF:
         where = "in" if text else "before"
-        raise JudgeInvalid(
+        raise errors.JudgeInvalid(
             f"`max_completion_tokens` was used up {where} the verdict. Raise it in `judge_providers`{_LESS}.",
             "judge_cut_off",
         )
     if message.refusal or end in WITHHELD:
         raise _refused(f"finish_reason {end}" if end in WITHHELD else "a refusal")
     if end in BROKEN_OFF:
-        raise JudgeInvalid(f"the judge broke off (finish_reason {end}). Expected a verdict.", "judge_broken_off")
+        text = f"the judge broke off (finish_reason {end}). Expected a verdict."
+        raise errors.JudgeInvalid(text, "judge_broken_off")
     if text.strip():
         return text
     if isinstance(message.content, list) or any((message.model_extra or {}).get(name) for name in _THOUGHTS):
-        raise JudgeInvalid(
+        raise errors.JudgeInvalid(
             "the judge reasoned, but answered without any text. Raise `max_completion_tokens` in `judge_providers`"
             f"{_LESS}.",
             "judge_only_thoughts",
         )
-    raise JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
+    raise errors.JudgeInvalid("the judge answered 200 without any text. Expected a verdict.", "judge_empty")
 
 
-def _refused(what: str) -> JudgeInvalid:
-    return JudgeInvalid(
+def _refused(what: str) -> errors.JudgeInvalid:
+    return errors.JudgeInvalid(
         f"the judge, or its provider's filter, answered with {what}. Expected a verdict.",
         "judge_refused",
     )

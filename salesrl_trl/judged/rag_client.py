@@ -157,13 +157,10 @@ class RagAnswers:
         key = self._key("8b", row, action.as_dict(), action.query_field)
         return await self.answer_cache.get(key, lambda: self.ask_8b(row, action), _check_passages)
 
-    async def reference(self, row: SalesRow) -> Answer:
-        key = self._key("32b", row)
-        return await self.reference_cache.get(key, lambda: self.ask_32b(row), _check_passages)
-
-    async def fetch_reference(self, row: SalesRow) -> None:
-        """Request the row's 32B answer ahead of its completions."""
-        await self.reference_cache.fetch(self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
+    async def reference(self, row: SalesRow, *, ahead: bool = False) -> Answer:
+        """The row's 32B answer. `ahead`: requested before its completions need it."""
+        asked = self.reference_cache.fetch if ahead else self.reference_cache.get
+        return await asked(self._key("32b", row), lambda: self.ask_32b(row), _check_passages)
 
     async def search(self, query: str) -> Answer:
         """The 8B answer to a query alone."""

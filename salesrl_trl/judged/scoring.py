@@ -10,20 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from salesrl_trl import types
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import Stage
-from salesrl_trl.types import (
-    FORMAT,
-    REFERENCE,
-    RESERVED_REASONS,
-    Action,
-    Answer,
-    InvalidAction,
-    Outcome,
-    Reward,
-    SalesRow,
-    Verdict,
-)
+from salesrl_trl.types import Action, Answer, InvalidAction, Outcome, Reward, SalesRow, Verdict
 
 _NAME = re.compile(r"(?!judge_)[a-z][a-z0-9_]{0,39}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -114,10 +104,10 @@ class RewardStage(ABC):
     def of(self, case: Case, result: Result) -> Case | InvalidAction | Missing:
         """Apply the stage's result to the case. Raises `ValueError` for undeclared names or reasons."""
         if not isinstance(result, Added):
-            if not _REASON.fullmatch(result.reason) or result.reason in RESERVED_REASONS:
+            if not _REASON.fullmatch(result.reason) or result.reason in types.RESERVED_REASONS:
                 raise ValueError(
                     f"stage {self.name!r} returned an invalid reason. Expected a-z, 0-9 and _, and none of "
-                    f"{', '.join(sorted(RESERVED_REASONS))}."
+                    f"{', '.join(sorted(types.RESERVED_REASONS))}."
                 )
             return result
         unknown = (result.components.keys() | result.reference.keys()) - set(self.components)
@@ -137,7 +127,7 @@ COMPONENTS = {
     "margin": "that score minus the reference's, in [-1, 1]; undefined without a reference",
     "retrieval": "score of the best passage the action found, in [0, 1]; 0 without passages",
     "right_document": "1 if the best passage is one of the row's known documents, else 0; undefined without documents",
-    FORMAT: "1: the completion is a valid action",
+    types.FORMAT: "1: the completion is a valid action",
 }
 """The components a branch may weigh, in addition to `judge_<rubric>`, the score by another rubric."""
 OTHER_RUBRIC = "judge_"
@@ -190,7 +180,7 @@ class Scoring:
     def judged_names(self) -> tuple[str, ...]:
         """The components of a policy that answers directly, without action and search."""
         others = [name for weights in self.weights.values() for name in weights if name.startswith(OTHER_RUBRIC)]
-        return tuple(dict.fromkeys(("judge", "margin", REFERENCE, *others, *self.stage_components)))
+        return tuple(dict.fromkeys(("judge", "margin", types.REFERENCE, *others, *self.stage_components)))
 
     def rubrics(self, branch: str) -> dict[str, str]:
         """The verdicts a branch needs: component -> rubric."""
@@ -202,7 +192,7 @@ class Scoring:
     def with_stages(self, stages: Sequence[RewardStage]) -> "Scoring":
         """Add these stages' components. Raises `ConfigError` for an absent, malformed or duplicate name."""
         names: list[str] = [*Stage]
-        components = [*COMPONENTS, REFERENCE]
+        components = [*COMPONENTS, types.REFERENCE]
         for stage in stages:
             if not isinstance(stage, RewardStage):
                 raise ConfigError(f"a stage of the reward is a {type(stage).__name__}. Expected a `RewardStage`.")
@@ -223,7 +213,7 @@ class Scoring:
         scores = {name: None if verdict is None else verdict.candidate for name, verdict in case.verdicts.items()}
         judged = {
             "judge": None,
-            REFERENCE: reference,
+            types.REFERENCE: reference,
             "margin": None if main is None or reference is None else main.candidate - reference,
             **scores,
         }
@@ -256,7 +246,7 @@ class Scoring:
             of_search = {
                 "retrieval": max((passage.score for passage in found), default=0.0),
                 "right_document": float(any(best.text in documents for best in found[:1])) if documents else None,
-                FORMAT: 1.0,
+                types.FORMAT: 1.0,
             }
         return {**judged, **of_search, **dict.fromkeys(self.stage_components), **of_stages}
 

@@ -105,7 +105,7 @@ def response_format(*, expect_reference: bool, by_criteria: bool = False, of_gro
     reference score if there is a reference, since models sometimes choose an optional null."""
     pair, verdict = "pair" if expect_reference else "lone", "criteria" if by_criteria else "verdict"
     schema = _form(expect_reference, by_criteria, of_group).model_json_schema()
-    name = f"{pair}_{'group_' * of_group}{verdict}"
+    name = f"{pair}_{'group_' if of_group else ''}{verdict}"
     return {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}
 
 

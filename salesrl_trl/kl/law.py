@@ -76,13 +76,11 @@ class KLTarget:
             raise ConfigError(f"a KL band is {self.low} to {self.high}. Expected `low` to be less than `high`.")
         least, most = self.bounds
         if least > most:
-            raise ConfigError(
-                f"`beta_min` is {least:g} and `beta_max` {most:g}. Expected `beta_min` to be at most `beta_max`."
-            )
+            text = f"`beta_min` is {least:g} and `beta_max` {most:g}. Expected `beta_min` to be at most `beta_max`."
+            raise ConfigError(text)
         if not least <= self.beta <= most:
-            raise ConfigError(
-                f"`beta` is {self.beta:g}. Expected it between `beta_min` {least:g} and `beta_max` {most:g}."
-            )
+            text = f"`beta` is {self.beta:g}. Expected it between `beta_min` {least:g} and `beta_max` {most:g}."
+            raise ConfigError(text)
         if not is_number(self.least_share) or not 0 < self.least_share <= 1:
             raise ConfigError(f"a KL target's `least_share` is {self.least_share!r}. Expected more than 0, up to 1.")
         if not self.has_band and (self.beta_min, self.beta_max, self.least_share) != (None, None, 1.0):

@@ -150,9 +150,8 @@ class BranchPenalty:
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
         self._log_ratio = self.inputs["ref_per_token_logps"] - logps
         importance = log_importance(logps, self.inputs.get("old_per_token_logps"), self._mask, settings.level)
-        self._penalty = penalty(
-            self._log_ratio, importance if settings.bias_correction else None, settings.estimator, settings.clamp
-        )
+        ratio = importance if settings.bias_correction else None
+        self._penalty = penalty(self._log_ratio, ratio, settings.estimator, settings.clamp)
         self._weight = torch.ones_like(logps)
         if settings.off_policy:
             self._carry_sampler_ratio(importance.detach())

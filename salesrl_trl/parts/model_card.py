@@ -93,6 +93,6 @@ def public_command(argv: Sequence[str]) -> str:
     for argument in argv[1:]:
         name, is_joined, value = argument.partition("=") if argument.startswith("--") else (name, "", argument)
         is_open = _PLAIN.fullmatch(value) and not is_secret(name) and not _PLACE.search(name)
-        value = value if is_open else "..." * bool(value)
+        value = value if is_open or not value else "..."
         shown.append(argument if argument == name else f"{name}{is_joined}{value}" if is_joined else value)
     return " ".join(shown)

@@ -94,11 +94,12 @@ def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
 def hub_lines(args: SalesGRPOConfig) -> list[Line]:
     """What is pushed to the hub, and to which repository."""
     kind = f"({'private' if args.hub_private_repo else 'public'}, if new)"
-    what = "weights, tokenizer, configuration and model card" + ", optimizer" * ("checkpoint" in args.hub_strategy)
+    optimizer = ", optimizer" if "checkpoint" in args.hub_strategy else ""
     place = args.hub_model_id or Path(args.output_dir).resolve().name
-    pushed = f"{place} {kind} gets {what} ({args.hub_strategy.value})"
+    what = f"weights, tokenizer, configuration and model card{optimizer} ({args.hub_strategy.value})"
     tables = f"{args.log_completions_hub_repo} {kind} gets prompts and completions (log_completions_hub_repo)"
-    return [("hub", pushed)] * args.push_to_hub + [("hub", tables)] * bool(args.log_completions_hub_repo)
+    wanted = {f"{place} {kind} gets {what}": args.push_to_hub, tables: args.log_completions_hub_repo}
+    return [("hub", text) for text, is_on in wanted.items() if is_on]
 
 
 def _step(training: SalesGRPOConfig) -> str:

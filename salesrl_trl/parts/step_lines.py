@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from transformers import TrainerState
 
 from salesrl_trl import names
-from salesrl_trl.ground.texts import calls_and_usd
+from salesrl_trl.ground.texts import calls_and_usd, number
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext
@@ -67,21 +67,20 @@ def step_line(
     ended_well = "n/a" if not shares_of_bad else ">99%" if 0.99 < well < 1 else f"{well:.0%}"  # 100 % is all
     if invalid and not are_actions:
         ended_well += f", {invalid:.1%} of all as invalid"
-    alike = ["every group has equal rewards: nothing to learn from"] * (logs.get("frac_reward_zero_std") == 1)
     terms = ((word, logs.get(word.lower())) for word in ("loss", "KL"))
     update = ", ".join(f"{word} {value:.2g}" for word, value in terms if value is not None)
     shown = []
     for what, tag in ((listed.console, listed.tag) for listed in names.FIGURES if listed.console):
         tags = names.of_branches(tag, branches) if names.BRANCH in tag else {"": tag}
-        values = (f"{branch}={figure(logs.get(name))}" for branch, name in tags.items())
-        shown.append(f"{what} {' '.join(values) if len(tags) > 1 else figure(logs.get(*tags.values()))}")
+        values = (f"{branch}={number(logs.get(name), '.2f')}" for branch, name in tags.items())
+        shown.append(f"{what} {' '.join(values) if len(tags) > 1 else number(logs.get(*tags.values()), '.2f')}")
     parts = (
         *shown,
         *([update] if update else []),
         f"{'valid actions' if are_actions else 'scored'} {ended_well}",
         f"failures {' '.join(f'{reason}={count}' for reason, count in sorted(failures.items())) or 'none'}",
-        *alike,
-        f"{seconds:.1f} s, waited {figure(logs.get(names.REWARD_EXPOSED))} s for rewards",
+        *(["every group has equal rewards: nothing to learn from"] if logs.get("frac_reward_zero_std") == 1 else []),
+        f"{seconds:.1f} s, waited {number(logs.get(names.REWARD_EXPOSED), '.2f')} s for rewards",
     )
     return f"[Step {step}/{max_steps}] {' | '.join(parts)}"
 
@@ -109,11 +108,6 @@ def judge_line(step: int, logs: Logs, providers: Sequence[str], batches: int = 1
     each call counts as one verdict."""
     counts = {name: round((logs.get(names.usage_of(name, "verdicts")) or 0) * batches) for name in providers}
     return f"[Judge@step{step}] time={logs.get(names.JUDGE_SECONDS) or 0:.1f}s providers={counts}"
-
-
-def figure(value: object) -> str:
-    """A value with two decimal places, or `n/a`."""
-    return f"{value:.2f}" if isinstance(value, int | float) else "n/a"
 
 
 TOKENS = "num_tokens"  # TRL's tag: prompt and completion tokens so far

@@ -9,13 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from transformers import TrainerCallback, TrainerState
-from transformers.integrations import TensorBoardCallback
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    MLflowCallback,
-    SwanLabCallback,
-    TrackioCallback,
-)
+from transformers.integrations import TensorBoardCallback, integration_utils
 from trl.extras.profiling import ProfilingContext
 
 from salesrl_trl import names
@@ -80,11 +74,11 @@ class TrackersPart(Part):
             profiled = spared("`profiling/...` of a tracker")(ProfilingContext._log_metrics)
             self._replaced.enter_context(patched(ProfilingContext, "_log_metrics", profiled))
         for callback in self._callbacks:
-            if isinstance(callback, (*INTEGRATION_TO_CALLBACK.values(),)):
+            if isinstance(callback, (*integration_utils.INTEGRATION_TO_CALLBACK.values(),)):
                 _spare(callback)
-            if isinstance(callback, MLflowCallback | TrackioCallback):
+            if isinstance(callback, integration_utils.MLflowCallback | integration_utils.TrackioCallback):
                 callback.on_train_end = functools.partial(self._end_later, callback, callback.on_train_end)
-            elif isinstance(callback, SwanLabCallback):
+            elif isinstance(callback, integration_utils.SwanLabCallback):
                 callback.setup = functools.partial(_set_up_swanlab, callback._swanlab, callback.setup)
                 callback.on_log = functools.partial(_log_values, callback.on_log)
 

@@ -10,7 +10,6 @@ from accelerate import PartialState
 from transformers import TrainerState, TrainingArguments
 
 from salesrl_trl.checkpoint.whole import STATE_FILE
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.record.reader import as_json, rank_of, record_file, record_files
 from salesrl_trl.record.replay import recorded_name
@@ -33,8 +32,23 @@ class RecorderPart(Part):
         self._run = run
 
     def begin(self, resumed: str | None, run_id: str) -> None:
+        """Open this rank's file, which stores the weights of several functions. The record continues if the checkpoint
+        `resumed` is in its folder; another run's record is kept under a new name."""
         self.close()
-        self._recorder = recorder_of(self._run.args, self._run.recorded_weights, resumed, run_id)
+        args, weights = self._run.args, self._run.recorded_weights
+        folder, after = Path(args.output_dir), None
+        if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
+            after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
+        gib, clean = args.parsed_record()
+        gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
+        self._recorder = Recorder(
+            record_file(folder, args.process_index),
+            most_bytes=int(gib * 2**30),
+            clean=clean,
+            meta={"run": run_id, **({"weights": as_json(weights)} if len(weights) > 1 else {})},
+            after=after,
+            others=gone if args.local_process_index == 0 else (),
+        )
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         if self._recorder is not None:
@@ -46,24 +60,6 @@ class RecorderPart(Part):
             self._recorder.close()
 
     end_run = close
-
-
-def recorder_of(args: SalesGRPOConfig, weights: Mapping[str, float], resumed: str | None, run: str) -> Recorder:
-    """This rank's recorder. Its file stores the weights of several functions. The record continues if the checkpoint
-    `resumed` is in its folder; another `run`'s record is kept under a new name."""
-    folder, after = Path(args.output_dir), None
-    if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
-        after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
-    gib, clean = args.parsed_record()
-    gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
-    return Recorder(
-        record_file(folder, args.process_index),
-        most_bytes=int(gib * 2**30),
-        clean=clean,
-        meta={"run": run, **({"weights": as_json(weights)} if len(weights) > 1 else {})},
-        after=after,
-        others=gone if args.local_process_index == 0 else (),
-    )
 
 
 def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
@@ -78,6 +74,7 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
     if sampled is not None and sampled.calls:  # tool calls precede the reward's
         own = zip(records, sampled.calls, strict=True)
         records = [replace(record, calls=[*calls, *record.calls]) for record, calls in own]
+    written = zip(rollout.inputs, rollout.completions, rewards, records, strict=True)
     entries = [
         Entry(
             row=recorded_name(example),
@@ -92,12 +89,10 @@ def batch_of(batch: CompletedBatch, branches: Branches) -> Batch:
             reward=scored,
             record=record,
         )
-        for place, (example, completion, scored, record) in enumerate(
-            zip(rollout.inputs, rollout.completions, rewards, records, strict=True)
-        )
+        for place, (example, completion, scored, record) in enumerate(written)
     ]
     return Batch(
-        step=update + rollout.is_trained_on,
+        step=update + 1 if rollout.is_trained_on else update,
         mode=rollout.mode,
         number=scores.number,
         entries=entries,

@@ -19,7 +19,7 @@ from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import digest_of, open_record, rank_of, record_files, row_of, text_of, unpacked
 from salesrl_trl.reward.batch import BatchReport, Sample, conversation_of, row_id_of
-from salesrl_trl.reward.scorer import RewardNames, Scorer
+from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.telemetry.completion_record import QUEUE
 from salesrl_trl.types import Example, Outcome, Reward, missing
@@ -60,12 +60,11 @@ class ReplayReward(Scorer):
     def __init__(self, reward: Scorer, run: Path, on_miss: str, *, delays: bool = False, rank: int = 0) -> None:
         super().__init__(reward.deadline_s)
         if reward.is_played:
-            raise ConfigError(
-                "`replay` cannot be combined with a function with `@per_episode`, which plays each episode."
-            )
+            text = "`replay` cannot be combined with a function with `@per_episode`, which plays each episode."
+            raise ConfigError(text)
         self.__name__ = reward.own_name
         self.lines, self.budget = reward.lines, reward.budget
-        self._reward = reward
+        self._reward, self._names = reward, reward.names
         self._on_miss = on_miss
         self._delays = delays
         files = {path: open_record(path) for path in record_files(run)}
@@ -84,10 +83,6 @@ class ReplayReward(Scorer):
                     f"Expected this run's `reward_funcs`: {', '.join(sorted(names))}. Use the functions of the "
                     "recorded run."
                 )
-
-    @property
-    def names(self) -> RewardNames:
-        return self._reward.names
 
     async def prepare(self, rows: Iterable[Example]) -> None:
         if self._on_miss == "live":

@@ -22,7 +22,7 @@ from salesrl_trl.ground.process import enter, here, make_private, put_aside
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import Stage
 from salesrl_trl.record.reader import TABLES, VERSION, as_json, digest, digest_of, run_of
-from salesrl_trl.telemetry.completion_record import Call, CompletionRecord
+from salesrl_trl.telemetry.completion_record import QUEUE, Call, CompletionRecord
 from salesrl_trl.types import Outcome, Reward
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ class Recorder:
         self._has_dropped = False
         self._clean = self.clean or str
         self._queue: queue.Queue[Batch | None] = queue.Queue(WAITING_BATCHES)
-        self._left_out = 0
-        self._unfit = 0
+        self._left_out = self._unfit = 0
         self._thread: threading.Thread | None = None
 
     def record(self, batch: Batch) -> None:
@@ -225,7 +224,7 @@ class Recorder:
             "reference_reward": reward.reference_value,
             "parts": as_json(dict(reward.components)),
             "functions": as_json(dict(reward.by_function)),
-            "seconds": as_json({**record.waits, **reward.seconds}),
+            "seconds": as_json({**({QUEUE: record.queue_s} if record.queue_s > 0 else {}), **reward.seconds}),
             "provider": next((judged.provider or None for judged in record.verdicts.values()), None),
             "judge_s": reward.seconds.get(Stage.JUDGE),
         }

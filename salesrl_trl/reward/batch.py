@@ -136,9 +136,8 @@ class SampleLines:
 
     def no_answer(self, row_id: str, service: str, reason: str) -> None:
         """`[RAG] train-0007 rag_32b failed: rag_32b_timeout`."""
-        logger.log(
-            logging.INFO if "rag" in self._kinds else logging.DEBUG, f"[RAG] {row_id} {service} failed: {reason}"
-        )
+        level = logging.INFO if "rag" in self._kinds else logging.DEBUG
+        logger.log(level, f"[RAG] {row_id} {service} failed: {reason}")
 
     def scored(self, row: Example, completion: str | None, reward: Reward) -> None:
         """`[Scoring] train-0007 ok 0.80 (judge 0.80); rag_8b 0.31 s, judge 1.20 s`, preceded by the completion."""
@@ -191,7 +190,8 @@ class RewardBatch:
         self.lane = lane
         self.rewards: list[Reward | None] = [None] * len(self.rows)
         """The rewards so far, by position. Readable from any thread."""
-        self._tracks = [f"reward {place}" + f" ahead {lane}" * bool(lane) for place in range(len(self.rows))]
+        ahead = f" ahead {lane}" if lane else ""
+        self._tracks = [f"reward {place}{ahead}" for place in range(len(self.rows))]
         self.stages = [StageTimes(track) for track in self._tracks]
         self.began: float | None = None  # when the first started, on the `time.perf_counter` clock
         self.ended = [0.0] * len(self.rows)  # when each was settled, on the same clock

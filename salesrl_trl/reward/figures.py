@@ -12,7 +12,7 @@ from salesrl_trl.reward.batch import BatchReport
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.service.transport import TRAFFIC
 from salesrl_trl.telemetry.perf import StepAggregates, percentile
-from salesrl_trl.types import REFERENCE, JudgeRecord, Outcome, Reward, missing
+from salesrl_trl.types import REFERENCE, Outcome, Reward, missing
 
 VALUE = names.reward_of(BRANCH)
 REFERENCE_REWARD = "reference_reward"
@@ -38,12 +38,6 @@ FIRST, SECOND = "shown first", "shown second"
 """Scores of candidates shown in that position. Not logged; `names.POSITION_GAP` is the difference of their means."""
 
 
-def position_sums(records: Sequence[JudgeRecord]) -> list[float]:
-    """Count and sum of the scores of candidates shown first, then of those shown second."""
-    by_place = [[each.score for each in records if each.candidate_first is is_first] for is_first in (True, False)]
-    return [figure for scores in by_place for figure in (len(scores), sum(scores))]
-
-
 class RewardFigures:
     """The metrics of one reward, identical on every rank. `of_reward` holds its names."""
 
@@ -60,7 +54,7 @@ class RewardFigures:
             *(names.usage_of(provider, kind) for provider in reward.providers for kind in names.USAGE),
             *(names.traffic_of(service, kind) for service in reward.services for kind in (*TRAFFIC, "slots")),
             *map(names.saved_by, names.CACHES),
-            *(names.JUDGED_SINGLY,) * reward.judges_groups,
+            *([names.JUDGED_SINGLY] if reward.judges_groups else []),
         )
         self.words: dict[str, Sequence[str]] = {
             "branch": branches,
@@ -127,7 +121,10 @@ class RewardFigures:
             names.JUDGED_SINGLY: report.judged_singly,
         }
         counted = [float(counts.get(name, 0)) for name in self._counts]
-        row = [report.seconds, report.judge_seconds, *position_sums(report.records), *counted]
+        # count and sum of the scores of candidates shown first, then of those shown second
+        by_place = ([each.score for each in report.records if each.candidate_first is at] for at in (True, False))
+        positions = [figure for scores in by_place for figure in (len(scores), sum(scores))]
+        row = [report.seconds, report.judge_seconds, *positions, *counted]
         return torch.tensor([row], dtype=torch.float64)
 
     def add_report(self, aggregates: StepAggregates, table: torch.Tensor) -> None:

@@ -215,9 +215,8 @@ class RewardFunction(Scorer):
             if name not in ("prompt", "completion", *TRL_ARGUMENTS)
         }
         texts, ids = [sample.completion for sample in samples], [list(sample.token_ids) for sample in samples]
-        values |= (
-            {"prompts": [sample.row["prompt"] for sample in samples]} if is_batch else {"prompt": first["prompt"]}
-        )
+        prompts = [sample.row["prompt"] for sample in samples]
+        values |= {"prompts": prompts} if is_batch else {"prompt": prompts[0]}
         if self._per is Per.COMPLETION:
             values |= {"completion": texts[0], "completion_ids": ids[0]}
         else:

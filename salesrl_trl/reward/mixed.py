@@ -30,12 +30,8 @@ class MixedReward(Scorer):
             self.budget = budgets[0].joined(budgets)
         self._are_all = are_all
         self._names = _names_of_all([reward.names for reward in rewards])
-        self._weights = dict(zip(self._names.functions, weights, strict=True))
+        self._weights = dict(zip(self.names.functions, weights, strict=True))
         self._components = {name: reward.names.components for name, reward in zip(self._weights, rewards, strict=True)}
-
-    @property
-    def names(self) -> RewardNames:
-        return self._names
 
     async def prepare(self, rows: Iterable[Example]) -> None:
         rows = list(rows)
@@ -50,7 +46,7 @@ class MixedReward(Scorer):
         finally:
             for task in scoring:  # if one of them raised
                 task.cancel()
-        return self._together(dict(zip(self._names.functions, rewards, strict=True)))
+        return self._together(dict(zip(self.names.functions, rewards, strict=True)))
 
     def _together(self, rewards: Mapping[str, Reward]) -> Reward:
         numbers = {name: reward.value for name, reward in rewards.items()}
@@ -111,9 +107,8 @@ def _names_of_all(every: Sequence[RewardNames]) -> RewardNames:
     judged = [{name for name in names.functions if name.startswith(JUDGE)} for names in every]  # verdict names
     taken = Counter(name for names, own in zip(every, judged, strict=True) for name in {*names.components, *own})
     if twice := sorted({name for names in every for name in names.components if taken[name] > 1}):
-        raise ConfigError(
-            f"several rewards are named {', '.join(twice)}. Use at most one built-in judge, and unique names."
-        )
+        text = f"several rewards are named {', '.join(twice)}. Use at most one built-in judge, and unique names."
+        raise ConfigError(text)
     columns = frozenset(column for names in every for column in names.columns or ())
     kinds = ("needs", "providers", "components", "stages", "services", "required")
     return RewardNames(

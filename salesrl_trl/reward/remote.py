@@ -21,7 +21,7 @@ from typing import Any
 from salesrl_trl.errors import ConfigError, ServiceError, ServiceUnavailable
 from salesrl_trl.ground.process import child_environment
 from salesrl_trl.reward.batch import BatchReport, Sample
-from salesrl_trl.reward.scorer import TRL_ARGUMENTS, Per, RewardNames, Scorer
+from salesrl_trl.reward.scorer import TRL_ARGUMENTS, Per, Scorer
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.event_loop import THREADS, deadline, remaining_s, retrieve
 from salesrl_trl.telemetry.logs import hide_lines
@@ -191,10 +191,6 @@ class RemoteReward(Scorer):
         self._starting: asyncio.Task[_Child] | None = None
 
     @property
-    def names(self) -> RewardNames:
-        return self._names
-
-    @property
     def child(self) -> _Child | None:
         """The running child, if any."""
         starting = self._starting
@@ -234,7 +230,7 @@ class RemoteReward(Scorer):
 
     def _sent(self, row: Example) -> Example:
         """The columns that the child needs, without the trainer's state, which grows with every log line."""
-        columns = row.keys() if self._names.columns is None else self._names.columns
+        columns = row.keys() if self.names.columns is None else self.names.columns
         return {name: row[name] for name in columns if name in row and name not in TRL_ARGUMENTS}
 
     async def score(self, sample: Sample, stages: StageTimes) -> Reward:
@@ -243,7 +239,7 @@ class RemoteReward(Scorer):
             try:
                 return await self._asked(sample, stages)
             except _ChildEnded:
-                if self._names.together is not Per.COMPLETION:  # others of its group may be scored already
+                if self.names.together is not Per.COMPLETION:  # others of its group may be scored already
                     raise
                 return await self._asked(sample, stages)
         except ServiceError as error:  # no child starts, or the second one exited too

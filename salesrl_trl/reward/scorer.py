@@ -110,6 +110,7 @@ class Scorer(ABC):
     is_replay = False  # whether a recording answers, which looks rows up by id
     is_apart = False  # whether it runs in a separate process
     is_played = False  # whether its own episodes produce the completions
+    _names: RewardNames | None = None  # of other rewards that it wraps
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s = deadline_s
@@ -125,7 +126,7 @@ class Scorer(ABC):
 
     @property
     def names(self) -> RewardNames:
-        return RewardNames(functions={self.own_name: self.own_name})
+        return self._names or RewardNames(functions={self.own_name: self.own_name})
 
     def unit(self, group: int, size: int) -> int:
         """Number of neighbouring completions scored in one call, of `group` per prompt and `size` per batch."""

@@ -51,11 +51,11 @@ def remaining_s() -> float:
     return max(_END.get() - now(), 0.0)
 
 
-async def clocked(call: Callable[[], Awaitable[T]]) -> tuple[T, float] | ServiceError:
+async def clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
     """The answer and its duration, or the error. Other exceptions become a `ServiceError`, since other ranks wait."""
     started = now()
     try:
-        answer = await call()
+        answer = await call
     except ServiceError as error:
         return error
     except Exception as error:

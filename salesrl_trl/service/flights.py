@@ -248,7 +248,7 @@ class Flights:
 
     def resize(self) -> None:
         """Give free permits to the head of the queue. A waiting hedge gets the next one."""
-        while self._line and self._free() > self._hedge_waits:
+        while self._line and self._free() > (1 if self._hedge_waits else 0):
             if not (turn := self._line.popleft()).done():  # otherwise its call was cancelled
                 self._taken += 1
                 turn.set_result(None)

@@ -22,25 +22,10 @@ from aiohttp.http import RawResponseMessage
 from aiohttp.streams import StreamReader
 from aiohttp.tracing import Trace
 
-from salesrl_trl.errors import (
-    BadServiceResponse,
-    ConfigError,
-    ErrorInAnswer,
-    ForeignReply,
-    ServiceOverloaded,
-    ServiceUnavailable,
-)
+from salesrl_trl import errors
 from salesrl_trl.ground.texts import encodable
+from salesrl_trl.service import statuses
 from salesrl_trl.service.event_loop import PerLoop
-from salesrl_trl.service.statuses import (
-    DENIED_STATUS,
-    OVERLOAD_STATUS,
-    QUOTA_MARKS,
-    address_fault,
-    read_error,
-    retry_after_s,
-    status_error,
-)
 from salesrl_trl.telemetry.completion_record import CallNote
 
 KEEPALIVE_S = 60.0  # lifetime of an idle connection: longer than an optimizer step
@@ -168,8 +153,8 @@ class HttpClient:
     def __init__(
         self, service: str, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        if fault := address_fault(base_url):
-            raise ConfigError(f"the address of {service} contains {fault}.")
+        if fault := statuses.address_fault(base_url):
+            raise errors.ConfigError(f"the address of {service} contains {fault}.")
         self.service = service
         base, _, query = base_url.partition("?")
         self._base_url, self._query = base.rstrip("/"), query and f"?{query}"
@@ -177,7 +162,7 @@ class HttpClient:
         self._headers = {**json_alone, "Accept-Encoding": "identity"}
         for name, value in {"key": api_key or "", **(headers or {})}.items():
             if fault := key_fault(value):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"the {name} for {service} contains {fault}. Expected printable ASCII characters only."
                 )
         if api_key:
@@ -202,13 +187,13 @@ class HttpClient:
             note.answer, response = await self._send("POST", path, content, request_id or make_request_id(), body)
             try:
                 return read(note.answer)
-            except ForeignReply:
+            except errors.ForeignReply:
                 note.answer = None  # another request's
                 response.hang_up()
                 raise
-            except ServiceOverloaded as error:  # reported in the body
+            except errors.ServiceOverloaded as error:  # reported in the body
                 if error.retry_after_s is None:
-                    error.retry_after_s = retry_after_s(response.headers)
+                    error.retry_after_s = statuses.retry_after_s(response.headers)
                 raise
 
     async def get(self, path: str) -> bytes:
@@ -228,22 +213,22 @@ class HttpClient:
                 echoes = response.headers.getall(REQUEST_ID_HEADER, ())
                 try:
                     check_echo(self.service, request_id, *echoes)
-                except ForeignReply:
+                except errors.ForeignReply:
                     response.hang_up()
                     raise
                 if response.status == 200:
                     return await self._read(response), response
                 body = await _read_at_most(response, MAX_ERROR_BODY_BYTES) if response.status in _READ_STATUS else b""
-                said = read_error(body or b"", fields)
-                raise status_error(self.service, response.status, response.headers, said)
+                said = statuses.read_error(body or b"", fields)
+                raise statuses.status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may contain a header or part of the body
             kind = type(error).__name__
             text = f"{self.service} is unreachable, or disconnected before its answer was complete ({kind})."
-            raise ServiceUnavailable(text, code=f"{self.service}_unavailable") from None
+            raise errors.ServiceUnavailable(text, code=f"{self.service}_unavailable") from None
         except (aiohttp.ClientError, ValueError) as error:
             text = f"{self.service} did not answer with valid HTTP ({type(error).__name__}): check its address."
-            raise ForeignReply(text, code=f"{self.service}_bad_response") from None
+            raise errors.ForeignReply(text, code=f"{self.service}_bad_response") from None
 
     async def aclose(self) -> None:
         """Close the running loop's connections. The next call reopens them."""
@@ -257,7 +242,7 @@ class HttpClient:
         if body is None:
             fault = f"a body of more than {MAX_BODY_BYTES} bytes" if is_plain else "a compressed body"
             text = f"{self.service} answered with {fault}. Expected a JSON object, see docs/reference/services.md."
-            raise BadServiceResponse(text, code=f"{self.service}_bad_response")
+            raise errors.BadServiceResponse(text, code=f"{self.service}_bad_response")
         return body
 
 
@@ -270,7 +255,7 @@ def check_echo(service: str, request_id: str, *echoes: object) -> None:
     `make_request_id`. Ids from gateways are ignored."""
     if any(isinstance(echo, str) and echo != request_id and _REQUEST_ID.fullmatch(echo) for echo in echoes):
         text = f"{service} returned the id of another request: it, or a proxy, mixes up replies."
-        raise ForeignReply(text, code=f"{service}_foreign_reply")
+        raise errors.ForeignReply(text, code=f"{service}_foreign_reply")
 
 
 def read_json(content: bytes) -> object:
@@ -309,12 +294,12 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     stated += [name for name, code in codes.items() if type(code) is int and 400 <= code < 600]
     if not stated:
         return
-    said = read_error(answer, sent)
-    is_known = said.status in (*OVERLOAD_STATUS, *DENIED_STATUS, 403) or said.marks & QUOTA_MARKS
-    if is_known or (said.status == 400 and said.refused) or (said.status or 0) >= 500:
-        raise status_error(service, said.status or 429, {}, said)
+    said = statuses.read_error(answer, sent)
+    known = {*statuses.OVERLOAD_STATUS, *statuses.DENIED_STATUS, 403, *([400] if said.refused else [])}
+    if said.status in known or said.marks & statuses.QUOTA_MARKS or (said.status or 0) >= 500:
+        raise statuses.status_error(service, said.status or 429, {}, said)
     text = f"{service} answered 200 with a `{stated[0]}` that reports a failure: see its own log."
-    raise ErrorInAnswer(text, code=f"{service}_error_in_answer")
+    raise errors.ErrorInAnswer(text, code=f"{service}_error_in_answer")
 
 
 def key_fault(key: str) -> str | None:

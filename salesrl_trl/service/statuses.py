@@ -12,14 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from salesrl_trl.errors import (
-    AccessDenied,
-    ServiceError,
-    ServiceOverloaded,
-    ServiceRejected,
-    ServiceTimeout,
-    ServiceUnavailable,
-)
+from salesrl_trl import errors
 
 QUOTA_MARKS = frozenset(
     {"insufficient_quota", "billing_hard_limit_reached", "quota_exceeded", "insufficient_balance", "arrearage",
@@ -52,7 +45,7 @@ class ErrorBody:
 NOTHING_SAID = ErrorBody()
 
 
-def service_error_of(service: str, error: BaseException) -> ServiceError | None:
+def service_error_of(service: str, error: BaseException) -> errors.ServiceError | None:
     """Convert an exception from any HTTP client, without quoting it, by its status, or as a timeout or a lost
     connection. `None` for other exceptions."""
     response = getattr(error, "response", None)
@@ -64,37 +57,37 @@ def service_error_of(service: str, error: BaseException) -> ServiceError | None:
         return status_error(service, status, {str(name).lower(): str(value) for name, value in items})
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _LATE:
-        return ServiceTimeout(f"{service} timed out", f"{service}_timeout")
+        return errors.ServiceTimeout(f"{service} timed out", f"{service}_timeout")
     if names & _BROKEN:
-        return ServiceUnavailable(f"{service} could not connect", f"{service}_unavailable")
+        return errors.ServiceUnavailable(f"{service} could not connect", f"{service}_unavailable")
     return None
 
 
 def status_error(
     service: str, status: int, headers: Mapping[str, str], said: ErrorBody = NOTHING_SAID
-) -> ServiceError:
+) -> errors.ServiceError:
     """The error for a status. Never quotes the body, in which providers echo keys and customers' text."""
     code, wait_s = f"{service}_http_{status}", retry_after_s(headers)
     wait_s = said.wait_s if wait_s is None and status in (*OVERLOAD_STATUS, 503) else wait_s
-    error: ServiceError
+    error: errors.ServiceError
     if said.marks & QUOTA_MARKS:
-        error = AccessDenied(f"{service} reports an exhausted quota ({status})", f"{service}_quota")
+        error = errors.AccessDenied(f"{service} reports an exhausted quota ({status})", f"{service}_quota")
     elif status in DENIED_STATUS:
-        error = AccessDenied(f"{service} refuses access ({status}): check the key and its permissions.", code)
+        error = errors.AccessDenied(f"{service} refuses access ({status}): check the key and its permissions.", code)
     elif status in OVERLOAD_STATUS or (status >= 500 and wait_s is not None):
-        error = overloaded = ServiceOverloaded(f"{service} is overloaded ({status})", code)
+        error = overloaded = errors.ServiceOverloaded(f"{service} is overloaded ({status})", code)
         overloaded.retry_after_s = wait_s
         overloaded.is_outage = status not in OVERLOAD_STATUS
     elif status in RETRYABLE_STATUS or status >= 500:
-        error = ServiceUnavailable(f"{service} answered {status}", code)
+        error = errors.ServiceUnavailable(f"{service} answered {status}", code)
     elif 300 <= status < 400:
         text = f"{service} redirects ({status}), which is not followed: texts go to the configured address only."
-        error = ServiceRejected(text, code)
+        error = errors.ServiceRejected(text, code)
     else:
         named = f" It rejects the request's {', '.join(sorted(said.named))}." if said.named else ""
         text = f"{service} answered {status}: retrying won't help.{named} Check the address and the request."
-        error = ServiceRejected(text, code)
-    if isinstance(error, ServiceRejected):
+        error = errors.ServiceRejected(text, code)
+    if isinstance(error, errors.ServiceRejected):
         error.marks, error.refused = said.marks, said.refused
     error.status = status
     return error
@@ -199,9 +192,8 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     if is_of_value and not any("unsupported" in mark or "unknown" in mark for mark in marks):
         refused -= LIMITS
     status = next((STATUS_OF[mark] for mark in sorted(marks) if mark in STATUS_OF), None)
-    numbers = [
-        int(mark) for mark in (*marks, *re.findall(r"^[45]\d\d\b", text)) if re.fullmatch("[45][0-9][0-9]", mark)
-    ]
+    stated = (*marks, *re.findall(r"^[45]\d\d\b", text))
+    numbers = [int(mark) for mark in stated if re.fullmatch("[45][0-9][0-9]", mark)]
     wait_s = _wait_s(objects, text)
     return ErrorBody(status=max(numbers, default=status), marks=marks, refused=refused, named=named, wait_s=wait_s)
 

@@ -11,15 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from salesrl_trl.errors import (
-    AccessDenied,
-    BudgetSpent,
-    DeadlineExceeded,
-    ServiceError,
-    ServiceOverloaded,
-    ServiceTimeout,
-    ServiceUnavailable,
-)
+from salesrl_trl import errors
 from salesrl_trl.service.breaker import Bill, Breaker, Gate, Quota, SharedBudget
 from salesrl_trl.service.event_loop import PerLoop, deadline, now, remaining_s
 from salesrl_trl.service.flights import AdaptiveLimit, Attempt, Flights, HedgePolicy, Sent
@@ -69,7 +61,7 @@ class Transport:
         initial_concurrency: int = 8, outage_patience_s: float = 0.0, hedge_fraction: float = 0.05,
         quota: Quota | None = None, breaker: Breaker | None = None,
     ) -> None:  # fmt: skip
-        self.service = service
+        self.service, self.max_concurrency = service, max_concurrency
         self.notes = True  # whether completion records include each attempt
         self._attempt_timeout_s, self._max_attempts = attempt_timeout_s, max_attempts
         self._outage_patience_s = outage_patience_s
@@ -86,10 +78,6 @@ class Transport:
 
     def _make_flights(self) -> Flights:
         return Flights(self._limit, self._hedging, self._gate.breaker, self._traffic, self._quota)
-
-    @property
-    def max_concurrency(self) -> int:
-        return self._limit.cap
 
     def drain_traffic(self) -> dict[str, int]:
         """The counters since the last call, by the names in `TRAFFIC`, and the current concurrency limit (`slots`)."""
@@ -121,7 +109,7 @@ class Transport:
                     note_wait(now() - began)
                     return await self._with_retries(noted, patient, patience_s)
             except TimeoutError:
-                raise DeadlineExceeded.before_answer_of(self.service) from None
+                raise errors.DeadlineExceeded.before_answer_of(self.service) from None
 
     @property
     def budget(self) -> SharedBudget | None:
@@ -138,7 +126,7 @@ class Transport:
             if self._quota is not None:
                 await self._quota.admit()
         except TimeoutError:
-            raise DeadlineExceeded.before_answer_of(self.service) from None
+            raise errors.DeadlineExceeded.before_answer_of(self.service) from None
 
     def bill(self) -> Bill:
         return Bill(self._quota)
@@ -148,11 +136,11 @@ class Transport:
         while True:
             try:
                 return await self._once(attempt, patience_s)
-            except ServiceError as error:
+            except errors.ServiceError as error:
                 wait_s = retries.wait_s(error)
                 if wait_s is None:
                     raise
-                turned_away = error.request if isinstance(error, ServiceOverloaded) else None
+                turned_away = error.request if isinstance(error, errors.ServiceOverloaded) else None
             if turned_away is not None:
                 async with asyncio.timeout(remaining_s()):
                     await self._flights.get().step_aside(turned_away, wait_s)
@@ -177,11 +165,12 @@ class Transport:
                     return await (attempt() if probe else self._flights.get().send(attempt, sent))
             except TimeoutError:
                 if left_s < self._attempt_timeout_s:
-                    raise DeadlineExceeded.before_answer_of(self.service) from None
+                    raise errors.DeadlineExceeded.before_answer_of(self.service) from None
                 text = f"{self.service} sent no complete answer within {self._attempt_timeout_s:g} s"
-                raise ServiceTimeout(text, code=f"{self.service}_timeout") from None
+                raise errors.ServiceTimeout(text, code=f"{self.service}_timeout") from None
             except Exception as error:  # from the attempt's HTTP client
-                if isinstance(error, ServiceError) or (failure := service_error_of(self.service, error)) is None:
+                failure = None if isinstance(error, errors.ServiceError) else service_error_of(self.service, error)
+                if failure is None:
                     raise
                 raise failure from None
 
@@ -189,7 +178,7 @@ class Transport:
     def _observed(self, sent: Sent, probe: int) -> Iterator[None]:
         try:
             yield
-        except ServiceOverloaded as error:
+        except errors.ServiceOverloaded as error:
             if error.is_outage:
                 self._gate.record_failure(probe, pause_s=error.retry_after_s or 0.0)
             else:
@@ -197,15 +186,15 @@ class Transport:
             error.request = sent.number
             self._flights.get().refused(sent)
             raise
-        except (DeadlineExceeded, BudgetSpent):
+        except (errors.DeadlineExceeded, errors.BudgetSpent):
             self._gate.record_abandoned(probe)
             raise
-        except (AccessDenied, ServiceUnavailable, ServiceTimeout) as error:
-            self._traffic["timeouts" if isinstance(error, ServiceTimeout) else "failures"] += 1
-            denial = error.code if isinstance(error, AccessDenied) else None
+        except (errors.AccessDenied, errors.ServiceUnavailable, errors.ServiceTimeout) as error:
+            self._traffic["timeouts" if isinstance(error, errors.ServiceTimeout) else "failures"] += 1
+            denial = error.code if isinstance(error, errors.AccessDenied) else None
             self._gate.record_failure(probe, denial=denial)
             raise
-        except ServiceError:  # specific to this call: the service is alive
+        except errors.ServiceError:  # specific to this call: the service is alive
             self._traffic["failures"] += 1
             self._gate.record_answer()
             raise
@@ -226,9 +215,9 @@ class _Retries:
     overloads: int = 0
     down_since: float = float("inf")
 
-    def wait_s(self, error: ServiceError) -> float | None:
+    def wait_s(self, error: errors.ServiceError) -> float | None:
         """Seconds to wait before the next attempt; `None` to give up."""
-        if isinstance(error, ServiceOverloaded):
+        if isinstance(error, errors.ServiceOverloaded):
             self.overloads += 1
             wait_s = OVERLOAD_WAIT_S if error.retry_after_s is None else error.retry_after_s
             if wait_s < RETRY_WAIT_INITIAL_S:  # an overloaded service can't mean "now"
@@ -248,7 +237,7 @@ class _Retries:
             self.failures += 1
             wait_s = _usual_s(self.failures)
             goes_on = self.failures < self.max_attempts and not self.gate.is_out_of_patience(self.patience_s)
-            if isinstance(error, AccessDenied):  # give up if there is a fallback, or access was never granted
+            if isinstance(error, errors.AccessDenied):  # give up if there is a fallback, or access was never granted
                 goes_on = goes_on and self.patient and not self.gate.breaker.is_hopeless
         wait_s += random.uniform(0, RETRY_JITTER_S)
         return wait_s if goes_on and wait_s < remaining_s() else None

@@ -183,7 +183,7 @@ def layout_of(
             source.append(np.arange(start, start + prompt - 1))
             weights.append(np.full(prompt - 1, len(pairs), np.float32))
     for _, pairs in filled:
-        lengths = tuple(length + with_last for _, length in pairs)
+        lengths = tuple(length + 1 if with_last else length for _, length in pairs)
         segments.append(lengths)
         for (row, _), length in zip(pairs, lengths, strict=True):
             start = row * columns + first - 1

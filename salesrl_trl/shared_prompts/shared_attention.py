@@ -13,7 +13,7 @@ others.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,19 +57,12 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: Bounds,
-    state: Sequence[torch.Tensor],
-    scale: float,
+    tensors: Sequence[torch.Tensor], bounds: Bounds, state: Sequence[torch.Tensor], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value. `tensors`: the output's gradient, those three, output and normaliser."""
     *ends, is_causal = bounds
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, q, k, v, out, normaliser, *ends, 0.0, is_causal, *state, scale=scale
+        *tensors, *ends, 0.0, is_causal, *state, scale=scale
     )
 
 
@@ -101,13 +94,12 @@ class SharedFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, normaliser, *states = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
-        own = backward(grad, query, key, value, out, normaliser, layout.parts, states[:2], scale)
+        own = backward((grad, query, key, value, out, normaliser), layout.parts, states[:2], scale)
         if layout.prefixes:
             head, tail = layout.prefix_tokens, layout.prefix_tokens + layout.crossing_tokens
-            crossing = backward(
-                grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail],
-                normaliser[:, head:tail].contiguous(), layout.crossings, states[2:], scale,
-            )  # fmt: skip
+            joined = normaliser[:, head:tail].contiguous()
+            tensors = (grad[head:tail], query[head:tail], key[:head], value[:head], out[head:tail], joined)
+            crossing = backward(tensors, layout.crossings, states[2:], scale)
             for total, part, rows in zip(own, crossing, (slice(head, tail), slice(head), slice(head)), strict=True):
                 total[rows] += part
         return *own, None, None
@@ -201,7 +193,26 @@ KINDS = {"full_attention", "sliding_attention"}
 
 def why_not_shared(model: nn.Module) -> str | None:
     """The first reason why this model, possibly wrapped by DDP or DeepSpeed, cannot share prompts, else `None`."""
-    return next(_reasons(model), None)
+    base, adapter, name = _base(model), getattr(model, "active_peft_config", None), attention_of(model)
+    config = base.config
+    other_kinds = {*(getattr(config, "layer_types", None) or ())} - KINDS
+    reads_all = getattr(adapter, "alora_invocation_tokens", None) or getattr(adapter, "peft_type", None) == "LILY"
+    has_interface, is_known = getattr(base, "_supports_attention_backend", False), name == SDPA or FLASH in name
+    unknown = f"the model's attention is `{name}`. Expected `{SDPA}` or flash attention: set `attn_implementation`"
+    reasons = {
+        "the model's adapter adds tokens to the prompt": getattr(adapter, "is_prompt_learning", False),
+        "the model's adapter depends on the tokens of a whole sequence": reads_all,
+        "the model is compiled": hasattr(model, "_orig_mod"),
+        "the model is split across devices": len({parameter.device for parameter in model.parameters()}) > 1,
+        "the model accepts more than text": config.get_text_config() is not config,
+        f"the model has layers of type {', '.join(sorted(other_kinds))}": other_kinds,
+        "the model has recurrent layers": getattr(base, "_is_stateful", False),
+        "the model's attention is chunked": getattr(config, "attention_chunk_size", None),
+        "the model's attention does not use transformers' interface": not has_interface,
+        unknown: not is_known,
+        "the model's attention scores are capped": name != SDPA and getattr(config, "attn_logit_softcapping", None),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def attention_of(model: nn.Module) -> str:
@@ -258,33 +269,3 @@ def _base(model: nn.Module) -> PreTrainedModel:
     get = getattr(model, "get_base_model", None)
     base: PreTrainedModel = model if get is None else get()
     return base
-
-
-def _reasons(model: nn.Module) -> Iterator[str]:
-    adapter = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
-        yield "the model's adapter adds tokens to the prompt"
-    if getattr(adapter, "alora_invocation_tokens", None) or getattr(adapter, "peft_type", None) == "LILY":
-        yield "the model's adapter depends on the tokens of a whole sequence"
-    if hasattr(model, "_orig_mod"):
-        yield "the model is compiled"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        yield "the model is split across devices"
-    base = _base(model)
-    config = base.config
-    if config.get_text_config() is not config:
-        yield "the model accepts more than text"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - KINDS:
-        yield f"the model has layers of type {', '.join(sorted(kinds - KINDS))}"
-    if getattr(base, "_is_stateful", False):
-        yield "the model has recurrent layers"
-    if getattr(config, "attention_chunk_size", None):
-        yield "the model's attention is chunked"
-    if not getattr(base, "_supports_attention_backend", False):
-        yield "the model's attention does not use transformers' interface"
-    name = attention_of(model)
-    if name != SDPA and FLASH not in name:
-        yield f"the model's attention is `{name}`. Expected `{SDPA}` or flash attention: set `attn_implementation`"
-    if name != SDPA and getattr(config, "attn_logit_softcapping", None):
-        yield "the model's attention scores are capped"

@@ -15,19 +15,8 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.ground.process import patched
+from salesrl_trl.shared_prompts import shared_attention
 from salesrl_trl.shared_prompts.row_layout import Group, Layout, Row, groups_of, layout_of
-from salesrl_trl.shared_prompts.shared_attention import (
-    HALVES,
-    LAYOUT,
-    LayoutLostError,
-    attention_of,
-    draws_beyond_dropout,
-    has_dropout,
-    install,
-    rope_limit_of,
-    why_not_shared,
-    window_of,
-)
 
 logger = get_logger(__name__)
 
@@ -69,23 +58,20 @@ class SharedPrompts:
 
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
-        self._window: int | None = None
-        self._rope_limit: int | None = None
-        self._attention = ""
-        self._has_dropout = has_dropout(model)
+        self._has_dropout = shared_attention.has_dropout(model)
         self.is_checked = False
         self._is_due = True  # whether the next batch with a shared prompt is compared
         self._updates = 0
         self._reported: set[str] = set()
-        reason = settings.reason or why_not_shared(model) if settings.is_on else None
+        reason = settings.reason or shared_attention.why_not_shared(model) if settings.is_on else None
         self.is_on = settings.is_on and reason is None
         self._is_agreed = not self.is_on
         if reason is not None:
             self._tell(reason)
         if self.is_on:
-            self._window, self._rope_limit = window_of(model), rope_limit_of(model)
-            self._attention = attention_of(model)
-            install(self._attention)
+            self._window, self._rope_limit = shared_attention.window_of(model), shared_attention.rope_limit_of(model)
+            self._attention = shared_attention.attention_of(model)
+            shared_attention.install(self._attention)
 
     def begin_update(self) -> None:
         """Begin an update; a collective until all ranks have compared. If one rank cannot share prompts, none does."""
@@ -117,9 +103,7 @@ class SharedPrompts:
         batch = Columns(input_ids, attention_mask, logits_to_keep)
         groups = self.groups(upstream, model, batch, vision)
         if groups is None:
-            return upstream(
-                model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **wanted, **vision
-            )
+            return upstream(model, *batch, batch_size=batch_size, **wanted, **vision)
         at_once = torch.is_grad_enabled() or compute_aux_loss
         packs = [groups] if at_once else self._packs(groups)
         logps, entropies, aux_losses = zip(*(self.of(model, batch, pack, **wanted) for pack in packs), strict=True)
@@ -138,7 +122,7 @@ class SharedPrompts:
             reason = "a batch has an empty prompt, or is padded differently than TRL's"
         elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
-        elif (name := attention_of(extract_model_from_parallel(model))) != self._attention:
+        elif (name := shared_attention.attention_of(extract_model_from_parallel(model))) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
             reason = f"from {self._rope_limit} tokens on, rotary embeddings depend on a batch's longest row"
@@ -172,7 +156,7 @@ class SharedPrompts:
         size, columns = ids.shape
         layout = layout_of(groups, columns, width, ids.device, with_last=compute_aux_loss)
         row = Row.of(layout, ids, mask, width)
-        arguments = {LAYOUT: layout, **({"output_router_logits": True} if compute_aux_loss else {})}
+        arguments = {shared_attention.LAYOUT: layout, **({"output_router_logits": True} if compute_aux_loss else {})}
         with self._settings.autocast(), _every_copy_counted(layout) if compute_aux_loss else contextlib.nullcontext():
             outputs = model(
                 input_ids=row.input_ids,
@@ -208,7 +192,7 @@ class SharedPrompts:
         model.eval()  # dropout would make them all differ
         try:
             trl = upstream(model, ids, mask, width)[0]
-            if kind in HALVES:  # shifted positions round rotary embeddings differently
+            if kind in shared_attention.HALVES:  # shifted positions round rotary embeddings differently
                 again = upstream(model, ids[:, hidden:], mask[:, hidden:], width)[0]
                 bound = max(bound, TIMES_THE_ROUNDING * _apart(again, trl, counted))
             ours, fault = self._tried(model, Columns(ids, mask, width))
@@ -232,13 +216,13 @@ class SharedPrompts:
         groups = groups_of(*pair) or ()
         try:
             ours = self.of(model, pair, groups)[0]
-            is_first = not self.is_checked
-            if is_first and draws_beyond_dropout(model, ours, lambda: self.of(model, pair, groups)[0]):
+            draws = shared_attention.draws_beyond_dropout
+            if not self.is_checked and draws(model, ours, lambda: self.of(model, pair, groups)[0]):
                 return ours, "the model draws random numbers in training, which completions of a prompt would share"
             return ours, None
         except torch.OutOfMemoryError:
             raise
-        except LayoutLostError as error:
+        except shared_attention.LayoutLostError as error:
             return None, str(error)
         except Exception as error:
             said = f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -49,11 +49,6 @@ class CompletionRecord:
     calls: list[Call] = field(default_factory=list)
     queue_s: float = 0.0  # longest queueing time of a call, in seconds
 
-    @property
-    def waits(self) -> dict[str, float]:
-        """The longest queueing time, as a stage; empty if no call was queued."""
-        return {QUEUE: self.queue_s} if self.queue_s > 0 else {}
-
     def add(self, other: "CompletionRecord") -> None:
         """Merge a record from another process."""
         self.action = other.action or self.action

@@ -110,8 +110,6 @@ class Instruments:
     ) -> None:
         """Record a micro-batch that is trained on, without synchronising with the device. The masks have shapes (B, P)
         and (B, C). `has_prompt` is False if another completion's forward pass already processed the prompt."""
-        if not self.timeline.enabled:
-            return
         prompts, completions = prompt_mask.sum(dim=1), completion_mask.sum(dim=1)  # (B,)
         own = torch.tensor([True] * len(prompts) if has_prompt is None else has_prompt)
         self._lengths.append((prompts, completions, own.to(prompts.device, non_blocking=True)))
@@ -124,10 +122,9 @@ class Instruments:
         """Record a scored training batch. Its first call began at `started` on the `time.perf_counter` clock, and its
         last answer arrived `seconds` later. `waits`: start and end of each wait of the trainer's thread for it.
         `spans`: the stages of its completions."""
-        if self.timeline.enabled:
-            cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
-            self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
-            self._trace.add(self.step + 1, spans)  # they may start in earlier steps
+        cut = ((max(began, started), min(until, started + seconds)) for began, until in waits)
+        self._batches.append((seconds, [wait for wait in cut if wait[0] < wait[1]]))
+        self._trace.add(self.step + 1, spans)  # they may start in earlier steps
 
     def step_ends(self) -> None:
         self.timeline.step_ends()
@@ -135,9 +132,7 @@ class Instruments:
 
     def figures(self, accelerator: Accelerator) -> dict[str, float]:
         """The metrics of the steps since the last call, over all ranks; a collective. Identical on every rank, except
-        `names.MACHINE`, which are per machine. Empty while measuring is off."""
-        if not self.timeline.enabled:
-            return {}
+        `names.MACHINE`, which are per machine."""
         steps = self.timeline.drain_steps()
         spans = self.timeline.drain_spans()
         self._waits += [(span.started, span.ended) for span in spans if span.name == Phase.REWARD_WAIT]

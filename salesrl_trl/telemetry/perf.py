@@ -88,14 +88,13 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float:
     return share if share <= 1 else math.nan
 
 
-_PEAKS = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))["peak"]
-PEAK_BF16: dict[str, float] = {peak["name"]: peak["tflops"] for peak in _PEAKS}
+PEAKS = tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))["peak"]
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
     """A chip's dense bf16 peak in FLOP/s, by `torch.cuda.get_device_name()`; `None` if it is not in the table."""
     name = device_name.removeprefix("NVIDIA ")
-    return next((tflops * 1e12 for chip, tflops in PEAK_BF16.items() if re.fullmatch(chip, name)), None)
+    return next((peak["tflops"] * 1e12 for peak in PEAKS if re.fullmatch(peak["name"], name)), None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -95,12 +95,10 @@ class _Step:
 
 class Timeline:
     """Phases of steps on one thread, and spans of other threads. The phases in `opaque` own everything inside them: an
-    evaluation generates and scores too, but all of this time counts as evaluation. `enabled` may be switched between
-    steps: while it is off, nothing is marked and no step is counted."""
+    evaluation generates and scores too, but all of this time counts as evaluation."""
 
     def __init__(self, clock: Clock | None = None, opaque: Iterable[str] = ()) -> None:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS_PENDING)
-        self.enabled = True
         self._clock = clock or Clock()
         self._opaque = frozenset(opaque)
         self._thread = threading.get_ident()
@@ -127,7 +125,7 @@ class Timeline:
         """Time a block as a phase. On other threads, the block becomes a span on the thread's own track."""
         timing = self.begin(name)
         if timing is None:
-            with TimingContext(name, self if self.enabled else None) as elsewhere:
+            with TimingContext(name, self) as elsewhere:
                 yield elsewhere
             return
         try:
@@ -139,9 +137,9 @@ class Timeline:
             self.end(timing)
 
     def begin(self, name: str) -> Timing | None:
-        """Open a phase that is closed elsewhere by `end`, or by `starts` and `close`. `None` if nothing is measured:
-        on other threads, or while not `enabled`."""
-        if not self.enabled or threading.get_ident() != self._thread:
+        """Open a phase that is closed elsewhere by `end`, or by `starts` and `close`. `None` on other threads,
+        where it measures nothing."""
+        if threading.get_ident() != self._thread:
             return None
         mark = self._clock.mark()
         phase = _OpenPhase(Timing(name, time.perf_counter()), mark)
@@ -166,7 +164,7 @@ class Timeline:
         self._stack, self._owner = (), Phase.UNACCOUNTED
         self._finished.clear()
         self._cut_at = time.perf_counter()
-        self._step = _Step(self._clock.mark(), Phase.UNACCOUNTED) if self.enabled else None
+        self._step = _Step(self._clock.mark(), Phase.UNACCOUNTED)
 
     def stops(self) -> None:
         """Stop measuring steps. Phases are still recorded as spans."""
@@ -174,9 +172,6 @@ class Timeline:
 
     def step_ends(self) -> None:
         """End a step and begin the next one."""
-        if not self.enabled:
-            self._step = None
-            return
         mark = self._clock.mark()
         if self._step is not None:
             self._step.cut(mark, Phase.UNACCOUNTED)

@@ -138,7 +138,7 @@ class Components:
         if words := next(filter(None, (part.busy_with() for part in self.parts)), None):
             return words
         if self.args.use_vllm:
-            return f"vLLM generates{' on its server' * (self.args.vllm_mode == 'server')}"
+            return f"vLLM generates{' on its server' if self.args.vllm_mode == 'server' else ''}"
         return f"{self.args.sampler or 'transformers'} generates on the {self.args.device.type.upper()}, without vLLM"
 
     def _why_inside_trl(self, trl: Hooks, has_own_engine: bool) -> str | None:
@@ -176,9 +176,8 @@ class Components:
             seed=args.seed,
         )  # fmt: skip
         self.keeper.buffer = self.pipeline.buffer
-        settings = from_fields(
-            ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
-        )
+        weights, answered = trl.reward_weights, trl.reward_answered
+        settings = from_fields(ScoringSettings, args, branches=self.branches, weights=weights, answered=answered)
         self.scoring = from_fields(RolloutScoring, self, settings=settings, device=trl.accelerator.device)
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:

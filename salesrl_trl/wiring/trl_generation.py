@@ -14,17 +14,8 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import start_event_loop_in_daemon
 
+from salesrl_trl.generation import sampler
 from salesrl_trl.generation.engine_loop import CompletionTasks, Prompt, Rounds, TaskBatch, TurnLoop
-from salesrl_trl.generation.sampler import (
-    Encoded,
-    Finished,
-    Handle,
-    Made,
-    Sampled,
-    TokenSource,
-    ToolsOf,
-    logps_arguments,
-)
 from salesrl_trl.ground.process import patched
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest
@@ -36,10 +27,10 @@ class Begun:
 
     trainer: GRPOTrainer
     batch: TaskBatch
-    sample: Callable[[], Sampled]
+    sample: Callable[[], sampler.Sampled]
     is_ready: bool
 
-    def result(self) -> Sampled:
+    def result(self) -> sampler.Sampled:
         trainer, batch = self.trainer, self.batch
         with batch.cancelled_by_errors():
             if batch.by_new_weights and trainer.use_vllm and trainer.state.global_step != trainer._last_loaded_step:
@@ -96,10 +87,12 @@ class TRLEngine:
             "most_tokens": engine.max_model_len if engine else trainer.model.config.max_position_embeddings,
         }  # fmt: skip
 
-    def encode(self, prompts: Sequence[object]) -> Encoded:
-        return Encoded(*self._trainer._tokenize_prompts(copy.deepcopy(list(prompts))))
+    def encode(self, prompts: Sequence[object]) -> sampler.Encoded:
+        return sampler.Encoded(*self._trainer._tokenize_prompts(copy.deepcopy(list(prompts))))
 
-    def begin(self, batch: TaskBatch, encoded: Encoded, sample: Callable[[], Sampled], ahead: bool) -> Handle:
+    def begin(
+        self, batch: TaskBatch, encoded: sampler.Encoded, sample: Callable[[], sampler.Sampled], ahead: bool
+    ) -> sampler.Handle:
         """Begin a batch on its loop, after pushing changed weights as TRL does; a collective. `sample` is called once
         it is finished. `ahead`: training continues before that."""
         trainer = self._trainer
@@ -115,7 +108,7 @@ class TRLEngine:
 
         return Begun(trainer, batch, sample, is_ready=not (ahead and batch.may_be_left))  # on all ranks alike
 
-    def sample(self, prompts: Sequence[object], made: Made) -> Sampled:
+    def sample(self, prompts: Sequence[object], made: sampler.Made) -> sampler.Sampled:
         """TRL's own `_generate` around precomputed results; a collective. Its metrics are kept with the completions
         and logged when these are trained on."""
         trainer, measured = self._trainer, defaultdict[str, list[float]](list)
@@ -135,7 +128,7 @@ class TRLEngine:
         measured.pop("num_tokens")
         if (images := generated[6]) is not None:  # processors reject the `None` of rows without images
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
-        return Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
+        return sampler.Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
     def group(self) -> int:
         """Completions per prompt in the current mode, training or evaluation."""
@@ -148,14 +141,14 @@ class TRLEngine:
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=accelerator.device)
         return dict(zip(mine, accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
-    def tools_of(self, place: int) -> ToolsOf:
+    def tools_of(self, place: int) -> sampler.ToolsOf:
         """The tools of the conversation at this place in the batch."""
         trainer = self._trainer
         if trainer.environment_factories is None:
-            return ToolsOf(trainer.tools, trainer._standalone_tools)
+            return sampler.ToolsOf(trainer.tools, trainer._standalone_tools)
         name = trainer._batch_environments[place]  # created by TRL for the batch
         own = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
-        return ToolsOf(trainer._env_tools[name], own)
+        return sampler.ToolsOf(trainer._env_tools[name], own)
 
 
 class TRLGeneration(TRLEngine):
@@ -163,27 +156,27 @@ class TRLGeneration(TRLEngine):
 
     agents: Any  # the part for tools and episodes, if any
 
-    def generate(self, prompts: Sequence[object], tokens: TokenSource | None = None) -> Sampled:
-        return self.sample(prompts, Made(tokens=tokens))
+    def generate(self, prompts: Sequence[object], tokens: sampler.TokenSource | None = None) -> sampler.Sampled:
+        return self.sample(prompts, sampler.Made(tokens=tokens))
 
-    def ask(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+    def ask(self, prompts: Sequence[object], finished: sampler.Finished, ahead: bool) -> sampler.Handle:
         """Generate with vLLM, reporting each completion when it is finished."""
         encoded, loop = self.encode(prompts), self.loop
         batch = CompletionTasks(len(prompts), loop, finished)
 
-        def sample() -> Sampled:
+        def sample() -> sampler.Sampled:
             turns = batch.results()
             logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
             tokens = [turn.ids for turn in turns], logprobs or None
-            return self.sample(prompts, Made(encoded=encoded, tokens=lambda *_: tokens))
+            return self.sample(prompts, sampler.Made(encoded=encoded, tokens=lambda *_: tokens))
 
         return self.begin(batch, encoded, sample, ahead)
 
-    def converse(self, prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
+    def converse(self, prompts: Sequence[object], finished: sampler.Finished, ahead: bool) -> sampler.Handle:
         """Generate completions that may call tools."""
         return self.agents.converse(self, prompts, finished, ahead)
 
-    def play(self, rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
+    def play(self, rows: Sequence[Example], finished: sampler.Finished, ahead: bool) -> sampler.Handle:
         """Play an episode with each row."""
         return self.agents.play(self, rows, finished, ahead)
 
@@ -197,7 +190,7 @@ class TRLGeneration(TRLEngine):
         """Arguments available to reward functions besides columns (`reward.scorer.TRL_ARGUMENTS`)."""
         return {"trainer_state": self._trainer.state}
 
-    def behaviour_logps(self, sampled: Sampled) -> torch.Tensor:
+    def behaviour_logps(self, sampled: sampler.Sampled) -> torch.Tensor:
         """Log-probs of completions under the current policy, for samplers that return none."""
         return self.logps_of(self.padded(sampled))
 
@@ -208,9 +201,9 @@ class TRLGeneration(TRLEngine):
             torch.no_grad(),
             disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
         ):
-            arguments = logps_arguments(batch, trainer.args.per_device_train_batch_size)
+            arguments = sampler.logps_arguments(batch, trainer.args.per_device_train_batch_size)
             return trainer._get_per_token_logps_and_entropies(trainer.model, **arguments)[0]
 
-    def padded(self, sampled: Sampled) -> dict[str, torch.Tensor]:
+    def padded(self, sampled: sampler.Sampled) -> dict[str, torch.Tensor]:
         args, pad_token_id = self._trainer.args, self._trainer._tokenizer.pad_token_id
         return sampled.padded(pad_token_id, args.pad_to_multiple_of, self._trainer.accelerator.device)

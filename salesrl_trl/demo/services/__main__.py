@@ -66,7 +66,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Prints the addresses, in socket order, once it listens, and stops on `stop`."""
+    """Prints the addresses, in socket order, once it listens."""
 
     def __init__(self, app: ASGIApp, options: argparse.Namespace) -> None:
         super().__init__(
@@ -79,9 +79,6 @@ class _Server(uvicorn.Server):
             )
         )
         self._options = options
-
-    def stop(self) -> None:
-        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -103,7 +100,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Replaces uvicorn's, which re-raises a signal after a clean stop."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+            asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
         yield
 
 

@@ -109,12 +109,9 @@ class EmbeddedServices:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    for stream in (child.stdin, child.stdout):
-        if stream is not None:
-            stream.close()
-    child.terminate()
-    try:
-        child.wait(TERMINATE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+    with child:  # closes its pipes, and waits
+        child.terminate()
+        try:
+            child.wait(TERMINATE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()

@@ -130,7 +130,7 @@ async def _put_loads(targets: Mapping[str, Target[T]]) -> dict[str, Results[T]]:
                     with deadline(patience_s):
                         # a transport knows the deadline
                         async with asyncio.timeout(None if target.transport else patience_s):
-                            result = await clocked(call)
+                            result = await clocked(call())
                 except TimeoutError:
                     result = ServiceTimeout("")
             if not isinstance(result, ServiceTimeout):

@@ -45,10 +45,7 @@ class Viewer(ThreadingHTTPServer):
         self.index = index
         self.key = secrets.token_urlsafe(12)
         super().__init__((HOST, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/{self.key}/"
+        self.url = f"http://{HOST}:{self.server_port}/{self.key}/"
 
 
 class _Handler(BaseHTTPRequestHandler):

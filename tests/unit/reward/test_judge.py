@@ -192,7 +192,7 @@ def test_what_decides_a_verdict_is_part_of_its_identity():
     changes = ({}, {"weight": 2.0}, {"max_completion_tokens": 9}, {"model": "other"}, {"temperature": 1.0},
                {"extra_body": {"a": 1}})  # fmt: skip
     rewards = [build_reward("http://127.0.0.1:9", [row()], providers=[{"name": "judge", **each}]) for each in changes]
-    assert len({reward._judge.identity("fairness") for reward in rewards}) == len(changes)
+    assert len({reward._judges[0].identity("fairness") for reward in rewards}) == len(changes)
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,9 @@ def forward(q, k, v, bounds, scale):
     return out, normaliser, torch.zeros(2), torch.zeros(2)
 
 
-def backward(grad, q, k, v, out, normaliser, bounds, state, scale):
+def backward(tensors, bounds, state, scale):
     """What PyTorch's kernel computes: the probabilities anew, from the normaliser and the output that are given."""
+    grad, q, k, v, out, normaliser = tensors
     q_bounds, k_bounds, _, _, is_causal = bounds
     dq, dk, dv = (torch.zeros_like(each) for each in (q, k, v))
     times = q.size(1) // k.size(1)

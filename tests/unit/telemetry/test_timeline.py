@@ -151,21 +151,6 @@ def test_phases_before_the_first_step_and_after_the_last_are_spans(clock, timeli
     assert timeline.close() is None
 
 
-def test_turned_off_nothing_is_marked_and_on_again_steps_are_whole(clock, timeline):
-    timeline.starts()
-    timeline.enabled = False
-    with timeline.phase("forward") as timing:
-        spend(clock, 5)
-    assert timing.cost_time >= 0
-    timeline.step_ends()
-    timeline.enabled = True
-    timeline.step_ends()  # the step in which it was turned on is not whole
-    with timeline.phase("forward"):
-        spend(clock, 1)
-    timeline.step_ends()
-    assert [step.seconds for step in timeline.drain_steps()] == [{UNACCOUNTED: 0, "forward": 1}]
-
-
 def test_another_threads_phase_is_a_span_of_its_own(timeline):
     timeline.starts()
 
