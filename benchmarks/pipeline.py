@@ -209,12 +209,13 @@ class Bench:
         self._url = url
         self._batches: list[RewardBatch] = []
         """Batches that were waited for, oldest first."""
+        self._note_results()
         self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
         on_cpu, most = args.device == "cpu", TOKENS[args.shape]
         self._rewards: dict[str, Scorer] = {
-            "stock": self._noting(SlowReward(url)),
+            "stock": SlowReward(url),
             **{
-                name: self._noting(reward if on_cpu else RemoteReward(reward))
+                name: reward if on_cpu else RemoteReward(reward)
                 for name, reward in {"ours": SlowReward(url), "recorded": SlowReward(url, records=True)}.items()
             },
         }
@@ -288,23 +289,15 @@ class Bench:
                 }  # fmt: skip
                 self._trainers[arm] = self._build_stock(ours, **sizes)
 
-    def _noting(self, reward: Scorer) -> Scorer:
-        """`reward`, which adds each batch to `_batches` when it has its result."""
-        begin = reward.batch
+    def _note_results(self) -> None:
+        """Adds each batch, of whichever arm, to `_batches` once it has its result."""
+        result = RewardBatch.result
 
-        def noted(*arguments: Any, **more: Any) -> RewardBatch:
-            batch = begin(*arguments, **more)
-            result = batch.result
+        def noted(batch: RewardBatch, *drained: BatchReport) -> BatchResult:
+            self._batches.append(batch)
+            return result(batch, *drained)
 
-            def ended(*drained: BatchReport) -> BatchResult:
-                self._batches.append(batch)
-                return result(*drained)
-
-            batch.result = ended  # type: ignore[method-assign]
-            return batch
-
-        reward.batch = noted  # type: ignore[method-assign]
-        return reward
+        RewardBatch.result = noted  # type: ignore[method-assign]
 
     def _build_stock(self, ours: GRPOTrainer, **sizes: int) -> GRPOTrainer:
         """TRL's trainer, with the reference and the engine of `ours`."""

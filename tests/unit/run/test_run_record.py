@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from salesrl_trl.config.keys import is_secret
+from salesrl_trl.ground.own_code import PACKAGE
 from salesrl_trl.launch import env, signals, train
 from salesrl_trl.launch.run_record import differences, has_finished, settings_text, write_record
 from salesrl_trl.launch.settings import parse
-from salesrl_trl.launch.software import PACKAGE
 from salesrl_trl.names import RUN_FILE, SETTINGS_FILE
 
 ROOT = Path(__file__).parents[3]
