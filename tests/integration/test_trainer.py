@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from support.scripted import DIFFERENT, Scripted, steps_of
 from transformers import TrainerCallback
 
 from salesrl_trl.checkpoint.identity import identity_of_run
-from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError, WeightSyncError
+from salesrl_trl.errors import ConfigError, DivergedError, RunStopped, TooFewRewardsError
 from salesrl_trl.trainer import RolloutTrainer
-from salesrl_trl.update.weights import WeightCheck
 
 
 class ScriptedRollouts(Scripted, RolloutTrainer):
@@ -148,31 +146,6 @@ def test_what_a_customer_said_does_not_reach_the_log_by_way_of_trls_warning(scri
         finally:
             upstream.filters[:] = ours
     assert "What does Python cost?" in caplog.text  # TRL's own behaviour; if it goes, so can our filter
-
-
-@pytest.mark.parametrize(
-    ("logp", "message"),
-    [(-50.0, r"differ from the trainer's by \d\d\.\d+ nats"), (None, "have a NaN log-prob")],
-    ids=["other weights", "NaN"],
-)
-def test_a_run_whose_sampler_has_other_weights_stops_at_its_first_batch(scripted_trainer, logp, message):
-    """Whether or not the loss has importance ratios: here it has none."""
-    trainer = scripted_trainer()
-    generate = trainer._generate_single_turn
-
-    def sampled(prompt_ids, *arguments):
-        completions, _ = generate(prompt_ids)
-        return completions, [[logp] * len(each) for each in completions]  # None is a NaN, as TRL hands it on
-
-    trainer._generate_single_turn = sampled
-    trainer.components.policy.weight_check = WeightCheck(
-        trainer.args.max_sampling_logp_difference
-    )  # transformers has nothing to check
-    trainer.vllm_generation = SimpleNamespace(temperature=trainer.temperature)
-    before = weights(trainer)
-    with pytest.raises(WeightSyncError, match=message):
-        trainer.train()
-    assert not moved(before, weights(trainer))
 
 
 def test_it_says_how_many_groups_had_one_score(scripted_trainer, services, caplog):

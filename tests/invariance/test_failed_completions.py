@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import of_one_machine, run_ranks
-from support.scripted import Gradients, ScriptedTrainer, build_upstream_trainer, default_rows, settings, steps_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.scripted import Gradients, ScriptedTrainer, build_trainer, build_upstream_trainer, default_rows, steps_of
+from transformers import AutoTokenizer
 
 from salesrl_trl import per_completion
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import SKIPPED_UPDATE
 from salesrl_trl.rollout.normaliser import UNITS
@@ -100,15 +99,10 @@ def _trainer(policy, out, loss_type, arm, texts, **given):
         "max_grad_norm": 0.0, "kl_log_ratio_clamp": 0.0, "learning_rate": 0.0,
         "scored_groups_first": False, **ARMS[arm], **given,
     }  # fmt: skip
-    trainer = Recorded(
-        AutoModelForCausalLM.from_pretrained(policy),
-        length,
-        SalesGRPOConfig(**settings(out, **given_all)),
-        train_dataset=build_dataset(default_rows() * 4, "compact"),
-        eval_dataset=build_dataset(default_rows()[:2], "compact"),
-        processing_class=AutoTokenizer.from_pretrained(policy),
+    held_out = build_dataset(default_rows()[:2], "compact")
+    trainer = build_trainer(
+        policy, length, texts, default_rows() * 4, out, Recorded, eval_dataset=held_out, **given_all
     )
-    trainer.texts = texts
     return trainer
 
 
@@ -171,8 +165,7 @@ def without_failed(stock, tokenizer, ranks, loss_type, arm):
             [batch for rank in ranks for batch in rank["micro_batches"][first * size :][:size]]
             for first in range(generations)
         ]
-    word = "no such word" if arm == "as TRL" else FAIL
-    left = [[each for batch in part if (each := left_of(batch, tokenizer, word))] for part in parts]
+    left = [[each for batch in part if (each := left_of(batch, tokenizer))] for part in parts]
     batches = [joined(part) for part in left if part]
     losses = []
     for batch in batches:
@@ -184,12 +177,12 @@ def without_failed(stock, tokenizer, ranks, loss_type, arm):
     return torch.cat([weight.grad.flatten() for weight in stock.model.parameters()]), sum(losses), tokens
 
 
-def left_of(batch, tokenizer, word):
-    """The rows of a micro-batch without that word, with the tokens that the policy wrote; `None` without any."""
+def left_of(batch, tokenizer):
+    """The rows of a micro-batch that did not fail, with the tokens that the policy wrote; `None` without any."""
     texts = tokenizer.batch_decode(batch["completion_ids"], skip_special_tokens=True)
     ends = batch["completion_ids"].eq(tokenizer.eos_token_id).long().argmax(dim=1, keepdim=True)
     mask = (torch.arange(batch["completion_ids"].size(1)) <= ends).long()
-    kept = [row for row, text in enumerate(texts) if word not in text]
+    kept = [row for row, text in enumerate(texts) if FAIL not in text]
     return {name: {**batch, "completion_mask": mask}[name][kept] for name in ROWS} if kept else None
 
 
