@@ -16,14 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
-from salesrl_trl.errors import (
-    BudgetSpent,
-    ConfigError,
-    DataError,
-    FunctionError,
-    ServiceUnavailable,
-    TooFewRewardsError,
-)
+from salesrl_trl.errors import ConfigError, DataError, FunctionError, ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.data.sources import prompt_dataset
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -423,17 +416,3 @@ def test_functions_get_the_rows_further_columns():
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
-
-
-def test_a_function_does_not_end_a_run_by_saying_that_a_budget_is_spent(tiny, tmp_path):
-    """There is none. Of the 8 completions of a step it says so for every other one."""
-    numbers = itertools.count()
-
-    @per_completion
-    def spent(completion):
-        if (number := next(numbers)) % 2:
-            raise BudgetSpent("says a function")
-        return number % 8 / 8
-
-    _, steps = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [spent], tmp_path)
-    assert [line["outcome/infra"] for line in steps] == [0.5] * 3

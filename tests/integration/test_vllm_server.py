@@ -24,12 +24,11 @@ import torch
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import Services, action, any_action, build_reward, row
 from support.ranks import of_one_machine, run_ranks
-from support.scripted import settings
+from support.scripted import build_trainer
 from support.vllm_server import serve
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.generation.engine_loop import CompletionTasks
 from salesrl_trl.judged.verdict import response_format
@@ -122,28 +121,21 @@ def without_a_push(patch):
     patch.setattr("salesrl_trl.judged.chain.parse_action", any_action)
 
 
-def build_trainer(served, server, services, out, instruments=None, **given):
+def trainer_of(served, server, services, out, **given):
     """A trainer around the server, with BATCH completions of this process a step."""
-    tokenizer = AutoTokenizer.from_pretrained(served)
     rows = keyed_rows(DEFAULT_BRANCHES * 32)  # no prompt comes twice
+    reward = build_reward(services, rows, deadline_s=60.0, timeout_s=60.0)
+    tokens = len(AutoTokenizer.from_pretrained(served))
     own = {
         "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server, "num_generations": GROUP,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "learning_rate": 0.0,
-        "max_completion_length": 48, "held_out_eval": False, "eval_strategy": "no",
+        "max_completion_length": 48, "eval_strategy": "no", "eval_dataset": build_dataset(rows[:2], "compact"),
         "vllm_importance_sampling_mode": "token_truncate",
         # a policy of random weights seldom ends by itself: one token in eight does it
-        "generation_kwargs": {"stop_token_ids": list(range(16, len(tokenizer), 8)), "seed": 7},
+        "generation_kwargs": {"stop_token_ids": list(range(16, tokens, 8)), "seed": 7},
         **given,
     }  # fmt: skip
-    return SalesGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(served),
-        build_reward(services, rows, deadline_s=60.0, timeout_s=60.0),
-        SalesGRPOConfig(**settings(out, **own)),
-        instruments=instruments,
-        train_dataset=build_dataset(rows, "compact"),
-        eval_dataset=build_dataset(rows[:2], "compact"),
-        processing_class=tokenizer,
-    )
+    return build_trainer(served, reward, (), rows, out, SalesGRPOTrainer, **own)
 
 
 @pytest.fixture
@@ -153,7 +145,7 @@ def build(served, server, httpserver, tmp_path, monkeypatch):
     services, built = Services(httpserver), []
 
     def built_with(**given):
-        built.append(build_trainer(served, server, services.url, tmp_path, **given))
+        built.append(trainer_of(served, server, services.url, tmp_path, **given))
         return built[-1]
 
     yield built_with
@@ -266,6 +258,7 @@ def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build,
         other.model.lm_head.weight.mul_(30)  # and nothing is pushed here
     with pytest.raises(WeightSyncError, match="differ from the trainer's by"):
         other.train()
+    assert other.state.global_step == 0
 
 
 def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
@@ -293,7 +286,7 @@ def main(served, server, services, out):
             patch.setattr(f"trl.generation.vllm_{module}.is_vllm_available", lambda: True)
         patch.setattr("trl.generation.vllm_generation.LLM", None, raising=False)
         patch.setattr(VLLMClient, "generate", watched)
-        trainer = build_trainer(
+        trainer = trainer_of(
             served, server, services, out, rollout_lookahead=2, max_steps=5, ddp_backend="gloo", report_to="none"
         )
         trainer.train()
