@@ -254,8 +254,6 @@ LOOP_TOLERANCE = 3 * TOLERANCE
 """Where the expected gradient is the sum of two, each rounded."""
 LOSS_SIZE = math.log(VOCAB_SIZE)
 """Of the terms of a loss: log-probs of both signs, whose rounding stays where their sum is small."""
-
-
 WEIGHTS = ("full", "lora", "full, forward again", "lora, forward again")
 
 
@@ -365,7 +363,6 @@ def sampling_ratio(*shape):
 SAMPLING = torch.full((SAMPLES, COMPLETION), -4.0)
 """Log-probs of vLLM, most of them above the policy's."""
 
-by_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
 LEVELS, SWITCH, ACCUMULATIONS = ("token", "sequence"), (True, False), (1, 4)
 RATIOS = list(itertools.product(LEVELS, SWITCH, SWITCH))
 """What weights a token's KL: the level, whether it is corrected, and whether the policy has moved. They interact."""
@@ -488,7 +485,7 @@ def test_different_coefficients_are_a_loops(pair, loss_type, kind, accumulation,
     assert_equal_steps(step(pair.ours, batches), with_kl_by_loops(pair, case, batches, BETAS), LOOP_TOLERANCE)
 
 
-@by_loss_type
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_rewards_of_a_branch_that_count_less_are_a_part_of_its_policy_loss(pair, loss_type):
     """Half of a branch's rewards is half of its policy loss, whatever the loss type; the other branch's stays."""
     case = Case(loss_type=loss_type)

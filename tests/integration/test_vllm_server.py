@@ -39,7 +39,6 @@ from salesrl_trl.launch.preflight.runner import examine
 from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import STALENESS, outcome_of
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
@@ -201,15 +200,10 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
     assert next(asked) == 5 * BATCH + 1
 
 
-def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
-    traced = InstrumentSettings(trace_steps=range(1, 100), heartbeat_s=0.0)
-    instruments = Instruments(traced, torch.device("cpu"), tmp_path)
-    trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments, temperature=0.6)
-    client, ask, compute_loss = (
-        trainer.vllm_generation.vllm_client,
-        trainer.components.sampler._begin,
-        trainer.compute_loss,
-    )
+def test_the_server_generates_while_the_trainer_trains(build):
+    trainer = build(rollout_lookahead=2, max_steps=5, temperature=0.6)
+    client, sampler = trainer.vllm_generation.vllm_client, trainer.components.sampler
+    ask, compute_loss = sampler._begin, trainer.compute_loss
     asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
 
     def held_back(step, generate, *arguments, **request):
@@ -231,11 +225,10 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
         trained[trainer.state.global_step].set()
         return compute_loss(*arguments, **given)
 
-    trainer.components.sampler._begin, trainer.compute_loss = watched, training
+    sampler._begin, trainer.compute_loss = watched, training
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert asked == [0, 0, 0, 1, 2]
-    trainer.finish()
 
 
 def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_training(build):

@@ -106,14 +106,6 @@ def _trainer(policy, out, loss_type, arm, texts, **given):
     return trainer
 
 
-def evaluated(policy, out, texts):
-    """The figures of an evaluation of two batches."""
-    trainer = _trainer(policy, out, "grpo", "1", texts)
-    figures = trainer.evaluate()
-    trainer.finish()
-    return figures
-
-
 def update(policy, out, loss_type, arm, texts=TEXTS, **given):
     """Train one update. Returns what was kept of it."""
     trainer = _trainer(policy, out, loss_type, arm, texts, **given)
@@ -125,23 +117,23 @@ def update(policy, out, loss_type, arm, texts=TEXTS, **given):
 
 
 @pytest.fixture(scope="module")
-def stock(tiny_policy, tmp_path_factory):
+def stock(tiny, tmp_path_factory):
     """TRL's own loss."""
     return build_upstream_trainer(
-        tiny_policy, lambda **_: [0.0], (), tmp_path_factory.mktemp("stock"), beta=BETA, per_device_train_batch_size=2
+        tiny, lambda **_: [0.0], (), tmp_path_factory.mktemp("stock"), beta=BETA, per_device_train_batch_size=2
     )
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_policy):
-    return AutoTokenizer.from_pretrained(tiny_policy)
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_policy, tmp_path_factory):
+def two_ranks(tiny, tmp_path_factory):
     """The updates of two ranks, by loss type and arm."""
     out = tmp_path_factory.mktemp("ranks")
-    run_ranks(of_one_machine(), (__file__, tiny_policy, out), out, LAUNCH_LIMIT_S)
+    run_ranks(of_one_machine(), (__file__, tiny, out), out, LAUNCH_LIMIT_S)
 
     def found(loss_type, arm):
         return [torch.load(out / f"{loss_type}, {arm}, {rank}.pt") for rank in range(2)]
@@ -217,9 +209,9 @@ def check(stock, tokenizer, ranks, loss_type, arm):
 
 @pytest.mark.parametrize(("loss_type", "arm"), CELLS)
 def test_the_gradient_is_that_of_the_same_batch_without_the_failed_completions(
-    stock, tokenizer, tiny_policy, tmp_path, loss_type, arm
+    stock, tokenizer, tiny, tmp_path, loss_type, arm
 ):
-    check(stock, tokenizer, [update(tiny_policy, tmp_path, loss_type, arm)], loss_type, arm)
+    check(stock, tokenizer, [update(tiny, tmp_path, loss_type, arm)], loss_type, arm)
 
 
 @pytest.mark.slow
@@ -229,28 +221,31 @@ def test_the_same_holds_over_two_ranks(stock, tokenizer, two_ranks, loss_type, a
 
 
 @pytest.mark.parametrize("arm", ["4, scored groups first", "4, two generation batches"])
-def test_an_update_of_which_nothing_is_left_moves_nothing(tiny_policy, tmp_path, arm):
+def test_an_update_of_which_nothing_is_left_moves_nothing(tiny, tmp_path, arm):
     """Its gradient is dropped, so that neither momentum nor weight decay moves the policy."""
-    found = update(tiny_policy, tmp_path, "dapo", arm, texts=(f"{FAIL} a", f"{FAIL} price b"))
+    found = update(tiny, tmp_path, "dapo", arm, texts=(f"{FAIL} a", f"{FAIL} price b"))
     assert found["gradient"] is None
     assert found["logs"]["loss"] == 0
     assert found["logs"]["entropy"] is None  # no mean over no token
 
 
-def test_a_skipped_generation_batch_has_no_part_in_an_update_that_it_shares(tiny_policy, tmp_path):
+def test_a_skipped_generation_batch_has_no_part_in_an_update_that_it_shares(tiny, tmp_path):
     arm, texts = "4, two generation batches", (*SCORED, *SCORED, *NO_REWARD, *NO_REWARD)
     skipped, left_out = (
-        update(tiny_policy, tmp_path, "grpo", arm, texts=texts, min_valid_reward_fraction=fraction)
-        for fraction in (0.5, 0.0)
+        update(tiny, tmp_path, "grpo", arm, texts=texts, min_valid_reward_fraction=fraction) for fraction in (0.5, 0.0)
     )
     assert gap(skipped["gradient"], left_out["gradient"]) <= TOLERANCE
     assert skipped["logs"]["loss"] == pytest.approx(left_out["logs"]["loss"], rel=1e-5)
     assert skipped["logs"][SKIPPED_UPDATE] == 0.5
 
 
-def test_an_evaluations_loss_is_that_of_its_batches_with_something_left(tiny_policy, tmp_path):
+def test_an_evaluations_loss_is_that_of_its_batches_with_something_left(tiny, tmp_path):
     def loss(*texts):
-        return evaluated(tiny_policy, tmp_path, texts)["eval_loss"]
+        """Of an evaluation of two batches."""
+        trainer = _trainer(tiny, tmp_path, "grpo", "1", texts)
+        figures = trainer.evaluate()
+        trainer.finish()
+        return figures["eval_loss"]
 
     first, second = loss(*SCORED, *NO_REWARD), loss(*NO_REWARD, *SCORED)
     assert loss(*SCORED, *SCORED) == pytest.approx((first + second) / 2, rel=1e-5)

@@ -50,12 +50,12 @@ def one_rank(train):
 
 
 @pytest.fixture(scope="module")
-def launch(tiny_policy, services_url):
+def launch(tiny, services_url):
     """Train on two ranks; what each of them wrote."""
 
     def run(launchers, out, **settings):
         given = json.dumps({**TWO_RANKS, **settings})
-        arguments = (__file__, tiny_policy, services_url, out, given, CHECKPOINT)
+        arguments = (__file__, tiny, services_url, out, given, CHECKPOINT)
         return run_ranks(launchers, arguments, out, LAUNCH_LIMIT_S)
 
     return run
