@@ -52,9 +52,6 @@ def timed_batch(reward, completions, indices=None, run=virtual_time.run):
     return run(once())
 
 
-LIMITS = ("max_concurrency", "initial_concurrency")
-
-
 def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory):
     medians, sigma, count = {"8b": 5.6, "32b": 2.0, "completions": 3.2}, 0.3, 1000
     slowest = max(
@@ -62,7 +59,8 @@ def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory
         for index in range(count)
     )
     rows = [row(f"r{index}", message_id=f"m{index}") for index in range(count // 8)]
-    url, limits = fault_in_memory("latency", seconds=medians, sigma=sigma).url, dict.fromkeys(LIMITS, count)
+    url = fault_in_memory("latency", seconds=medians, sigma=sigma).url
+    limits = {"max_concurrency": count, "initial_concurrency": count}
     reward = build_reward(url, rows, timeout_s=60.0, limits=limits)
     completions = [action(query=f"item-{index} real") for index in range(count)]
     result, seconds = timed_batch(reward, completions, [index // 8 for index in range(count)])

@@ -250,15 +250,11 @@ def assert_figures_are_of_what_was_trained_on(trainer):
         assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
         assert (entry["completions/min_length"], entry["completions/max_length"]) == (min(lengths), max(lengths))
         texts = [trainer._tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["completions"]]
-        rewards = [zlib.crc32(text.encode()) % 101 / 100 for text in _as_judged(texts)]
+        judged = [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
+        rewards = [zlib.crc32(text.encode()) % 101 / 100 for text in judged]
         assert entry["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-4)
         total += sum(lengths) + batch["inputs"]["prompt_mask"].sum().item()
         assert entry["num_tokens"] == total
-
-
-def _as_judged(texts):
-    """As the judge reads them."""
-    return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")
