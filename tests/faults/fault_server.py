@@ -211,15 +211,12 @@ class Connection(asyncio.Protocol):
             task.cancel()
 
 
-async def main(settings):
-    scenarios = Scenarios(**settings)
+async def serve(scenarios):
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Connection(scenarios), "127.0.0.1", settings.get("port", 0), backlog=4096
-    )
+    server = await loop.create_server(lambda: Connection(scenarios), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    asyncio.run(serve(Scenarios(**json.loads(sys.argv[1]))))

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter, deque
 
-from faults.fault_server import Connection, chat, nonce_of, response
+from faults.fault_server import chat, nonce_of, response, serve
 
 BY_BYTES = ("duplicate", "in_parts", "doubled_body", "doubled_length", "echo")
 """Faults that the client always recognises by the bytes of a connection and the form of a reply."""
@@ -110,13 +110,5 @@ class MixedUp:
         return response(200, {**answer, "request_id": request_id}, X_Request_Id=request_id)
 
 
-async def main(settings):
-    loop = asyncio.get_running_loop()
-    scenarios = MixedUp(**settings)
-    server = await loop.create_server(lambda: Connection(scenarios), "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await loop.run_in_executor(None, sys.stdin.read)
-
-
 if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))
+    asyncio.run(serve(MixedUp(**json.loads(sys.argv[1]))))

@@ -52,31 +52,18 @@ def timed_batch(reward, completions, indices=None, run=virtual_time.run):
     return run(once())
 
 
-CHAINS = 1000
-ALL_AT_ONCE = {"max_concurrency": CHAINS, "initial_concurrency": CHAINS, "hedge_fraction": 0.0}
-
-
-def chains_over(url):
-    rows = [row(f"r{index}", message_id=f"m{index}") for index in range(CHAINS // 8)]
-    return build_reward(url, rows, timeout_s=60.0, deadline_s=60.0, limits=ALL_AT_ONCE)
-
-
-def completions_of(kind):
-    profile = "上班族，晚上有空" * 4
-    return [action(query=f"item-{index} {kind}", profile=profile) for index in range(CHAINS)]
-
-
-INDICES = [index // 8 for index in range(CHAINS)]
-
-
 def test_a_thousand_chains_in_flight_take_as_long_as_the_slowest(fault_in_memory):
-    medians, sigma = {"8b": 5.6, "32b": 2.0, "completions": 3.2}, 0.3
+    medians, sigma, count = {"8b": 5.6, "32b": 2.0, "completions": 3.2}, 0.3, 1000
     slowest = max(
         sum(seconds_of(end, medians[end], sigma, f"item-{index} ".encode()) for end in ("8b", "completions"))
-        for index in range(CHAINS)
+        for index in range(count)
     )
-    reward = chains_over(fault_in_memory("latency", seconds=medians, sigma=sigma).url)
-    result, seconds = timed_batch(reward, completions_of("real"), INDICES)
+    rows = [row(f"r{index}", message_id=f"m{index}") for index in range(count // 8)]
+    url = fault_in_memory("latency", seconds=medians, sigma=sigma).url
+    limits = {"max_concurrency": count, "initial_concurrency": count}
+    reward = build_reward(url, rows, timeout_s=60.0, limits=limits)
+    completions = [action(query=f"item-{index} real") for index in range(count)]
+    result, seconds = timed_batch(reward, completions, [index // 8 for index in range(count)])
     print(f"1,000 chains of 5.6 s + 3.2 s: {seconds:.2f} s; the slowest one: {slowest:.2f} s")
     assert {each.outcome for each in result.rewards} == {Outcome.OK}
     sent = {name: each["sent"] for name, each in result.report.traffic.items()}

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from support.forked import Program
 from support.holding import HOLDS
-from support.keyed import make_tiny_policy
 from support.loopback import Services
 from support.run_until_stopped import PROMPTS, STEPS
 from support.seconds import check_seconds
@@ -23,7 +22,6 @@ from support.seconds import check_seconds
 from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 
 RUNNER = Path(__file__).parents[1] / "support/run_until_stopped.py"
-ROOT = Path(__file__).parents[2]
 COMPLETIONS = 4
 """Completions of a step."""
 SCORED_STEPS = 4
@@ -59,10 +57,8 @@ def services(httpserver):
 @contextmanager
 def started(settings):
     """The runner, in a process group of its own, as a scheduler starts it."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     process = Program(
         [RUNNER, *(part for name, value in settings.items() for part in (f"--{name}", value))],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,12 +78,14 @@ def trained(out):
 
 
 @pytest.mark.timeout(240)
-def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(tmp_path, services, monkeypatch):
+def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_with(
+    tiny, tmp_path, services, monkeypatch
+):
     """With rewards in a process of their own. `test_rollouts_in_flight.py` stops runs without one."""
     monkeypatch.setenv("SALESRL_CACHE_DIR", str(tmp_path))
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {
-        "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
+        "model_name_or_path": str(tiny),
         "rag_base_url": services.url,
         "judge_base_url": f"{services.url}/v1",
         "reward_process": "true",
@@ -138,10 +136,10 @@ def test_a_run_that_gets_sigterm_while_rewards_hang_ends_at_once_and_is_gone_on_
     [("spins", "false"), ("blocks_a_pool", "false"), ("blocks", "true")],
 )
 def test_a_run_whose_reward_function_never_gives_its_thread_back_ends_within_seconds_of_a_signal(
-    tmp_path, function, reward_process
+    tiny, tmp_path, function, reward_process
 ):
     settings = {
-        "model_name_or_path": str(make_tiny_policy(tmp_path / "policy")),
+        "model_name_or_path": str(tiny),
         "output_dir": str(tmp_path / "run"),
         "reward_funcs": f"support.holding.{function}",
         "reward_process": reward_process,

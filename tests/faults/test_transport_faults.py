@@ -9,7 +9,7 @@ import pytest
 from support import virtual_time
 
 from salesrl_trl.errors import AccessDenied, ServiceError, ServiceUnavailable
-from salesrl_trl.service.event_loop import deadline, now
+from salesrl_trl.service.event_loop import now
 from salesrl_trl.service.http import HttpClient
 
 
@@ -60,21 +60,6 @@ def test_an_outage_that_says_when_to_come_back_is_waited_for_no_longer_than_anot
     assert not succeeded(results)
     assert server.stats["requests"] <= 20
     assert 1.0 <= seconds <= 3.0
-
-
-def test_no_backoff_outlasts_the_deadline(transport):
-    async def fails():
-        raise ServiceUnavailable("down", "rag_8b_unavailable")
-
-    async def run():
-        started = now()
-        with deadline(0.1):
-            results = await asyncio.gather(*(transport().call(fails) for _ in range(3)), return_exceptions=True)
-        return codes(results), now() - started
-
-    reasons, seconds = virtual_time.run(run())
-    assert reasons == {"rag_8b_unavailable"}
-    assert seconds <= 0.15
 
 
 def test_calls_and_hedges_together_stay_within_the_limit(transport):

@@ -1,5 +1,6 @@
-"""The debug recipe as a user launches it."""
+"""The debug recipe and benches as a user launches them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,3 +19,10 @@ def debug_recipe(output_dir, **given):
     command += ["--output_dir", str(output_dir)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def figures_of(bench, folder, *words, **environment):
+    """What a bench writes as JSON."""
+    command = [sys.executable, "-m", f"benchmarks.{bench}", *words, "--json", str(folder / "figures.json")]
+    subprocess.run(command, env={**os.environ, **environment}, check=True)
+    return json.loads((folder / "figures.json").read_text())

@@ -1,11 +1,7 @@
 """Slow rewards on a GPU: the debug recipe with rollouts ahead and chains in their process, and the order of arms."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from gpu.launched import debug_recipe
+from gpu.launched import debug_recipe, figures_of
 from support.runs import check_times, scalars
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,10 +20,8 @@ def test_the_debug_recipe_runs_ahead_with_its_chains_in_a_process_of_their_own(t
 
 
 def test_streaming_is_faster_than_stock_and_lookahead_faster_than_streaming(tmp_path):
-    figures = tmp_path / "figures.json"
     arms = ("--arms", "stock", "exact", "lookahead_2", "floor", "--steps", "2", "--latency", "2", "1")
-    subprocess.run([sys.executable, "-m", "benchmarks.pipeline", *arms, "--json", str(figures)], check=True)
-    told = json.loads(figures.read_text())
+    told = figures_of("pipeline", tmp_path, *arms)
     seconds = {arm: each["step_s_mean"] for arm, each in told["arms"].items()}
     assert told["floor_s"] < seconds["lookahead_2"] * 1.1
     assert seconds["lookahead_2"] < seconds["exact"] < seconds["stock"]

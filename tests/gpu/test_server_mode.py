@@ -1,13 +1,8 @@
 """Rollouts through vLLM's server on a GPU of its own: the weights in training reach it, with and without lookahead."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from gpu.launched import debug_recipe
+from gpu.launched import debug_recipe, figures_of
 from support.runs import check_times, scalars
 from support.vllm_server import serve
 
@@ -44,14 +39,9 @@ def test_the_server_samples_from_the_weights_in_training(tmp_path, lookahead):
 
 
 def test_a_server_that_generates_while_the_trainer_trains_makes_shorter_steps(tmp_path):
-    out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--server", "1", "--shape", "0.5b", "--steps", "2"]
-    command += ["--arms", "exact", "lookahead_2", "floor", "--latency", "0.64", "0.36", "--json", str(out)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    print(done.stdout)
-    figures = json.loads(out.read_text())
+    words = ["--server", "1", "--shape", "0.5b", "--steps", "2", "--latency", "0.64", "0.36"]
+    words += ["--arms", "exact", "lookahead_2", "floor"]
+    figures = figures_of("pipeline", tmp_path, *words, CUDA_VISIBLE_DEVICES="0")
     exact, ahead = figures["arms"]["exact"], figures["arms"]["lookahead_2"]
     assert exact["reward_failures"] == ahead["reward_failures"] == 0
     assert ahead["completion_tokens"] == pytest.approx(exact["completion_tokens"])

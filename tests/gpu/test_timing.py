@@ -1,12 +1,10 @@
 """Time on a GPU: events against a synchronised clock, and what measuring costs."""
 
-import json
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from gpu.launched import figures_of
 
 from salesrl_trl.telemetry.device import EventClock
 from salesrl_trl.telemetry.timeline import Timeline
@@ -59,8 +57,5 @@ def test_a_phase_lasts_as_long_as_the_device_works_on_it_without_a_synchronise()
 def test_measuring_costs_at_most_a_hundredth_of_a_step_that_only_trains(tmp_path):
     """A whole step, with generation, takes three times as long or more. The ratio of steps with and without is noisier
     than what is looked for."""
-    path = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.timing", "--updates", "4", "--rounds", "4", "--json", str(path)]
-    subprocess.run(command, check=True)
-    figures = json.loads(path.read_text())
+    figures = figures_of("timing", tmp_path, "--updates", "4", "--rounds", "4")
     assert figures["own_s"] <= 0.01 * figures["median_s"]["without"]

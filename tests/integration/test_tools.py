@@ -83,10 +83,9 @@ def counted(environments, **kwargs):
 
 def lines_of(kind, config, policy, folder, functions, rows=ROWS, own=None, **given):
     """The log lines of two steps, in which two of four completions call a tool, one of them in vain."""
-    bits = {"shared_prompts": "off", **(own or {})} if config is SalesGRPOConfig else {}
-    given_settings = {"max_completion_length": 256, **bits}
-    args = config(**settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4,
-                             **given_settings))  # fmt: skip
+    more = {"shared_prompts": "off", **(own or {})} if config is SalesGRPOConfig else {}
+    more |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 256}
+    args = config(**settings(folder, beta=0.0, max_steps=2, **more))
     trainer = kind(str(policy), functions, args, None if rows is None else Dataset.from_list(rows), **given)
     tokenizer = AutoTokenizer.from_pretrained(policy)
 

@@ -24,12 +24,11 @@ import torch
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import Services, action, any_action, build_reward, row
 from support.ranks import of_one_machine, run_ranks
-from support.scripted import settings
+from support.scripted import build_trainer
 from support.vllm_server import serve
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import WeightSyncError
 from salesrl_trl.generation.engine_loop import CompletionTasks
 from salesrl_trl.judged.verdict import response_format
@@ -40,7 +39,6 @@ from salesrl_trl.launch.preflight.runner import examine
 from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import parse
 from salesrl_trl.names import STALENESS, outcome_of
-from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.types import DEFAULT_BRANCHES, Outcome
 
@@ -122,28 +120,21 @@ def without_a_push(patch):
     patch.setattr("salesrl_trl.judged.chain.parse_action", any_action)
 
 
-def build_trainer(served, server, services, out, instruments=None, **given):
+def trainer_of(served, server, services, out, **given):
     """A trainer around the server, with BATCH completions of this process a step."""
-    tokenizer = AutoTokenizer.from_pretrained(served)
     rows = keyed_rows(DEFAULT_BRANCHES * 32)  # no prompt comes twice
+    reward = build_reward(services, rows, deadline_s=60.0, timeout_s=60.0)
+    tokens = len(AutoTokenizer.from_pretrained(served))
     own = {
         "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server, "num_generations": GROUP,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "learning_rate": 0.0,
-        "max_completion_length": 48, "held_out_eval": False, "eval_strategy": "no",
+        "max_completion_length": 48, "eval_strategy": "no", "eval_dataset": build_dataset(rows[:2], "compact"),
         "vllm_importance_sampling_mode": "token_truncate",
         # a policy of random weights seldom ends by itself: one token in eight does it
-        "generation_kwargs": {"stop_token_ids": list(range(16, len(tokenizer), 8)), "seed": 7},
+        "generation_kwargs": {"stop_token_ids": list(range(16, tokens, 8)), "seed": 7},
         **given,
     }  # fmt: skip
-    return SalesGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(served),
-        build_reward(services, rows, deadline_s=60.0, timeout_s=60.0),
-        SalesGRPOConfig(**settings(out, **own)),
-        instruments=instruments,
-        train_dataset=build_dataset(rows, "compact"),
-        eval_dataset=build_dataset(rows[:2], "compact"),
-        processing_class=tokenizer,
-    )
+    return build_trainer(served, reward, (), rows, out, SalesGRPOTrainer, **own)
 
 
 @pytest.fixture
@@ -153,7 +144,7 @@ def build(served, server, httpserver, tmp_path, monkeypatch):
     services, built = Services(httpserver), []
 
     def built_with(**given):
-        built.append(build_trainer(served, server, services.url, tmp_path, **given))
+        built.append(trainer_of(served, server, services.url, tmp_path, **given))
         return built[-1]
 
     yield built_with
@@ -209,15 +200,10 @@ def test_the_reward_of_a_completion_starts_when_the_server_has_finished_it(build
     assert next(asked) == 5 * BATCH + 1
 
 
-def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
-    traced = InstrumentSettings(trace_steps=range(1, 100), heartbeat_s=0.0)
-    instruments = Instruments(traced, torch.device("cpu"), tmp_path)
-    trainer = build(rollout_lookahead=2, max_steps=5, instruments=instruments, temperature=0.6)
-    client, ask, compute_loss = (
-        trainer.vllm_generation.vllm_client,
-        trainer.components.sampler._begin,
-        trainer.compute_loss,
-    )
+def test_the_server_generates_while_the_trainer_trains(build):
+    trainer = build(rollout_lookahead=2, max_steps=5, temperature=0.6)
+    client, sampler = trainer.vllm_generation.vllm_client, trainer.components.sampler
+    ask, compute_loss = sampler._begin, trainer.compute_loss
     asked, trained = [], [threading.Event() for _ in range(5)]  # the step at which each rollout was asked for
 
     def held_back(step, generate, *arguments, **request):
@@ -239,11 +225,10 @@ def test_the_server_generates_while_the_trainer_trains(build, tmp_path):
         trained[trainer.state.global_step].set()
         return compute_loss(*arguments, **given)
 
-    trainer.components.sampler._begin, trainer.compute_loss = watched, training
+    sampler._begin, trainer.compute_loss = watched, training
     trainer.train()
     check_steps(trainer.state.log_history, 2)
     assert asked == [0, 0, 0, 1, 2]
-    trainer.finish()
 
 
 def test_an_evaluation_between_two_rollouts_of_a_server_is_of_the_weights_in_training(build):
@@ -266,6 +251,7 @@ def test_without_importance_ratios_too_a_servers_weights_are_checked_once(build,
         other.model.lm_head.weight.mul_(30)  # and nothing is pushed here
     with pytest.raises(WeightSyncError, match="differ from the trainer's by"):
         other.train()
+    assert other.state.global_step == 0
 
 
 def test_two_processes_ask_a_server_each_for_its_own(served, server, httpserver, tmp_path):
@@ -293,7 +279,7 @@ def main(served, server, services, out):
             patch.setattr(f"trl.generation.vllm_{module}.is_vllm_available", lambda: True)
         patch.setattr("trl.generation.vllm_generation.LLM", None, raising=False)
         patch.setattr(VLLMClient, "generate", watched)
-        trainer = build_trainer(
+        trainer = trainer_of(
             served, server, services, out, rollout_lookahead=2, max_steps=5, ddp_backend="gloo", report_to="none"
         )
         trainer.train()

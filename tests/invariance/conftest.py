@@ -1,16 +1,9 @@
-"""A tiny policy, and services with deterministic answers."""
+"""Training with services whose answers are deterministic."""
 
 import pytest
 from pytest_httpserver import HTTPServer
-from support.keyed import build_keyed, course_of, judge, make_tiny_policy
+from support.keyed import build_keyed, course_of, judge
 from support.loopback import Services
-
-
-@pytest.fixture(scope="session")
-def tiny_policy(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "policy"
-    make_tiny_policy(path)
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +16,12 @@ def services_url():
 
 
 @pytest.fixture(scope="session")
-def train(tiny_policy, services_url, tmp_path_factory):
+def train(tiny, services_url, tmp_path_factory):
     """Train on one rank in this process. Returns the events from `course_of` and the final `weights`."""
 
     def run(*callbacks, output_dir=None, resume_from=None, text_of=None, **settings):
         output_dir = output_dir or tmp_path_factory.mktemp("run")
-        trainer = build_keyed(tiny_policy, services_url, output_dir, **settings)
+        trainer = build_keyed(tiny, services_url, output_dir, **settings)
         if text_of is not None:
             trainer.text_of = text_of
         course = course_of(trainer, *callbacks, resume_from=resume_from)

@@ -2,16 +2,26 @@
 
 A batch has three groups of four, so that the second one is split between the ranks. The baseline is the hybrid one,
 whose advantages each rank cuts out of the whole batch's.
+
+As a program it is one of two ranks: it saves a checkpoint, and goes on from there once more. Without DeepSpeed the
+last rank is asked to stop on the way, and both go on from there. With it they train five steps with split weights too.
 """
 
 import json
+import os
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils.other import get_free_port
-from support.keyed import check_same_course, check_there_was_control
+from support.keyed import StopAt, build_keyed, check_same_course, check_there_was_control, course_of
 from support.ranks import ROOT, run_ranks
+from transformers import TrainerCallback
 
+from salesrl_trl.errors import RunStopped
 from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
 
@@ -40,12 +50,12 @@ def one_rank(train):
 
 
 @pytest.fixture(scope="module")
-def launch(tiny_policy, services_url):
+def launch(tiny, services_url):
     """Train on two ranks; what each of them wrote."""
 
     def run(launchers, out, **settings):
         given = json.dumps({**TWO_RANKS, **settings})
-        arguments = (ROOT / "tests/invariance/train_on_ranks.py", tiny_policy, services_url, out, given, CHECKPOINT)
+        arguments = (__file__, tiny, services_url, out, given, CHECKPOINT)
         return run_ranks(launchers, arguments, out, LAUNCH_LIMIT_S)
 
     return run
@@ -81,7 +91,7 @@ def test_an_evaluation_whose_batches_overlap_has_the_figures_of_one_rank_under_t
 def test_a_run_of_two_ranks_goes_on_on_one_with_its_coefficients_and_windows(train, one_rank, gloo):
     out, (rank, _) = gloo
     resumed = train(resume_from=out / "run" / f"checkpoint-{CHECKPOINT}", **ONE_RANK)
-    check_same_course(_from(one_rank, CHECKPOINT + 1), resumed)
+    check_same_course({"steps": one_rank["steps"][CHECKPOINT:]}, resumed)
     assert all(figures["steps"] for figures in rank["whole"]["after"][str(CHECKPOINT)].values())  # windows under way
     for step, state in resumed["after"].items():
         for branch, figures in state.items():
@@ -135,5 +145,52 @@ def _check_weights(expected, out):
     assert largest < WEIGHT_TOLERANCE
 
 
-def _from(course, step):
-    return {**course, "steps": [entry for entry in course["steps"] if entry["step"] >= step]}
+class AskedToStop(TrainerCallback):
+    """In the middle of a step, this rank is asked to stop."""
+
+    def __init__(self, trainer, step, is_asked):
+        self.trainer, self.step, self.is_asked = trainer, step, is_asked
+
+    def on_substep_end(self, args, state, control, **_):
+        if self.is_asked and state.global_step == self.step:
+            self.trainer.request_stop("SIGTERM")
+
+
+def main(policy, url, out, settings, step):
+    rank = int(os.environ["RANK"])
+    given = {**json.loads(settings), "save_strategy": "steps", "save_steps": int(step)}
+
+    def build():
+        return build_keyed(policy, url, Path(out, "run"), **given)
+
+    trainer = build()
+    assert trainer.accelerator.num_processes == int(os.environ["WORLD_SIZE"])
+    distributed = trainer.accelerator.distributed_type.value
+    told = {"distributed": distributed, "whole": course_of(trainer)}
+    assert trainer.components.passes.prompts.is_on
+    if rank == 0:
+        torch.save(trainer.accelerator.unwrap_model(trainer.model).state_dict(), Path(out, "weights.pt"))
+    checkpoint = Path(out, "run", f"checkpoint-{step}")
+    if distributed != "DEEPSPEED":
+        for other in checkpoint.parent.glob("checkpoint-*"):
+            if rank == 0 and other != checkpoint:
+                shutil.rmtree(other)
+        asked = build()
+        try:
+            course_of(asked, AskedToStop(asked, int(step) + 4, rank == 1), resume_from=checkpoint)
+        except RunStopped as error:
+            told["stopped"] = str(error)
+        told["resumed"] = course_of(build(), resume_from="auto")
+    else:
+        told["resumed"] = course_of(build(), resume_from=checkpoint)
+        AcceleratorState._reset_state()
+        os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}
+        sharded = build_keyed(policy, url, Path(out, "sharded"), **{**given, "save_strategy": "no"})
+        told["sharded"] = course_of(sharded, StopAt(5))
+        assert sharded.components.passes.prompts.is_on
+        told["first_weights"] = [each.components.policy.first_weights for each in (trainer, sharded)]
+    Path(out, f"rank{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

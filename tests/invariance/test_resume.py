@@ -45,10 +45,10 @@ class Saves(TrainerCallback):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_policy, services_url, tmp_path_factory):
+def whole(tiny, services_url, tmp_path_factory):
     """What happened in a run without a stop, with its weights and the `folder` of its checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
-    trainer = build_keyed(tiny_policy, services_url, folder, **SETTINGS)
+    trainer = build_keyed(tiny, services_url, folder, **SETTINGS)
     course = course_of(trainer, Saves(trainer))
     course |= {"weights": trainer.model.state_dict(), "folder": folder}
     assert len(course["after"]) == 12
@@ -137,9 +137,9 @@ def fault():
     ],
 )
 def test_a_run_that_is_cut_off_goes_on_from_its_last_whole_step_as_if_nothing_had_come(
-    tiny_policy, services_url, train, whole, tmp_path, event, kind, saved
+    tiny, services_url, train, whole, tmp_path, event, kind, saved
 ):
-    trainer = build_keyed(tiny_policy, services_url, tmp_path, **SETTINGS, logging_steps=1)
+    trainer = build_keyed(tiny, services_url, tmp_path, **SETTINGS, logging_steps=1)
     strike = fault if kind == "fault" else partial(trainer.request_stop, "SIGTERM")
     with pytest.raises(ZeroDivisionError if kind == "fault" else RunStopped) as ended:
         course_of(trainer, Strike(event, strike), resume_from=whole["folder"] / f"checkpoint-{STOP - 1}")

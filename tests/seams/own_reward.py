@@ -3,7 +3,7 @@
 import asyncio
 import math
 
-from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceRejected
+from salesrl_trl.errors import BudgetSpent, JudgeInvalid, ServiceError, ServiceRejected
 from salesrl_trl.judged.judge import Judge
 from salesrl_trl.judged.scoring import Added, Case, Missing, RewardStage
 from salesrl_trl.reward.functions import per_completion, per_group
@@ -141,6 +141,8 @@ async def shortness(prompt, completion, limit=10):
             return Reward(outcome=Outcome.INFRA, value=None, reason="budget_spent")
         case "raises a word of the package":
             raise ServiceError("does not apply", "not_applicable")
+        case "raises that a budget is spent":
+            raise BudgetSpent("says a function")
         case "raises a code of its own":
             raise ServiceRejected("no such model", "my_judge_no_model")
         case "parts":

@@ -26,12 +26,9 @@ def test_a_judge_scores_in_place_of_the_services(services, anywhere):
     assert services.calls["judge"] == 0
     assert set(result.report.traffic) == {"rag_8b", "rag_32b"}
     assert result.report.judge_seconds > 0
-
-
-def test_what_it_can_not_judge_is_missing_with_its_reason(services, result_of):
-    services.set("8b", {**ANSWER, "answer": "It costs six thousand yuan altogether."})
-    (scored,) = result_of(build_reward(services.url, [row()], judge=ByLength()), [ACTION]).rewards
-    assert (scored.outcome, scored.reason) == (Outcome.JUDGE_INVALID, "judge_six_words")
+    services.set("8b", {**ANSWER, "answer": "It costs six thousand yuan altogether."})  # it can not judge this
+    (missing,) = anywhere(reward, [action("b")]).rewards
+    assert (missing.outcome, missing.reason) == (Outcome.JUDGE_INVALID, "judge_six_words")
 
 
 def test_settings_name_it_by_its_dotted_path_and_need_no_address_no_key_and_no_rubric(

@@ -41,6 +41,7 @@ FAULTS = {
     "gone with words": "shortness_missing",
     "gone with a word of the package": "shortness_missing",
     "raises a word of the package": "shortness_missing",
+    "raises that a budget is spent": "budget_spent",
     "raises a code of its own": "my_judge_no_model",
     "much too long a text": "too_long",
 }
@@ -172,7 +173,8 @@ class Asked:
         return [scale * each + offset for each in await asked(completions)]
 
 
-ASYNC = {
+FORMS = {
+    "a map": lambda completions: map(len, completions),
     "async": asked,
     "a partial": functools.partial(Asked().with_options, scale=1.0),
     "a plain one around it": lambda completions: asked(completions),
@@ -180,8 +182,8 @@ ASYNC = {
 }
 
 
-@pytest.mark.parametrize("function", ASYNC.values(), ids=ASYNC)
-def test_what_an_async_function_returns_is_waited_for_whatever_it_is_wrapped_in(function):
+@pytest.mark.parametrize("function", FORMS.values(), ids=FORMS)
+def test_what_a_function_returns_is_waited_for_and_listed_whatever_it_is_wrapped_in(function):
     result = asyncio.run(reward_of(function).score_all(rows(2), ["a", "bb"]))
     assert result.values == [1.0, 2.0]
 
@@ -198,11 +200,6 @@ def test_a_service_that_names_its_time_is_asked_again_then():
 
     assert run(busy.score_all(rows(1), ["a"])).values == [1.0]
     assert began[1] - began[0] >= 7.0
-
-
-def test_what_trl_makes_a_list_of_is_a_list_of_rewards():
-    lazy = RewardFunction(lambda completions: map(len, completions))
-    assert asyncio.run(lazy.score_all(rows(2), ["a", "bb"])).values == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("returned", ["no list", {"a": 1.0}, 0.5, None, torch.tensor(1.0), sys.exit])

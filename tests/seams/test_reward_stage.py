@@ -40,13 +40,6 @@ def test_stages_before_and_behind_the_judge_add_components_that_weights_weigh(se
     assert order == ["parse", "brevity", "judge", "doubt"]
 
 
-def test_the_reference_is_worth_what_the_stage_says_of_it(services, result_of):
-    weights = {"fairness": {"judge": 1.0, "brevity": 2.0}}
-    reward = build_reward(services.url, [row()], weights=weights, stage_components=("brevity",), stages=[Brevity()])
-    (scored,) = result_of(reward, [ACTION]).rewards
-    assert scored.reference_value == pytest.approx(VERDICT["reference"] + 2 * BREVITY)
-
-
 def test_a_stage_refuses_with_its_reason_and_the_judge_is_not_asked(services, result_of):
     texts = [action(query) for query in ("invalid", "missing", "raises", "unknown component", "no code")]
     result = result_of(build_reward(services.url, [row()], stages=[Gate()]), texts)
@@ -78,7 +71,9 @@ def test_settings_name_stages_by_their_dotted_paths(services, settings, result_o
     parts = prepare_reward(config, BRANCHES)
     reward = build_from_settings(config, parts, [row()], services.url, f"{services.url}/v1", output_dir=tmp_path)
     assert reward.names.stages == ("brevity", "gate")
-    assert result_of(reward, [ACTION]).values == [pytest.approx(VERDICT["candidate"] + 2 * BREVITY)]
+    (scored,) = result_of(reward, [ACTION]).rewards
+    assert scored.value == pytest.approx(VERDICT["candidate"] + 2 * BREVITY)
+    assert scored.reference_value == pytest.approx(VERDICT["reference"] + 2 * BREVITY)
 
 
 def test_a_weight_needs_a_stage_that_adds_its_component_and_a_stage_is_one(services, settings):
