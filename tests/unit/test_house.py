@@ -22,7 +22,7 @@ BARS = {
     "circles of imports": 0,
     "classes with more than 15 methods": 2,
     "lines of the package": 33_000,
-    "lines of code": 23_310,
+    "lines of code": 23_000,
     "modules": 225,
 }
 
