@@ -179,7 +179,10 @@ class Components:
         settings = from_fields(
             ScoringSettings, args, branches=self.branches, weights=trl.reward_weights, answered=trl.reward_answered
         )
-        self.scoring = from_fields(RolloutScoring, self, settings=settings, device=trl.accelerator.device)
+        correction = rollouts.correction_of(args, self.ledger)
+        self.scoring = from_fields(
+            RolloutScoring, self, correction=correction, settings=settings, device=trl.accelerator.device
+        )
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self.args, self.converses or self.reward.is_played
