@@ -87,7 +87,7 @@ X = [[LOG2, 0.0, -2 * LOG2], [2 * LOG2, 0.0, 0.0]]
         # the mean of 1.5, 1, 0.25, 1.5, 1 and 1 is 6.25 / 6
         (settings(high=1.5, weights="normalized"), [[1.44, 0.96, 0.24], [1.44, 0.96, 0.96]]),
         # k1 = -x: -log 2, 0, 2 log 2 and -2 log 2, 0, 0, within log(1/2) and log 2
-        (settings(token_k1=2.0), [[2, 1, 0], [0, 1, 1]]),
+        (settings(token_k1=2.1), [[2, 1, 0], [0, 1, 1]]),
         (settings(token_k1=[0.2, 5.0]), [[2, 1, 0.25], [3, 1, 1]]),
         # k2: 0.24, 0, 0.96 and 0.96, 0, 0
         (settings(token_k2=0.5), [[2, 1, 0], [0, 1, 1]]),
@@ -103,8 +103,8 @@ X = [[LOG2, 0.0, -2 * LOG2], [2 * LOG2, 0.0, 0.0]]
         # largest k3: 0.636 and 1.614
         (settings(weights="none", seq_max_k3=0.7), [[1], [0]]),
         # both have to hold
-        (settings(weights="none", seq_max_k3=0.7, token_k1=2.0), [[1, 1, 0], [0, 0, 0]]),
-        (settings("sequence_truncate", None, 3.0, token_k1=2.0), [[0.5, 0.5, 0], [0, 3, 3]]),
+        (settings(weights="none", seq_max_k3=0.7, token_k1=2.1), [[1, 1, 0], [0, 0, 0]]),
+        (settings("sequence_truncate", None, 3.0, token_k1=2.1), [[0.5, 0.5, 0], [0, 3, 3]]),
     ],
     ids=str,
 )  # fmt: skip
