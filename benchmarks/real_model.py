@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,21 +80,22 @@ def _asked(shots: str, question: str, answer: str, branch: str = "all") -> dict[
     return {"prompt": [{"role": "user", "content": content}], "answer": answer, "branch": branch}
 
 
-def word_problems(level: int, number: int, seed: int) -> Rows:
+NAMES = {"train": ("Eva", "Tom", "Lea", "Max"), "heldout": ("Zoe", "Kim")}
+
+
+def word_problems(level: int, part: str) -> Rows:
     """Sums in words, of one step or two."""
-    draw, rows = random.Random(seed), []
+    draw, rows = random.Random(part), list[dict[str, Any]]()
     shots = _shots(("Ann has 3 pens. She buys 4 more. How many pens has she?", "7"),
                    ("Bob has 9 cups. He loses 2 of them and then buys 5. How many cups has he?", "12"))  # fmt: skip
-    for _ in range(number):
-        name, (one, some) = (
-            draw.choice(("Eva", "Tom", "Lea", "Max")),
-            draw.choice((("book", "books"), ("ball", "balls"))),
-        )
+    for _ in range(2000 if part == "train" else 64):
+        name, some = draw.choice(NAMES[part]), draw.choice(("books", "balls", "apples"))
         first, second, third = draw.randint(2, 20), draw.randint(1, 15), draw.randint(1, 9)
         total, text = first + second, f"{name} has {first} {some}. A friend brings {second} more."
         if level == 2:
-            total, text = total - min(third, total), f"{text} Then {min(third, total)} of them are sold."
-        rows.append(_asked(shots, f"{text} How many {some} has {name}?", str(total)) | {"item": one})
+            third = min(third, total)
+            total, text = total - third, f"{text} Then {third} of them are sold."
+        rows.append(_asked(shots, f"{text} How many {some} has {name}?", str(total)))
     return rows
 
 
@@ -117,8 +119,8 @@ def sums(part: str) -> Rows:
 
 
 TASKS: dict[str, Callable[[str], Rows]] = {
-    "words": lambda part: word_problems(1, 2000 if part == "train" else 64, len(part)),
-    "words_2": lambda part: word_problems(2, 2000 if part == "train" else 64, len(part)),
+    "words": partial(word_problems, 1),
+    "words_2": partial(word_problems, 2),
     "dual": dual,
     "sums": sums,
 }
@@ -161,10 +163,11 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
         return float(said == answer.lower())
 
     class Times(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            logs["at_s"] = time.perf_counter() - began
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.log_history[-1]["at_s"] = time.perf_counter() - began
 
     set_seed(seed)
+    began = time.perf_counter()
     given, where, is_tiny = settings_of(arm), device(), args.model == TINY
     model = str(ARITHMETIC_POLICY) if is_tiny else args.model
     is_lora = given.pop("lora", False)
@@ -375,6 +378,8 @@ def draw(out: Path, task: str, arms: Mapping[str, Mapping[int, Mapping[str, Any]
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    if not arms:
+        return
     figure, axes = plt.subplots(figsize=(9, 5))
     for arm, runs in arms.items():
         curves = [windows([entry["reward"] for entry in run["log"]]) for run in runs.values()]
