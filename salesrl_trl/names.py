@@ -112,6 +112,8 @@ STALENESS = "rollout/staleness"
 STALENESS_MAX = "rollout/staleness_max"
 TURNOVER = REFILLED, EQUAL, REWARD_OF_ALL = "refill/groups", "refill/equal", "refill/reward"
 LEFT_OUT = "rollout/left_out"
+EFFECTIVE_SAMPLES = "rollout/effective_sample_size"
+SAMPLER_KL, SAMPLER_KL_K3 = "rollout/sampler_kl", "rollout/sampler_kl_k3"
 
 
 def is_largest(name: str) -> bool:

@@ -26,12 +26,12 @@ from salesrl_trl.generation.sampler import Made, Sampler, Upstream, guard_parser
 from salesrl_trl.ground.process import patched, warn_of_changes
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.kl.law import KLLaw
-from salesrl_trl.kl.penalty import BranchPenalty
+from salesrl_trl.kl.penalty import FAILED, BranchPenalty
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.reward_funcs import RewardFunc, RewardFuncs, needs_loop
 from salesrl_trl.rollout.buffer import BufferPolicy
 from salesrl_trl.rollout.model_passes import unknown_logps
-from salesrl_trl.rollout.normaliser import FAILED, leave_out_empty
+from salesrl_trl.rollout.normaliser import leave_out_empty
 from salesrl_trl.rollout.pipeline import LoaderAhead
 from salesrl_trl.rollout.reading_ahead import OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied

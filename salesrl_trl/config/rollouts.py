@@ -16,10 +16,11 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.reward.scorer import RewardNames
 from salesrl_trl.rollout.buffer import BufferPolicy, policy_of
 from salesrl_trl.rollout.in_flight import parts
-from salesrl_trl.rollout.model_passes import CorrectionAtStep, Passes
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.rollout.normaliser import MICRO_BATCHES, TOKENS, UNITS, Normaliser
 from salesrl_trl.shared_prompts.shared_attention import HALVES
 from salesrl_trl.shared_prompts.shared_passes import PassSettings, SharedPrompts
+from salesrl_trl.update.correction import NORMALIZED, CorrectionAtStep, SamplerCorrection
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import highest
 
@@ -183,12 +184,16 @@ def passes_of(
 
 def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtStep | None:
     """Importance correction with log-probs of the training forward pass; `None` if TRL's own pass for old log-probs is
-    needed: without vLLM's correction, or with several updates per generation batch."""
-    corrects = args.use_vllm and args.vllm_importance_sampling_correction
-    if args.shared_prompts == "off" or not corrects or args.gradient_accumulation_steps % args.window:
+    needed: without vLLM's correction, with several updates per generation batch, or to normalise its weights."""
+    settings = args.correction
+    if settings is None or args.shared_prompts == "off" or args.gradient_accumulation_steps % args.window:
         return None
-    clips = (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max)
-    return CorrectionAtStep((args.vllm_importance_sampling_mode, *clips), ledger)
+    return None if settings.weights == NORMALIZED else CorrectionAtStep(settings, ledger)
+
+
+def correction_of(args: SalesGRPOConfig, ledger: Ledger) -> SamplerCorrection | None:
+    """Importance correction where TRL computes old log-probs; `None` without vLLM's."""
+    return None if args.correction is None else SamplerCorrection(args.correction, ledger)
 
 
 def buffer_policy_of(

@@ -35,6 +35,7 @@ from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import ESTIMATORS, LARGEST_CLAMP, PenaltySettings
 from salesrl_trl.types import ALL
+from salesrl_trl.update.correction import MODES, CorrectionSettings
 
 KL_SETTINGS = "settings"  # an entry of `branch_kl` that is not a branch
 FIXED = "fixed"  # a controller that keeps the coefficients constant
@@ -178,6 +179,12 @@ class SalesGRPOConfig(GRPOConfig):
     refill_groups: NumberOrNone = 0
     """Above 0: zero-variance groups, whose rewards are all equal, are replaced by groups of randomly drawn rows. Each
     step generates at most this many replacements per group that it trains on."""
+    vllm_importance_sampling_mode: Annotated[str, MODES] | None = None
+    """TRL's bounded importance weights. Defaults to `token_truncate` with a lookahead, else to TRL's
+    `sequence_mask`."""
+    rollout_correction: dict[str, object] | str | None = None
+    """Changes these weights: `weights` is `bounded`, `normalized`, `none` or `bypass`, and `reject` masks tokens or
+    completions by verl's names, e.g. `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
     partial_rollouts: LessThan1 = 0.0
     """Above 0: the largest share of a batch's completions that a colocated vLLM may leave unfinished when training
     continues, and finishes along with the next batch. Requires a `rollout_lookahead`. Their later tokens, with their
@@ -260,6 +267,7 @@ class SalesGRPOConfig(GRPOConfig):
         schedule, follows_loss = self.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy")
         expected = "which depends on the loss. Expected a step-based schedule, e.g. cosine."
         check(schedule not in follows_loss, f"`lr_scheduler_type` is {schedule}, {expected}")
+        self.machine_notes += trl_settings.settle_correction(self, self.most_lookahead)
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
@@ -276,7 +284,7 @@ class SalesGRPOConfig(GRPOConfig):
         trl_settings.check_sampling(self, self.parsed_engine_kwargs(), self.most_lookahead)
         is_colocated, saves = self.use_vllm and self.vllm_mode == "colocate", self.save_strategy != "no"
         reasons = {
-            "`use_vllm` is false": "" if self.use_vllm else "vllm_.*|max_sampling_logp_difference",
+            "`use_vllm` is false": "" if self.use_vllm else trl_settings.OF_VLLM,
             "`vllm_mode` is colocate": "vllm_(server|group)_.*" if is_colocated else "",
             "`save_strategy` is no": "" if saves else "save_(steps|total_limit|only_model)|load_best_.*",
             "`rollout_lookahead` is 0": "" if self.most_lookahead else "max_staleness|partial_rollouts",
@@ -286,6 +294,12 @@ class SalesGRPOConfig(GRPOConfig):
     def to_dict(self) -> dict[str, object]:
         """The settings for trackers, without keys."""
         return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
+
+    @property
+    def correction(self) -> CorrectionSettings | None:
+        """The correction by vLLM's log-probs; `None` without it."""
+        is_on = self.use_vllm and self.vllm_importance_sampling_correction
+        return trl_settings.correction_of(self) if is_on else None
 
     @property
     def pass_tokens(self) -> int | None:

@@ -3,16 +3,18 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import torch
 from accelerate.utils import str_to_bool
 from trl import GRPOConfig
 
-from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_ranges, load_object
+from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_names, check_ranges, entry_of, load_object
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
+from salesrl_trl.update.correction import BOUNDED, MODE_AHEAD, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
+OF_VLLM = "vllm_(?!importance_sampling_mode).*|max_sampling_logp_difference|rollout_correction"
+"""Settings without effect if vLLM is off."""
 
 
 def check_numbers(args: GRPOConfig) -> None:
@@ -96,7 +100,9 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         "comparable. Expected 'processed_logprobs': remove it.",
     )
     reshaped = ", ".join(reshaped_sampling(args))
-    sequences = corrects and args.vllm_importance_sampling_mode.startswith("sequence_")
+    sequences = corrects and (
+        parsed_correction(args).reject or args.vllm_importance_sampling_mode.startswith("sequence_")
+    )
     if lookahead:
         effect = "does not correct for `rollout_lookahead`"
     else:
@@ -106,6 +112,58 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         f"completions are sampled with {reshaped}. vLLM's log-probs belong to the reshaped distribution, the "
         f"trainer's to the whole vocabulary, so their ratio {effect}. Expected sampling by `temperature` alone, or "
         "`rollout_lookahead: 0` with `vllm_importance_sampling_correction: false`.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+    """`rollout_correction`, validated."""
+
+    weights: Annotated[str, WEIGHTS] = BOUNDED
+    """`bounded` weights are those of `vllm_importance_sampling_mode`. `normalized` ones are divided by their mean over
+    the generation batch, which requires a forward pass for old log-probs. `none` only masks. `bypass` makes the loss's
+    clipped ratio relative to the sampler instead of the policy at the start of the step (verl's `bypass_mode`)."""
+    reject: dict[str, object] = field(default_factory=dict)
+    """Thresholds by verl's names: tokens (`token_k1`), or completions by the sum, mean or maximum of their tokens
+    (`seq_mean_k1`, the geometric mask), are masked beyond them. k1 requires ratios, `[0.99, 1.01]`; k2 and k3 require
+    the largest value in nats."""
+
+    def __post_init__(self) -> None:
+        check_names("rollout_correction.reject", self.reject, REJECTIONS)
+        self.bounds()
+
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        return {name: bounds_of(name, threshold) for name, threshold in self.reject.items()}
+
+
+def parsed_correction(args: GRPOConfig) -> RolloutCorrection:
+    return entry_of("rollout_correction", RolloutCorrection, args.rollout_correction)
+
+
+def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
+    """Choose the importance weights unless the user has, and check the correction. Returns a log line about the choice
+    for a lookahead. `lookahead`: the largest one."""
+    check(
+        parsed_correction(args) == RolloutCorrection() or args.vllm_importance_sampling_correction,
+        "`rollout_correction` is set with `vllm_importance_sampling_correction: false`, which disables it. Expected "
+        "one of them.",
+    )
+    if args.vllm_importance_sampling_mode is not None:
+        return []
+    args.vllm_importance_sampling_mode = MODE_AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode
+    reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
+    is_told = lookahead and args.use_vllm and args.vllm_importance_sampling_correction
+    return [f"`vllm_importance_sampling_mode`: {MODE_AHEAD} with a lookahead, because {reason}"] * bool(is_told)
+
+
+def correction_of(args: GRPOConfig) -> CorrectionSettings:
+    given = parsed_correction(args)
+    return CorrectionSettings(
+        mode=args.vllm_importance_sampling_mode,
+        low=args.vllm_importance_sampling_clip_min,
+        high=args.vllm_importance_sampling_clip_max,
+        weights=given.weights,
+        reject=given.bounds(),
     )
 
 

@@ -30,6 +30,8 @@ LEAST_LOGP = -1000.0
 be NaN."""
 SUMS = ("kl", "penalty", "clamped", "tokens", "weight")  # sums per branch, see `BranchPenalty.sums`
 MicroBatch = dict[str, Any]  # TRL's micro-batch: tensors, some of which may be `None`, and numbers by name
+FAILED = "is_failed"
+"""Key in a micro-batch: which completions failed, shape (B,), bool. Absent if none of the generation batch did."""
 _LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 

@@ -139,6 +139,29 @@ def _sizes(given: Given) -> dict[str, object]:
     return sizes | ({"steps_per_generation": share // size * ceil(prompts / mini)} if mini < prompts else {})
 
 
+def _correction(given: Given) -> dict[str, object]:
+    """The importance weights and masks of verl's `rollout_correction`; nothing if all are off."""
+
+    def of(name: str, default: Any = None) -> Any:
+        return given.get(f"algorithm.rollout_correction.{name}", default)
+
+    level, is_bypass, rejections = of("rollout_is"), of("bypass_mode"), str(of("rollout_rs") or "")
+    settings: dict[str, object] = {}
+    if level and not is_bypass:
+        low, high = ([None, *map(float, str(of("rollout_is_threshold", 2.0)).split("_"))])[-2:]
+        settings["vllm_importance_sampling_mode"] = f"{level}_{'truncate' if low is None else 'mask'}"
+        settings |= {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
+    weights = "bypass" if is_bypass else "none" if not level else "normalized" * bool(of("rollout_is_batch_normalize"))
+    if weights and (level or is_bypass or rejections):
+        settings["rollout_correction.weights"] = weights
+    names = [name.strip() for name in rejections.split(",") if name.strip()]
+    thresholds = str(of("rollout_rs_threshold")).split(",") * (len(names) if names else 0)
+    for name, threshold in zip(names, thresholds, strict=False):
+        ends = [*map(float, threshold.split("_"))]
+        settings[f"rollout_correction.reject.{name}"] = ends if len(ends) > 1 else ends[0]
+    return settings
+
+
 def _function(here: str, value: str, given: Given) -> dict[str, object]:
     path = PurePath(value).with_suffix("")
     parts = path.parts[-1:] if path.is_absolute() or ".." in path.parts else path.parts
@@ -162,6 +185,8 @@ def _convert(by: str, here: str, value: Any, given: Given) -> dict[str, object]:
             return {}
         case "sizes":
             return _sizes(given)
+        case "correction":
+            return _correction(given)
         case "function":
             return _function(here, value, given)
         case "steps":

@@ -150,8 +150,9 @@ class DataConfig:
     """Use only the first held-out rows. Defaults to all."""
     prompt_template: str | None = None
     """File with your own prompt: a Jinja template with the row's fields (docs/reference/data.md). Defaults to the
-    row's `prompt`, or the turns of its `conversation`. The built-in reward pipeline has two templates: `instruct`
-    explains its task to a general chat model, `compact` only shows the conversation."""
+    row's `prompt`, or the turns of its `conversation`. The built-in reward pipeline has three templates: `instruct`
+    explains its task to a general chat model, `few_shot` shows examples to a base model, `compact` only shows the
+    conversation."""
     long_prompts: Annotated[str, LONG_PROMPT_RULES] = "error"
     """Rule for prompts that leave no room for `max_completion_length` within `vllm_max_model_length` or the model's
     maximum length: `error` stops the run, `drop` drops the rows, `truncate_oldest_turns` shortens the prompts."""

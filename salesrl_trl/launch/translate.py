@@ -93,13 +93,14 @@ def recipe(named: Mapping[str, object], source: str) -> str:
     body, left = _converted(every, known.keys(), written, look)
     if is_verl and not any(line.startswith("reward_funcs:") for line in body):
         look.append("reward_funcs: verl scores by a row's data_source. Set a function: [my_rewards.my_function]")
-    steps = table.updates(every)
+    steps, settings = table.updates(every), {line.partition(":")[0] for line in body}
+    beside = {name: here for name, here in table.beside().items() if is_verl and name not in settings}
     lines = [
         f"# Converted from {source} by `salesrl translate`. A verl step is {steps} optimizer steps here.",
         *(f"#   {command}" for command in _commands(every)),
         "",
         *body,
-        *(table.flow({name: here}) for name, here in (table.beside() if is_verl else {}).items()),
+        *(table.flow({name: here}) for name, here in beside.items()),
         *_part("Review these", look),
         *_part("Dropped", [f"{', '.join(those)}: {reason}" for reason, those in left.items()]),
         *_part("Dropped: unknown names", [", ".join(sorted(unknown))] if unknown else []),

@@ -6,22 +6,19 @@ forward pass also provides the old log-probs."""
 import contextlib
 import math
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import gather, reduce
 from torch import nn
 
 from salesrl_trl.ground.process import patched
-from salesrl_trl.kl.penalty import MicroBatch, loss_mask
-from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.kl.penalty import MicroBatch
 from salesrl_trl.rollout.in_flight import Rollout
-from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.shared_prompts.row_layout import Group
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, Pass, SharedPrompts
-from salesrl_trl.update.ledger import Ledger
+from salesrl_trl.update.correction import CorrectionAtStep
 
 FILLING = 30_000_000_000_000
 """Tokens times weights of a forward pass that saturates a large GPU: 4,000 tokens with 7B, 60,000 with 0.5B. On an
@@ -70,111 +67,10 @@ def _divided(logps: torch.Tensor, entropies: torch.Tensor, size: int) -> list[tu
     return [*zip(waiting[::2], waiting[1::2], strict=True), joined]
 
 
-RATIO = "importance_sampling_ratio"
-SAMPLED = "sampling_per_token_logps"
-OLD = "old_per_token_logps"  # TRL's names in a micro-batch
-FIGURES = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean",
-    "sampling/importance_sampling_ratio/max",
-)
-"""TRL's metric names."""
-
-
 def unknown_logps(input_ids: torch.Tensor, _: torch.Tensor, width: int) -> torch.Tensor:
     """Placeholder for old log-probs while TRL scores a batch: NaN, shape (B, C), for which TRL's ratio is 1. Takes the
     arguments of TRL's method."""
     return torch.full((len(input_ids), width), torch.nan, device=input_ids.device)
-
-
-def importance_ratio(
-    logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, mode: str, low: float | None, high: float | None
-) -> torch.Tensor:
-    """TRL's bounded ratio of policy to sampler: shape (B, C), or (B, 1) for sequence-level modes.
-
-    `logps` and `sampled` are in nats, of shape (B, C); NaN log-probs yield a ratio of 1. `mask`: tokens that count.
-    `mode`, `low`, `high`: TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max`.
-    """
-    difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
-    if mode.startswith("sequence"):
-        difference = difference.sum(dim=1, keepdim=True)
-    ratio = difference.exp()
-    if mode.endswith("_mask"):
-        beyond = torch.zeros_like(ratio, dtype=torch.bool)
-        for bound, outside in ((low, torch.lt), (high, torch.gt)):
-            if bound is not None:
-                beyond = beyond | outside(ratio, bound)
-        return ratio.masked_fill(beyond, 0.0)
-    return ratio if low is None and high is None else ratio.clamp(min=low, max=high)
-
-
-class CorrectionAtStep:
-    """Importance correction of a generation batch, one micro-batch at a time. `bounds`: the last arguments of
-    `importance_ratio`."""
-
-    def __init__(self, bounds: tuple[str, float | None, float | None], ledger: Ledger) -> None:
-        self._bounds, self._ledger = bounds, ledger
-        self.forget()
-
-    def forget(self) -> None:
-        self._sums: list[torch.Tensor] = []
-        self._highest: list[torch.Tensor] = []
-
-    @property
-    def is_due(self) -> bool:
-        return bool(self._sums)
-
-    def apply(self, inputs: MutableMapping[str, Any], logps: torch.Tensor) -> None:
-        """Store a micro-batch's ratio where TRL's loss reads it, unless present or the sampler returned no log-probs.
-        `logps`: the policy's, shape (B, C)."""
-        sampled = inputs.get(SAMPLED)
-        if sampled is None or inputs.get(RATIO) is not None:
-            return
-        mask, logps = loss_mask(inputs), logps.detach()  # type: ignore[arg-type]
-        ratio = inputs[RATIO] = importance_ratio(logps, sampled, mask, *self._bounds)
-        apart = (logps - sampled).abs()
-        known = mask & ~apart.isnan()
-        left = ~inputs[FAILED][:, None] if FAILED in inputs else torch.ones_like(mask[:, :1])  # (B, 1)
-        counts = left if ratio.size(1) == 1 else mask
-        sums = [
-            torch.where(known, apart, 0.0).sum(), known.sum(), torch.where(counts, ratio, 0.0).sum(), counts.sum(),
-            *left_out_sums(ratio, inputs["completion_mask"], self._bounds[0]),
-        ]  # fmt: skip
-        self._sums.append(torch.stack([figure.double() for figure in sums]))
-        highest = [
-            torch.where(known, apart, -torch.inf).max(),
-            torch.where(counts, -ratio, -torch.inf).max(),
-            torch.where(counts, ratio, -torch.inf).max(),
-        ]
-        self._highest.append(torch.stack([figure.double() for figure in highest]))
-
-    def drain(self) -> dict[str, float]:
-        """TRL's metrics of the micro-batches since the last call, by name; a collective."""
-        apart, known, ratio, counted, *effect = torch.stack(self._sums).sum(dim=0)
-        furthest, negative_least, largest = torch.stack(self._highest).amax(dim=0)
-        self.forget()
-        local = torch.stack((
-            apart / known.clamp(min=1),
-            torch.where(known > 0, furthest, 0.0),
-            torch.where(counted > 0, -negative_least, 0.0),
-            ratio / counted.clamp(min=1),
-            torch.where(counted > 0, largest, 0.0),
-        ))  # fmt: skip
-        mean, most, least, mean_ratio, most_ratio = gather(local[None]).unbind(dim=1)  # each (world size,)
-        figures = (mean.mean(), most.max(), least.min(), mean_ratio.mean(), most_ratio.max())
-        self._ledger.add("train", LEFT_OUT, *reduce(torch.stack(effect), "sum").tolist())
-        return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True))
-
-
-def left_out_sums(ratio: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """Counts of tokens or completions masked by TRL's importance correction, and of all: shape (2,), float64. `ratio`:
-    as used in the loss, (B, T), or (B, 1) for whole completions; `mask`: the completion mask, (B, T); `mode`: as in
-    `importance_ratio`."""
-    counts = mask.any(dim=1, keepdim=True) if ratio.size(1) == 1 else mask.bool()
-    left_out = (ratio == 0) & counts if mode.endswith("_mask") else torch.zeros_like(counts)
-    return torch.stack([left_out.sum(), counts.sum()]).to(torch.float64)
 
 
 class Passes:
@@ -218,9 +114,7 @@ class Passes:
         self._batches = [*batches[: self._left + 1]]
         return batches[0]
 
-    def log_probs(
-        self, inputs: MutableMapping[str, object] | None, upstream: Pass, *args: Any, **kwargs: Any
-    ) -> LogProbs:
+    def log_probs(self, inputs: MicroBatch | None, upstream: Pass, *args: Any, **kwargs: Any) -> LogProbs:
         """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any."""
         if inputs is None or not torch.is_grad_enabled():
             return self.prompts.log_probs(upstream, *args, **kwargs)

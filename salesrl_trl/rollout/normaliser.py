@@ -12,10 +12,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 
-from salesrl_trl.kl.penalty import MicroBatch, loss_mask
+from salesrl_trl.kl.penalty import FAILED, MicroBatch, loss_mask
 
-FAILED = "is_failed"
-"""Key in a micro-batch: which completions failed, shape (B,), bool. Absent if none of the generation batch did."""
 COMPLETIONS, TOKENS, MICRO_BATCHES = "completions", "tokens", "micro-batches"
 UNITS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), COMPLETIONS),

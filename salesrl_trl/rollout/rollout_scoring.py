@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import FunctionError
-from salesrl_trl.kl.penalty import loss_mask
+from salesrl_trl.kl.penalty import FAILED, loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
-    LEFT_OUT,
     SINGLE_SCORED,
     SKIPPED_UPDATE,
     STALENESS,
@@ -33,12 +32,11 @@ from salesrl_trl.reward.batch import NOTHING_SCORED, BatchResult, Completion, co
 from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups, parts
-from salesrl_trl.rollout.model_passes import OLD, RATIO, left_out_sums
-from salesrl_trl.rollout.normaliser import FAILED
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
+from salesrl_trl.update.correction import OLD, RATIO, SamplerCorrection
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl, on_any_rank
 
@@ -85,7 +83,6 @@ class ScoringSettings:
     """For each reward function: whether the package calls it. TRL runs reward models and environments' rewards."""
     scale_rewards: str
     held_out_examples: int
-    vllm_importance_sampling_mode: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,6 +93,7 @@ class RolloutScoring:
     ledger: Ledger
     instruments: Instruments
     run_control: RunControl
+    correction: SamplerCorrection | None
     settings: ScoringSettings
     device: torch.device
     trl: TRLScoring
@@ -177,6 +175,10 @@ class RolloutScoring:
         is_complete, is_trained_on, settings = rollout.is_complete, rollout.is_trained_on, self.settings
         rollout.is_in_parts = rollout.is_in_parts or not is_complete
         is_skipped = self.run_control.is_skipping and is_complete and is_trained_on
+        correction = None if rollout.is_corrected_at_step or RATIO not in output else self.correction
+        logps = output.get(OLD)
+        if correction is not None:  # of all completions, scored or not, so that their order of arrival has no effect
+            correction.apply_to_batch(output)
         # 2. exclude unscored completions from the loss
         if is_trained_on and not is_skipped:
             self._leave_out_failed(rollout, output)
@@ -191,9 +193,8 @@ class RolloutScoring:
                 turnover = reduce(torch.tensor(rollout.turnover, device=self.device), "sum").tolist()
                 for place, name in enumerate(TURNOVER):
                     self.ledger.add("train", name, turnover[2 * place], turnover[2 * place + 1])
-            if RATIO in output and not rollout.is_corrected_at_step:
-                sums = left_out_sums(output[RATIO], output["completion_mask"], settings.vllm_importance_sampling_mode)
-                self.ledger.add(rollout.mode, LEFT_OUT, *reduce(sums, "sum").tolist())
+            if correction is not None and logps is not None:
+                correction.record(rollout.mode, correction.effect(output, logps))
         # 4. additional inputs of the loss: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)

@@ -178,7 +178,8 @@ class Components:
         self.keeper.buffer = self.pipeline.buffer
         weights, answered = trl.reward_weights, trl.reward_answered
         settings = from_fields(ScoringSettings, args, branches=self.branches, weights=weights, answered=answered)
-        self.scoring = from_fields(RolloutScoring, self, settings=settings, device=trl.accelerator.device)
+        correction, device = rollouts.correction_of(args, self.ledger), trl.accelerator.device
+        self.scoring = from_fields(RolloutScoring, self, correction=correction, settings=settings, device=device)
 
     def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
         args, talks = self.args, self.converses or self.reward.is_played

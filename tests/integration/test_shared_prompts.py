@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.config.rollouts import correction_at_step
+from salesrl_trl.config.rollouts import correction_at_step, correction_of
 from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.data.sources import build_dataset
-from salesrl_trl.names import LEFT_OUT
+from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3
 from salesrl_trl.reward.functions import per_completion
-from salesrl_trl.rollout.model_passes import FIGURES
+from salesrl_trl.update.correction import FIGURES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +81,9 @@ def train(kind, policy, folder, *, reward=length, in_order=True, **given):
     if is_ours:
         trainer.components.passes.in_order &= in_order
         with patched(trainer.args, "use_vllm", True):
-            trainer.components.passes._correction = correction_at_step(trainer.args, trainer.components.ledger)
+            components = trainer.components
+            components.passes._correction = correction_at_step(trainer.args, components.ledger)
+            components.scoring.correction = correction_of(trainer.args, components.ledger)
     gradients = Passes(trainer)
     trainer.train()
     if is_ours:
@@ -123,6 +125,39 @@ def test_the_pass_that_trains_gives_trls_importance_ratio_and_all_of_its_figures
     # TRL's way: 8 for old log-probs and 8 that train
     assert theirs.passes == [16, 16]
     assert mine.passes[-1] < 8
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {},
+        {"weights": "bypass", "reject": {"token_k1": [0.5, 4.0]}},
+        {"weights": "none", "reject": {"seq_mean_k1": [0.8, 2.0], "token_k3": 1.0}},
+    ],
+    ids=str,
+)
+def test_a_correction_at_the_step_is_that_of_a_pass_for_old_log_probs(policy, tmp_path, correction):
+    given = {"rollout_correction": correction, "vllm_importance_sampling_mode": "token_mask", "in_order": False}
+    ours, at_step = train(ScriptedTrainer, policy, tmp_path / "at step", **given)
+    before, of_pass = train(ScriptedTrainer, policy, tmp_path / "before", shared_prompts="off", **given)
+    assert_same_gradients(at_step, of_pass)
+    for step, wanted in zip(steps_of(ours), steps_of(before), strict=True):
+        for name in (LEFT_OUT, EFFECTIVE_SAMPLES, SAMPLER_KL, SAMPLER_KL_K3, *FIGURES, "clip_ratio/region_mean"):
+            assert step[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    assert 0 < steps_of(before)[0][LEFT_OUT] < 1 or not correction
+    assert at_step.passes[-1] < of_pass.passes[-1]
+
+
+@pytest.mark.parametrize("weights", ["normalized", "bypass"])
+def test_a_correction_serves_several_updates_of_a_generation_batch(policy, tmp_path, weights):
+    given = {
+        "rollout_correction": {"weights": weights, "reject": {"token_k1": [0.5, 4.0]}},
+        "steps_per_generation": 16,
+    }
+    ours, gradients = train(ScriptedTrainer, policy, tmp_path, vllm_importance_sampling_mode="token_truncate", **given)
+    assert all(gradient.isfinite().all() and gradient.norm() > 0 for gradient in gradients.found)
+    assert 0 < steps_of(ours)[0][EFFECTIVE_SAMPLES] <= 1
+    assert 0 < steps_of(ours)[0][LEFT_OUT] < 1
 
 
 def test_a_skipped_batch_has_no_figures_of_the_correction(policy, tmp_path):

@@ -233,6 +233,21 @@ def test_a_translated_recipe_starts_and_trains(tmp_path, monkeypatch, tiny):
         ("+data.apply_chat_template_kwargs='{enable_thinking:false}'",
          {"chat_template_kwargs": {"enable_thinking": False}}, ""),
         ("rollout.name=sglang", {"use_vllm": True}, "rollout.name: sglang. use_vllm, vLLM replaces sglang"),
+        ("algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_5.0 "
+         "algorithm.rollout_correction.rollout_rs=seq_mean_k1,token_k3 "
+         "algorithm.rollout_correction.rollout_rs_threshold=0.999_1.001,0.1",
+         {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5,
+          "vllm_importance_sampling_clip_max": 5.0,
+          "rollout_correction": {"reject": {"seq_mean_k1": [0.999, 1.001], "token_k3": 0.1}}}, ""),
+        ("algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=2.0 "
+         "algorithm.rollout_correction.rollout_is_batch_normalize=True",
+         {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0,
+          "rollout_correction": {"weights": "normalized"}}, ""),
+        ("algorithm.rollout_correction.bypass_mode=True", {"rollout_correction": {"weights": "bypass"}}, ""),
+        ("algorithm.rollout_correction.rollout_is=null",
+         {"rollout_correction": None, "vllm_importance_sampling_mode": "token_truncate"}, ""),
+        ("algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",
+         {"rollout_correction": {"weights": "bypass"}}, "algorithm.rollout_correction.loss_type: reinforce"),
         ("trainer.total_epochs=0", {"mode": "rollouts", "num_train_epochs": None}, "trainer.total_epochs: 0. num_"),
         ("algorithm.hybrid_grpo.enable=True", {}, "algorithm.hybrid_grpo.enable: hybrid_reference_weight: the 32B"),
         ("rollout.load_format=dummy_dtensor", {"vllm_engine_kwargs": None}, "rollout.load_format: the default"),

@@ -51,7 +51,7 @@ def prompt_of(data: DataConfig, reward: RewardConfig) -> str | PromptTemplate | 
         return None
     if template not in PROMPT_STYLES:
         return read_template(template, fields)
-    if template == "instruct" and fields != DEFAULT_FORMAT.fields:
+    if template != "compact" and fields != DEFAULT_FORMAT.fields:
         usual = f"the built-in prompt asks for {', '.join(DEFAULT_FORMAT.fields)}"
         expected = "Expected a `prompt_template` that asks for yours (docs/reference/data.md)."
         raise ConfigError(f"`rag.action_fields` is {', '.join(fields)}, but {usual}. {expected}")

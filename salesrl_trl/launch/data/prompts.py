@@ -79,7 +79,7 @@ def read_template(path: Path | str, action_fields: Sequence[str]) -> PromptTempl
         raise ConfigError(f"{found} {expected}") from None
 
 
-PROMPT_STYLES = ("instruct", "compact")
+PROMPT_STYLES = ("instruct", "compact", "few_shot")
 """`instruct` explains the task to a general chat model. `compact` only shows the conversation, for a policy that
 already knows the format: the instruction would make up three quarters of the tokens."""
 

@@ -1,6 +1,7 @@
 """Settings that cannot work are refused with what was got, what was expected and what to do."""
 
 import inspect
+import json
 import math
 import re
 import typing
@@ -130,6 +131,39 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
         training(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", **given)
     training(use_vllm=True, vllm_importance_sampling_correction=False, **given)
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
+
+
+def test_a_lookahead_keeps_every_token_unless_the_user_chose_and_says_so_once():
+    modes = {"rollout_lookahead": 2}, {"max_rollout_lookahead": 4}, {"rollout_lookahead": 0}
+    told = [training(use_vllm=True, **given) for given in modes]
+    assert [each.vllm_importance_sampling_mode for each in told] == [
+        "token_truncate",
+        "token_truncate",
+        "sequence_mask",
+    ]
+    lines = [[line for line in each.machine_notes if "sequence_mask, drops" in line] for each in told]
+    assert [*map(len, lines)] == [1, 1, 0]
+    chosen = training(use_vllm=True, rollout_lookahead=2, vllm_importance_sampling_mode="sequence_mask")
+    assert chosen.correction.mode == "sequence_mask" and not any("drops" in line for line in chosen.machine_notes)
+    assert training(rollout_lookahead=2).correction is None
+
+
+def test_a_correction_is_read_from_a_mapping_or_json_and_refused_without_vllms():
+    given = {"weights": "none", "reject": {"seq_mean_k3": 0.01}}
+    for each in (given, json.dumps(given)):
+        correction = training(use_vllm=True, rollout_correction=each).correction
+        assert (correction.weights, correction.reject) == ("none", {"seq_mean_k3": (-math.inf, 0.01)})
+    with pytest.raises(ConfigError, match="which disables it"):
+        training(use_vllm=True, vllm_importance_sampling_correction=False, rollout_correction=given)
+    with pytest.raises(ConfigError, match="multiplied over a completion"):
+        training(use_vllm=True, vllm_importance_sampling_mode="token_mask", top_p=0.8, rollout_correction=given)
+    for wrong, words in (
+        ({"weights": "clipped"}, "Expected one of: bounded, normalized, none, bypass"),
+        ({"reject": {"seq_mean_k4": 1}}, "Did you mean 'seq_mean_k3'"),
+        ({"reject": {"seq_mean_k1": 0.5}}, "Expected two ratios"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            training(use_vllm=True, rollout_correction=wrong)
 
 
 def test_a_temperature_alone_reshapes_nothing():

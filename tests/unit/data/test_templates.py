@@ -24,7 +24,10 @@ def template(source):
 
 
 # Of the prompts as they were when their text stood in the code: sha256 of the JSON of all 960 demo prompts in order.
-@pytest.mark.parametrize(("style", "digest"), [("instruct", "d5f11cabb0294da0"), ("compact", "3cccff390322946b")])
+@pytest.mark.parametrize(
+    ("style", "digest"),
+    [("instruct", "d5f11cabb0294da0"), ("compact", "3cccff390322946b"), ("few_shot", "61093ffa95e7e671")],
+)
 def test_the_packaged_prompts_are_byte_for_byte_what_policies_were_trained_on(style, digest):
     rows = load_rows("demo", "train", ("fairness", "hallucination"))
     prompts = json.dumps([build_prompt(row, style) for row in rows], ensure_ascii=False)

@@ -1,0 +1,70 @@
+"""The bench on a real model: its measures by hand, and a tiny arm of it."""
+
+import json
+
+import pytest
+
+from benchmarks import real_model
+
+
+def run(rewards, seconds=1.0, held_out=(0.1, 0.5)):
+    log = [{"reward": reward, "at_s": seconds * (place + 1)} for place, reward in enumerate(rewards)]
+    return {"log": log, "held_out": [*held_out]}
+
+
+def test_measures_by_hand():
+    # windows of ten: 0.2, 0.6, 0.3, 0.5; the deepest dip is 0.3 below 0.6
+    rewards = [0.2] * 10 + [0.6] * 10 + [0.3] * 10 + [0.5] * 10
+    found = real_model.measures(run(rewards, seconds=2.0), until_s=40.0)
+    expected = {"area": 0.4, "last": 0.4, "dip": 0.3, "held_out": 0.5, "gain": 0.4, "at_seconds": 0.6, "step_s": 2.0}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert real_model.measures(run(rewards), until_s=40.0)["at_seconds"] == pytest.approx(0.5)
+
+
+def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
+    arm = "ahead_2+geometric+lr_5e-6"
+    assert real_model.settings_of(arm) == {
+        "rollout_lookahead": 2, "rollout_correction": {"reject": {"seq_mean_k1": [0.98, 1.02]}}, "learning_rate": 5e-6,
+    }  # fmt: skip
+    assert real_model.counterpart(arm) == "on_policy+lr_5e-6"
+    with pytest.raises(SystemExit, match="unknown part ahead_3"):
+        real_model.settings_of("ahead_3")
+
+
+@pytest.mark.parametrize("task", real_model.TASKS)
+def test_every_row_has_its_truth_and_held_out_rows_are_others(task):
+    train, held_out = (real_model.TASKS[task](part) for part in ("train", "heldout"))
+    assert all(row["answer"] and row["prompt"][0]["content"] for row in train)
+    prompts = [{row["prompt"][0]["content"] for row in rows} for rows in (train, held_out)]
+    assert len(held_out) >= 16 and len(prompts[1] - prompts[0]) > 0.5 * len(prompts[1])
+
+
+def test_a_report_has_intervals_and_paired_differences(tmp_path, capsys):
+    for arm, worse in (("on_policy", 0.0), ("ahead_2", 0.1)):
+        for seed in (1, 2, 3):
+            file = real_model.file_of(tmp_path, "words", arm, seed)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # seeds differ by 0.1, arms always by 0.1 and a bit
+            file.write_text(json.dumps(run([0.1 * seed - worse * (1 + 0.01 * seed) + 0.2] * 20)))
+    real_model.main([str(tmp_path), "--report", "--arms", "on_policy", "ahead_2", "--seeds", "1", "2", "3"])
+    printed = capsys.readouterr().out
+    # 0.3, 0.4, 0.5: 4.303 * 0.1 / sqrt(3) = 0.248
+    assert "| on_policy | 3 | 0.400 ± 0.248 |" in printed
+    # -0.101, -0.102, -0.103: 4.303 * 0.001 / sqrt(3) = 0.002
+    assert "| ahead_2 | 3 | -0.102 ± 0.002 * |" in printed
+    assert (tmp_path / "words.svg").is_file() and (tmp_path / "report.json").is_file()
+
+
+@pytest.mark.bench
+def test_a_tiny_arm_runs_resumes_and_is_reported(tmp_path, capsys):
+    words = [str(tmp_path), "--model", "tiny", "--tasks", "sums", "--arms", "on_policy", "ahead_2", "--seeds", "1",
+             "--steps", "3", "--at_once", "2"]  # fmt: skip
+    real_model.main(words)
+    assert "all ran" in capsys.readouterr().out
+    kept = real_model.file_of(tmp_path, "sums", "ahead_2", 1)
+    before = kept.stat().st_mtime_ns
+    real_model.main(words)
+    assert kept.stat().st_mtime_ns == before
+    told = json.loads(kept.read_text())
+    assert len(told["log"]) == 3 and all(0 <= entry["reward"] <= 1 for entry in told["log"])
+    assert [entry["rollout/staleness"] for entry in told["log"]] == [0, 1, 2]
