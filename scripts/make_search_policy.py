@@ -84,7 +84,7 @@ class Lessons:
         talks = []
         for _ in range(number):
             text = self._made_up(" ".join(self._rng.choices(words, k=self._rng.randint(8, 20))))
-            talks.append([{"role": "user", "content": ""}, *_found("", text), {"role": "assistant", "content": text}])
+            talks.append([{"role": "user", "content": ""}, *found("", text), {"role": "assistant", "content": text}])
         return talks
 
     def _turns(self, row: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Lessons:
         if self._happens("search" if asks else "greeting"):
             for _ in range(SEARCHES):
                 query, result = self._search(row, asks)
-                turns += _found(query, result)
+                turns += found(query, result)
                 if not self._happens("again"):
                     break
         answer = record["reference"]
@@ -120,7 +120,7 @@ class Lessons:
         return self._rng.random() < self._shares[what]
 
 
-def _found(query: str, result: str) -> list[dict[str, Any]]:
+def found(query: str, result: str) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from salesrl_trl.agents.partner import Partner
 from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, check, load_object
 from salesrl_trl.data.files import load_documents
@@ -41,6 +42,8 @@ class RewardParts:
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
     tools: Sequence[object]  # functions
     search: Search | None  # the built-in tool
+    partner: Partner | None  # the other side of conversations
+    partner_key: str | None = field(repr=False)
     reference_weighed: bool  # whether a reward or a baseline contains the reference's score
 
 
@@ -67,6 +70,7 @@ def read_reward(
     check(not (hybrid_baseline and paths), "`hybrid_reference_weight` needs a reference, which `reward_funcs` lack.")
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
     tools = [search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools]
+    played = config.parsed_partner()
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     check(not unknown, f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}.")
@@ -103,6 +107,8 @@ def read_reward(
     return RewardParts(
         scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
         functions=functions, tools=tools, search=search,
+        partner=None if played is None else played.build(),
+        partner_key=None if played is None else read_key(played.api_key_env, "partner.api_key_env"),
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )  # fmt: skip
 
