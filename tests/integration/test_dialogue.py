@@ -123,7 +123,8 @@ def test_a_partners_failure_excludes_its_conversations(policy, tmp_path, monkeyp
         assert line["outcome/infra"] == 0.25
 
 
-def test_a_partner_beside_an_environment_is_rejected(policy, tmp_path):
+def test_a_partner_beside_a_rollout_func_is_rejected(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     args = SalesGRPOConfig(**settings(tmp_path, num_generations=4))
     with pytest.raises(ConfigError, match="`partner` is given with a `rollout_func`"):
         SalesGRPOTrainer(

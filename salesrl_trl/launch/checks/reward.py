@@ -55,6 +55,7 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         check_rag(address, parts.rag_key)
     if not config.asks_nobody:
         check_judges(config, parts)
+        check_partner(config, parts)
     return parts
 
 
@@ -132,6 +133,14 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     if providers and len(failures) == len(providers):
         raise failures[0]
     return notes
+
+
+def check_partner(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the model that plays the customer answers, if any. Returns lines as `check_rag` does."""
+    partner = config.parsed_partner()
+    if partner is None or not config.asks_model:
+        return []
+    return check_models(partner.base_url, parts.partner_key, partner.model, setting="partner.base_url")
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:
