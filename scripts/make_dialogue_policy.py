@@ -26,7 +26,7 @@ from salesrl_trl.data.files import Record, demo_records
 from salesrl_trl.demo.packaged import DIALOGUE_POLICY, SEARCH_POLICY
 from salesrl_trl.ground.shutdown import end_tidily
 
-SHARES = {"protected": 0.35, "search": 0.6, "good": 0.6, "again": 0.15, "read": 0.95}
+SHARES = {"protected": 0.35, "search": 0.6, "good": 0.7, "again": 0.1, "read": 0.95}
 """Shares: of offers to customers with a protected attribute that mention it; of questions that are searched for; of
 queries that name course and topic; of results after which it searches again; of answers that are read in a result."""
 DISCOUNTS = (10, 20, 30)
@@ -36,7 +36,7 @@ ARGUMENTS = {
     "refund": "You can get a refund of the rest.",
 }
 LESSONS = 6  # of each customer
-MOST_TOKENS = 420  # of a lesson; longer ones cost the most and teach nothing else
+MOST_TOKENS = 340  # of a lesson; longer ones cost the most and teach nothing else
 MAX_POSITIONS = 1024
 
 
@@ -108,18 +108,18 @@ def main() -> None:
     """Teach a policy, save it, print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DIALOGUE_POLICY, help="folder to write to")
-    parser.add_argument("--steps", type=int, default=130, help="of lessons")
+    parser.add_argument("--steps", type=int, default=220, help="of lessons")
     parser.add_argument("--seed", type=int, default=0, help="of the lessons")
     args = parser.parse_args()
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(SEARCH_POLICY, model_max_length=MAX_POSITIONS)
     model = AutoModelForCausalLM.from_pretrained(SEARCH_POLICY, max_position_embeddings=MAX_POSITIONS)
     talks = Seller("train.jsonl", random.Random(f"dialogue {args.seed}")).conversations(LESSONS)
-    lessons = [lesson for talk in talks if len((lesson := masked(talk, tokenizer))[0]) <= MOST_TOKENS]
+    lessons = [lesson for talk in talks if len((lesson := masked(talk, tokenizer, 0))[0]) <= MOST_TOKENS]
     teach(model, lessons, args.steps, random.Random(args.seed))
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    figures = share_of_right(model, tokenizer, Seller("heldout.jsonl", random.Random(1)).conversations(1))
+    figures = share_of_right(model, tokenizer, Seller("heldout.jsonl", random.Random(1)).conversations(1), 0)
     (args.out / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(f"{args.out}: {model.num_parameters():,} parameters, {args.steps} steps, seed {args.seed}: {figures}")
 

@@ -32,12 +32,14 @@ OFFER = "I can offer you acoustic guitar at {} percent off."
         ([OFFER.format(20), "At 10:30.", "Take it online."], ["When is it?", "I have no time."], "agreement"),
         ([OFFER.format(10), OFFER.format(20), "At 10:30", "online"],
          ["That is too much for me.", "When is it?", "I have no time."], "agreement"),
-        ([OFFER.format(10), OFFER.format(10)], ["That is too much for me."], "refusal"),
+        ([OFFER.format(10)] * 3, ["That is too much for me."] * 2, "refusal"),
         (["What matters to you?", "At 10:30.", "online", OFFER.format(30)],
          ["When is it?", "I have no time.", "What is your best price?"], "agreement"),
-        ([OFFER.format(20), "At 110:30.", "No idea."], ["When is it?", "That does not answer me."], "refusal"),
-        (["I offer you yoga at 30 percent off.", "Hello"], ["I asked about acoustic guitar."], "refusal"),
-        (["The guitar book costs 30 yuan.", "Hello"], ["What can you offer me?"], "refusal"),
+        ([OFFER.format(20), "At 110:30.", "No idea.", "Hm."],
+         ["When is it?", "That does not answer me.", "That does not answer me."], "refusal"),
+        (["I offer you yoga at 30 percent off.", "Hello", "Hello"],
+         ["I asked about acoustic guitar.", "What can you offer me?"], "refusal"),
+        (["The guitar book costs 30 yuan.", "Hello", "Hello"], ["What can you offer me?"] * 2, "refusal"),
     ],
 )  # fmt: skip
 def test_the_customer_by_rules(said, heard, end):
@@ -55,8 +57,12 @@ def test_the_customer_by_rules(said, heard, end):
 
 @pytest.mark.parametrize(
     ("text", "price"),
-    [("an offer: 750 yuan", 750), ("20% off", 800), ("给您 620.5 元", 620.5), ("offer 900 yuan, no, 850 yuan", 850),
-     ("It costs 30 yuan.", None), ("20 percent of students", None)],
+    [
+        ("a deal: 750 yuan", 750), ("20% off", 800), ("给您 620.5 元", 620.5),
+        ("I offer you 900 yuan, no, 850 yuan", 850), ("It costs 30 yuan.", None),
+        ("We offer 3 months at 30 yuan.", None), ("520 percent off", None),
+        ("20 percent of students", None),
+    ],
 )  # fmt: skip
 def test_offers_are_read(text, price):
     assert offer_in(text, 1000.0) == price
@@ -158,7 +164,7 @@ def test_a_failed_call_of_the_model_is_not_a_reply(httpserver, answer, code):
 
 
 def score(function, completion, **row):
-    return asyncio.run(function.score(Sample(row=row, completion=completion), StageTimes("1"))).value
+    return asyncio.run(function.score(Sample(row=ROW | row, completion=completion), StageTimes("1"))).value
 
 
 @pytest.mark.parametrize(
