@@ -13,8 +13,6 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from salesrl_trl.agents.episodes import per_episode as per_episode
-    from salesrl_trl.agents.partner import Partner as Partner
-    from salesrl_trl.agents.partner import Reply as Reply
     from salesrl_trl.agents.tools import tool as tool
     from salesrl_trl.config.quick_evaluations import Figure as Figure
     from salesrl_trl.config.quick_evaluations import QuickEvalSettings as QuickEvalSettings
@@ -81,7 +79,6 @@ _NAMES = [
     ("types", "Reward"),
     ("service.transport", "Transport"),
     ("agents.tools", "tool"),
-    ("agents.partner", "Partner", "Reply"),
     ("judged.budget", "Budget", "Limit", "Price"),
     # from rows to the built-in reward
     ("launch.data.sources", "load_rows", "build_dataset"),

@@ -18,7 +18,7 @@ from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.prompts import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
-from salesrl_trl.launch.judge_config import PartnerConfig
+from salesrl_trl.launch.judge_config import PartnerSettings
 from salesrl_trl.launch.memory_estimate import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
@@ -105,7 +105,7 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir}, then built-in' if reward.rubric_dir else 'built-in'}"
 
 
-def _partner(partner: PartnerConfig) -> str:
+def _partner(partner: PartnerSettings) -> str:
     how = (
         f"{partner.model} at {partner.base_url}" if partner.is_model else "by rules (a model: --partner.base_url URL)"
     )

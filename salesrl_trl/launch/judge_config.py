@@ -120,7 +120,7 @@ class JudgeProviderConfig:
 
 
 @dataclass(kw_only=True)
-class PartnerConfig(JudgeProviderConfig):
+class PartnerSettings(JudgeProviderConfig):
     """`partner`, checked: the fields of `JudgeProviderConfig`, and its own."""
 
     name: str = CUSTOMER
@@ -144,9 +144,9 @@ class PartnerConfig(JudgeProviderConfig):
         return partner
 
 
-def partner_of(given: object) -> PartnerConfig:
+def partner_of(given: object) -> PartnerSettings:
     """The setting `partner`. Raises `ConfigError` for unknown fields, and for fields that contradict each other."""
-    partner = entry_of("partner", PartnerConfig, given, text="kind")
+    partner = entry_of("partner", PartnerSettings, given, text="kind")
     check(
         partner.is_model == bool(partner.model),
         "`partner` has an address without a model, or a model without an address. Expected both or neither.",

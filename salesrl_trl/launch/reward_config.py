@@ -29,7 +29,7 @@ from salesrl_trl.launch.judge_config import (
     JudgeModeSettings,
     JudgeProviderConfig,
     Judges,
-    PartnerConfig,
+    PartnerSettings,
     judges_of,
     partner_of,
 )
@@ -152,8 +152,9 @@ class RewardConfig:
     failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`."""
     partner: dict[str, object] | str | None = None
     """The other side of a conversation, which answers each turn of the policy. `customer` plays each row's column
-    `persona` by rules; `{base_url: http://HOST:PORT/v1, model: NAME}`, with the fields of `PartnerConfig`, lets a
-    language model play it. Or the dotted path of a class that derives from `salesrl_trl.Partner`."""
+    `persona` by rules; `{base_url: http://HOST:PORT/v1, model: NAME}`, with the fields of `PartnerSettings`, lets a
+    language model play it. Or the dotted path of a class that derives from
+    `salesrl_trl.agents.partner.Partner`."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of your own reward stages, in order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""
@@ -217,7 +218,7 @@ class RewardConfig:
     def judging(self) -> JudgeModeSettings:
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
-    def parsed_partner(self) -> PartnerConfig | None:
+    def parsed_partner(self) -> PartnerSettings | None:
         """`partner`, checked; `None` without one."""
         return None if self.partner is None else partner_of(self.partner)
 

@@ -1,10 +1,10 @@
 """Reward functions of `dialogue.yaml` in addition to the judge, and metrics of its quick evaluations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from salesrl_trl import per_completion
-from salesrl_trl.types import Answered
+from salesrl_trl.launch.recipes.search_rewards import MeanOfFunction
 
 Messages = list[dict[str, Any]]
 
@@ -48,22 +48,11 @@ async def steered(completion: Messages, persona: dict[str, Any]) -> float | None
     return float(any(each.lower() in said for each in persona["protected"])) if persona["protected"] else None
 
 
-class MeanOfFunction:
-    """The mean of a reward function over the greedy answers."""
-
-    of = ""
-    form = ".2f"
-
-    def __call__(self, answers: Sequence[Answered]) -> float | None:
-        numbers = [number for each in answers if (number := each.reward.by_function.get(self.of)) is not None]
-        return sum(numbers) / len(numbers) if numbers else None
-
-
 class Deal(MeanOfFunction):
     name = of = "deal"
 
 
-class Price(MeanOfFunction):
+class PriceShare(MeanOfFunction):
     name = of = "price"
 
 
