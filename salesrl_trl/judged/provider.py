@@ -269,7 +269,7 @@ class ProviderClient:
                 expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
-        def read(answer: bytes, bill: Bill) -> list[Verdict]:
+        def read(bill: Bill, answer: bytes) -> list[Verdict]:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
@@ -296,7 +296,7 @@ class ProviderClient:
         if self.settings.temperature is not None:
             body["temperature"] = self.settings.temperature
 
-        def read_answer(answer: bytes, bill: Bill) -> T:
+        def read_answer(bill: Bill, answer: bytes) -> T:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             try:
                 return read(_text_of(value))
@@ -305,13 +305,13 @@ class ProviderClient:
 
         return await self.settings.transport.call(lambda: self._sent(body, read_answer))
 
-    async def _sent(self, body: Mapping[str, object], read: Callable[[bytes, Bill], T]) -> T:
+    async def _sent(self, body: Mapping[str, object], read: Callable[[Bill, bytes], T]) -> T:
         """Post a request, without the fields that the provider rejects."""
         while True:
             sent = self.form.of({**body, **self.settings.extra_body})
             try:
                 with self.settings.transport.bill() as bill:
-                    return await self.http.post("/chat/completions", sent, functools.partial(read, bill=bill))
+                    return await self.http.post("/chat/completions", sent, functools.partial(read, bill))
             except ServiceRejected as error:
                 if error.marks & WITHHELD_MARKS:
                     raise _refused("an error of its content filter") from None
