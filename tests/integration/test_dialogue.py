@@ -58,8 +58,8 @@ def policy(tmp_path_factory):
     return make_calling_policy(tmp_path_factory.mktemp("policy") / "policy", max_position_embeddings=2048)
 
 
-def run(policy, folder, reward, partner, tools=None, texts=OFFERS, **own):
-    """The log lines of two steps. Each turn is the text at its place, whatever came before."""
+def run(policy, folder, reward, partner, tools=None, texts=OFFERS, resumed=None, **own):
+    """The log lines of two steps, or of those after `resumed`. Each turn is the text at its place."""
     args = SalesGRPOConfig(
         **settings(folder, beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4,
                    max_completion_length=300, **own)
@@ -76,7 +76,7 @@ def run(policy, folder, reward, partner, tools=None, texts=OFFERS, **own):
         )
 
     with patch.object(trainer.model, "generate", side_effect=generate):
-        trainer.train()
+        trainer.train(resumed)
     trainer.finish()
     return steps_of(trainer)
 
@@ -130,3 +130,12 @@ def test_a_partner_beside_a_rollout_func_is_rejected(policy, tmp_path, monkeypat
         SalesGRPOTrainer(
             str(policy), price, args, Dataset.from_list(ROWS), partner=Scripted(says), rollout_func=lambda *_: {}
         )
+
+
+def test_a_resumed_run_continues_as_an_uninterrupted_one(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_rollouts": True}
+    whole = run(policy, tmp_path, price, Scripted(says), **saves)
+    again = run(policy, tmp_path, price, Scripted(says), resumed=str(tmp_path / "checkpoint-1"), **saves)
+    for name in ("loss", "reward", *map(dialogue_figure, DIALOGUE_FIGURES)):
+        assert again[-1][name] == whole[-1][name], name

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from support.providers import completion
@@ -12,11 +13,16 @@ from salesrl_trl.agents.customer import Customer, Persona, RuleBased, offer_in
 from salesrl_trl.data.files import demo_records
 from salesrl_trl.errors import ConfigError, DataError, ServiceError
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
+from salesrl_trl.launch.assembly import ServiceClients
+from salesrl_trl.launch.checks.outcome import Findings
+from salesrl_trl.launch.checks.reward import read_reward
+from salesrl_trl.launch.preflight.services import _hear_partner
 from salesrl_trl.launch.recipes.dialogue_rewards import deal, price, searches, steered, turns
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.batch import Sample
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.transport import Transport
+from salesrl_trl.types import SalesRow
 
 PERSONA = {
     "needs": "acoustic guitar", "reservation": 800, "list_price": 1000.0, "mood": "hurried", "protected": ["widow"],
@@ -198,3 +204,47 @@ def test_the_setting():
     ):
         with pytest.raises(ConfigError, match=words):
             RewardConfig(partner=wrong)
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_a_preflight_asks_the_model_once(httpserver, status):
+    answer = completion('{"reply": "Well.", "decision": "continue"}')
+    with connected(httpserver, lambda number: (status, answer)) as (_, requests):
+        config = RewardConfig(partner={"base_url": httpserver.url_for("/v1"), "model": "m"}, max_attempts=1)
+        row = SalesRow(row_id="r", branch="all", prompt=ROW["prompt"], columns={"persona": PERSONA})
+        plan = SimpleNamespace(
+            config=SimpleNamespace(reward=config), reward=read_reward(config, ["fairness"]), train_rows=[row]
+        )
+        findings = Findings()
+        if status == 200:
+            asyncio.run(_hear_partner(plan, findings))
+            assert findings.figures["customer_s"] > 0
+        else:
+            with pytest.raises(ServiceError, match="401"):
+                asyncio.run(_hear_partner(plan, findings))
+        assert len(requests) == 1
+        assert '"needs": "acoustic guitar"' in requests[0]["messages"][0]["content"]
+
+
+def test_the_budget_counts_the_customers_calls(httpserver, tmp_path):
+    answer = completion('{"reply": "Well.", "decision": "continue"}', usage=(1000, 1000))
+    with connected(httpserver, lambda number: (200, answer)) as (_, requests):
+        config = RewardConfig(
+            partner={"base_url": httpserver.url_for("/v1"), "model": "m", "usd_per_million_completion_tokens": 1000.0},
+            max_usd=1.5,
+        )
+        clients = ServiceClients(config, read_reward(config, ["fairness"]), budget=config.budget(tmp_path))
+
+        async def replies():
+            customer = Customer()
+            customer.connect(clients.partner())
+            made = [await customer.reply(ROW, TALK)]
+            with pytest.raises(ServiceError) as raised:
+                for _ in range(3):
+                    made.append(await customer.reply(ROW, TALK))
+            await customer._model.http.aclose()
+            return len(made), raised.value.code
+
+        made, code = asyncio.run(replies())
+    assert (made, code) == (len(requests), "budget_spent")
+    assert made < 3
