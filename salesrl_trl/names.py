@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from salesrl_trl.types import Outcome
+from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, Outcome
 
 TRAIN = "train/"  # transformers' prefix for training metrics
 REWARD = "reward"  # TRL's tag: mean reward over all scored completions
@@ -95,6 +95,10 @@ saved_by = "cache/{}_saved".format
 
 TOOL_FIGURES = ("calls", "failures", "errors", "seconds")  # of a tool, per generation batch
 tool_figure = "tools/{}/{}".format  # tool, one of `TOOL_FIGURES`
+
+DIALOGUE_FIGURES = ("turns", "tool_calls", AGREEMENT, REFUSAL, LENGTH, "failed", "price_share")
+"""Of conversations with a partner, per generation batch."""
+dialogue_figure = "dialogue/{}".format  # one of `DIALOGUE_FIGURES`
 
 EPISODE_FIGURES = ("calls", "rewritten", "untrained")  # of episodes, per generation batch
 episode_figure = "episodes/{}".format  # one of `EPISODE_FIGURES`

@@ -46,7 +46,7 @@ from salesrl_trl.wiring.trl_access import Hooks
 warn_of_changes()  # records the files imported so far
 
 logger = logging.getLogger(__name__)
-OWN_ARGUMENTS = ("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts")
+OWN_ARGUMENTS = ("instruments", "quick_eval", "kl_law", "sampler", "buffer_policy", "parts", "partner")
 
 
 class SalesGRPOTrainer(SavingTrainer):
@@ -74,6 +74,8 @@ class SalesGRPOTrainer(SavingTrainer):
             `ByArrival` for your own.
         parts (`Sequence[Part]`, *optional*):
             Your own parts, added after those enabled by the settings.
+        partner (`Partner`, *optional*):
+            Answers the policy's turns, so that completions are whole conversations.
         more, kwargs:
             Further arguments of `GRPOTrainer`. A `SalesReward` requires the dataset column `row`.
     """
@@ -109,7 +111,7 @@ class SalesGRPOTrainer(SavingTrainer):
         args: GRPOConfig | None = None, *more: object, instruments: Instruments | None = None,
         quick_eval: QuickEvalSettings | None = None, kl_law: KLLaw | None = None,
         sampler: Callable[[Upstream], Sampler] | None = None, buffer_policy: BufferPolicy | None = None,
-        parts: Sequence[Part] = (), **kwargs: object,
+        parts: Sequence[Part] = (), partner: object | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         if not isinstance(args, SalesGRPOConfig):
             raise ConfigError("`args` is not a `SalesGRPOConfig`. Expected one; TRL's trainer uses `GRPOConfig`.")
@@ -130,7 +132,7 @@ class SalesGRPOTrainer(SavingTrainer):
         check_not_taken(getattr(rows, "column_names", None) or ())
         components = self.components = Components(rewards, args, instruments, kl_law, rows, has_adapter, parts)
         self._timeline = components.timeline
-        self._epoch = 0
+        self._epoch, self.partner = 0, partner
         with components.policy.building(model):
             super().__init__(model, [*rewards.functions], args, *more, **kwargs)  # TRL may append to the list
         if (args.record or components.reward.is_replay) and not has_more:  # an environment may not accept the column

@@ -84,7 +84,7 @@ class Lessons:
         talks = []
         for _ in range(number):
             text = self._made_up(" ".join(self._rng.choices(words, k=self._rng.randint(8, 20))))
-            talks.append([{"role": "user", "content": ""}, *_found("", text), {"role": "assistant", "content": text}])
+            talks.append([{"role": "user", "content": ""}, *found("", text), {"role": "assistant", "content": text}])
         return talks
 
     def _turns(self, row: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Lessons:
         if self._happens("search" if asks else "greeting"):
             for _ in range(SEARCHES):
                 query, result = self._search(row, asks)
-                turns += _found(query, result)
+                turns += found(query, result)
                 if not self._happens("again"):
                     break
         answer = record["reference"]
@@ -120,7 +120,7 @@ class Lessons:
         return self._rng.random() < self._shares[what]
 
 
-def _found(query: str, result: str) -> list[dict[str, Any]]:
+def found(query: str, result: str) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -163,9 +163,13 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def turns_of(talk: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
-    """The policy's own turns, each behind what stands before it since the turn before."""
-    first = max(place for place, turn in enumerate(talk) if turn["role"] == "user")
+def turns_of(
+    talk: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, first: int | None = None
+) -> list[tuple[str, str]]:
+    """The policy's own turns, each behind what stands before it since the turn before. They follow the message at
+    `first`, by default the customer's last one."""
+    if first is None:
+        first = max(place for place, turn in enumerate(talk) if turn["role"] == "user")
     turns, done = [], 0
     for place, turn in enumerate(talk):
         if place > first and turn["role"] == "assistant":
@@ -181,10 +185,12 @@ def text_of(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, 
     return text
 
 
-def masked(talk: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def masked(
+    talk: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, first: int | None = None
+) -> tuple[list[int], list[bool]]:
     """Its tokens, and which of them are the policy's."""
     ids, own = list[int](), list[bool]()
-    for turn in turns_of(talk, tokenizer):
+    for turn in turns_of(talk, tokenizer, first):
         for is_own, text in enumerate(turn):
             part = tokenizer(text)["input_ids"]
             ids += part
@@ -216,13 +222,13 @@ def teach(model: Any, talks: list[tuple[list[int], list[bool]]], steps: int, rng
 
 @torch.no_grad()
 def share_of_right(
-    model: Any, tokenizer: PreTrainedTokenizerBase, talks: list[list[dict[str, Any]]]
+    model: Any, tokenizer: PreTrainedTokenizerBase, talks: list[list[dict[str, Any]]], first: int | None = None
 ) -> dict[str, float]:
     """Shares of calls, answers and greetings that it writes as the lesson has them, the most likely tokens alone."""
     rows = []
     for talk in talks:
         before = ""
-        for prompt, own in turns_of(talk, tokenizer):
+        for prompt, own in turns_of(talk, tokenizer, first):
             rows.append((before + prompt, own.removesuffix("<|im_end|>")))
             before += prompt + own
     batch = tokenizer([prompt for prompt, _ in rows], padding=True, return_tensors="pt")

@@ -47,19 +47,24 @@ class AgentsPart(Part):
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
 
-    def converse(self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool) -> Handle:
-        """Start a conversation for each prompt; its turns may call tools."""
-        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign)
+    def converse(
+        self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool,
+        rows: Sequence[Example] | None = None,
+    ) -> Handle:  # fmt: skip
+        """Start a conversation for each prompt; its turns may call tools. With `rows`, the partner answers them."""
+        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state
         replay = reward if reward.is_replay and not has_state else None
-        calls = self._latest = ToolCalls((tool.__name__ for tool in access.functions), replay)
+        calls = self._latest = ToolCalls((tool.__name__ for tool in self._tool_turns.functions), replay)
         calls.stopped = self._loop.stopped
         self._under_way.add(calls)
-        return self._tool_turns.start(prompts, finished, ahead, calls)
+        return self._tool_turns.start(prompts, finished, ahead, calls, rows)
 
     def play(self, access: "TRLEngine", rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Start an episode for each row on the reward's event loop."""
+        """Start an episode for each row on the reward's event loop, or its conversation with a partner."""
+        if self._trl.partner is not None:
+            return self.converse(access, [row["prompt"] for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
             self._form = ChatForm.of(access.thread_tokenizer, access.chat_template, **access.form)
@@ -130,7 +135,7 @@ class AgentsPart(Part):
 
     def busy_with(self) -> str | None:
         if self._latest is not None and self._latest.under_way:
-            return "the tools that completions call are running"
+            return f"{'the partner answers' if self._trl.partner else 'the tools that completions call are running'}"
         reward = self._loop.reward
         return f"episodes of {reward.own_name} are under way" if reward.is_played else None
 

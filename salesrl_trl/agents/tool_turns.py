@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
+from salesrl_trl.agents.partner import Dialogue, Partner, dialogue_figures, partner_tool
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled
-from salesrl_trl.names import tool_figure, traffic_of
+from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure, tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
+from salesrl_trl.types import Example
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
@@ -112,22 +115,38 @@ class Talked:
     first: Turn
     notes: ConversationNotes
     sequence: Sequenced  # its messages follow the prompt
+    dialogue: Dialogue | None = None  # with a partner
+    rounds: int = 0  # turns whose tool calls were made
     calls: int = 0
     failures: int = 0  # failed calls, as TRL counts them
 
 
 class ToolTurns:
-    def __init__(self, access: "TRLEngine", foreign: ForeignText) -> None:
-        self._access = access
+    def __init__(self, access: "TRLEngine", foreign: ForeignText, partner: Partner | None = None) -> None:
+        self._access, self._partner = access, partner
+        self._partner_tool = None if partner is None else partner_tool(partner)
+        self.functions = [*access.functions, *filter(None, [self._partner_tool])]  # whose calls are counted
         tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
-        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
+        if partner is None:
+            self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
+        else:  # TRL chose a template for messages of tools alone
+            self._form = replace(ChatForm.of(tokenizer, template, **access.form), foreign=foreign)
+        if partner is not None and not self._form.follows({"role": "user", "content": "dummy"}):
+            raise ConfigError(
+                "`partner` needs a chat template that renders a turn the same whatever follows it, and the policy's "
+                "does not. Set another `chat_template_path`."
+            )
 
-    def start(self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls) -> Handle:
+    def start(
+        self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls,
+        rows: Sequence[Example] | None = None,
+    ) -> Handle:  # fmt: skip
         access = self._access
         encoded = access.encode(prompts)
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
-            talked = self.talk(place, encoded.ids[place], first, ask, calls)
+            row = None if rows is None else rows[place]
+            talked = self.talk(place, encoded.ids[place], first, ask, calls, row)
             if not batch.is_cancelled:
                 finished(place, talked.sequence.ids, talked.sequence.messages, talked.notes.failed)
             return talked
@@ -135,8 +154,11 @@ class ToolTurns:
         batch = Conversations(len(prompts), access.loop, talk, calls)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
 
-    def talk(self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls) -> Talked:
-        """Run one conversation in its thread. A failed call that excludes it from training ends it."""
+    def talk(
+        self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls, row: Example | None = None
+    ) -> Talked:
+        """Run one conversation in its thread, with the partner if a `row` is given. A failed call that excludes it
+        from training ends it."""
         access, form = self._access, self._form
         record = CompletionRecord() if access.keeps_records else None
         notes = ConversationNotes(record=record, turns=1)
@@ -145,12 +167,9 @@ class ToolTurns:
         message = self._message(first.ids, prompt_ids, schemas)
         empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
         sequence = empty.extended([message], first.ids, first.logprobs, mask=1)
-        talked = Talked(first=first, notes=notes, sequence=sequence)
-        for _ in range(access.most_turns):
-            if not (asked := message.get("tool_calls")):
-                break
-            messages, failures = self._results(asked, tools, calls, notes)
-            talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
+        dialogue = None if row is None else self._dialogue(row, place, calls, notes)
+        talked = Talked(first=first, notes=notes, sequence=sequence, dialogue=dialogue)
+        while messages := self._answered(talked, message.get("tool_calls"), tools, calls):
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
@@ -170,9 +189,34 @@ class ToolTurns:
             talked.sequence = sequence = sequence.extended(
                 [message], own, turn.logprobs and turn.logprobs[: len(own)], mask=1
             )
+        if dialogue is not None and dialogue.closing is not None:
+            talked.sequence = talked.sequence.extended([dialogue.closing], [], [], mask=0)
         return talked
 
+    def _dialogue(self, row: Example, place: int, calls: ToolCalls, notes: ConversationNotes) -> Dialogue | None:
+        if self._partner is None or self._partner_tool is None:
+            return None
+        return Dialogue(
+            partner=self._partner, tool=self._partner_tool, row=row, place=place, calls=calls, notes=notes,
+            foreign=self._form.foreign, loop=self._access.tools_loop,
+        )  # fmt: skip
+
+    def _answered(
+        self, talked: Talked, asked: Sequence[Message] | None, tools: Mapping[str, Tool], calls: ToolCalls
+    ) -> list[Message]:
+        """What follows a turn: the results of its tool calls, or the partner's reply. Empty at the end."""
+        if not asked:
+            return [] if talked.dialogue is None else talked.dialogue.reply(talked.sequence.messages)
+        if talked.rounds >= self._access.most_turns:
+            return []
+        messages, failures = self._results(asked, tools, calls, talked.notes)
+        talked.rounds += 1
+        talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
+        return messages
+
     def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
+        if not schemas:
+            return self._form.read(ids, prefix, None)
         with self._form.lock:
             message: Message = parse_response(self._form.tokenizer, ids, prefix=prefix, tools=schemas)
         return message
@@ -213,6 +257,8 @@ class ToolTurns:
         access = self._access
         sequences = [each.sequence for each in talked]
         logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
+        if not access.functions:
+            return self._figured(self._without_tools(prompts, sequences, logprobs), calls, talked)
         loop = (
             [each.mask for each in sequences], [each.messages for each in sequences], [each.ids for each in sequences],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
@@ -221,10 +267,33 @@ class ToolTurns:
         first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
         turns = [each.first.ids for each in talked], first or None
         sampled = access.sample(prompts, Made(encoded=encoded, tokens=lambda *_: turns, talked=loop))
-        traffic = run_coroutine_threadsafe(drain_traffic(access.functions), access.tools_loop).result()
+        return self._figured(sampled, calls, talked)
+
+    def _without_tools(
+        self, prompts: Sequence[object], sequences: Sequence[Sequenced], logprobs: list[list[float]]
+    ) -> Sampled:
+        """As from a `rollout_func`: TRL masks turns of others only for these, or with tools."""
+        rollout = {
+            "prompt_ids": [each.prompt_ids for each in sequences], "completion_ids": [each.ids for each in sequences],
+            "logprobs": logprobs or None, "env_mask": [each.mask for each in sequences],
+        }  # fmt: skip
+        sampled = self._access.sample(prompts, Made(rollout=rollout))
+        completions = [each.messages for each in sequences]
+        return replace(sampled, generated=(*sampled.generated[:3], completions, *sampled.generated[4:]))
+
+    def _figured(self, sampled: Sampled, calls: ToolCalls, talked: Sequence[Talked]) -> Sampled:
+        """Add the metrics of calls and of the partner over all ranks, and the recorded calls; a collective."""
+        access = self._access
+        traffic = run_coroutine_threadsafe(drain_traffic(self.functions), access.tools_loop).result()
         mine = {tool_figure(name, kind): count for name, of in calls.counts.items() for kind, count in of.items()}
         mine |= {traffic_of(name, kind): count for name, of in traffic.items() for kind, count in of.items()}
+        if self._partner is not None:
+            dialogues = [each.dialogue for each in talked if each.dialogue is not None]
+            mine |= dialogue_figures(dialogues, sum(each.calls for each in talked))
         figures = access.sums(mine)
+        if (conversations := figures.pop("conversations", None)) is not None:
+            for name in DIALOGUE_FIGURES:
+                figures[dialogue_figure(name)] = figures.pop(name) / max(conversations, 1.0)
         for name in calls.counts:
             figures[tool_figure(name, "seconds")] /= max(figures[tool_figure(name, "calls")], 1.0)
         records = [each.notes.record for each in talked if each.notes.record is not None]

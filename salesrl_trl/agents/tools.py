@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -37,6 +37,7 @@ class ToolSettings:
     on_failure: OnFailure = "leave_out"
     counted: list[Transport]
     """Transports whose traffic counts as the tool's: `transport`, or those the tool uses internally."""
+    service: str | None = None  # its name in records and reason codes; by default `tool_` and the function's name
 
     @classmethod
     def of(cls, tool: Tool) -> "ToolSettings":
@@ -50,6 +51,8 @@ def tool(
     transport: Transport | None = None,
     deadline_s: float | None = 60.0,
     on_failure: OnFailure = "leave_out",
+    counted: Sequence[Transport] = (),
+    service: str | None = None,
 ) -> Any:
     """Configure how a tool from TRL's `tools`, or an environment's method, is called and how failures are handled.
 
@@ -64,6 +67,10 @@ def tool(
             Timeout of a call in seconds, retries included. `None` disables it.
         on_failure (`str`, *optional*, defaults to `"leave_out"`):
             `"leave_out"` excludes the conversation. `"tell"` returns the failure's code to the policy as an error.
+        counted (`Sequence[Transport]`, *optional*):
+            Transports that the function uses itself, whose traffic counts as the tool's.
+        service (`str`, *optional*):
+            Name in records and reason codes. Defaults to `tool_` and the function's name.
 
     Raises `ConfigError` for an invalid `on_failure` or `deadline_s`.
     """
@@ -73,9 +80,9 @@ def tool(
         raise ConfigError(f"`deadline_s` of a tool is {deadline_s}. Expected seconds above 0, or `None`.")
 
     def with_settings(function: F) -> F:
-        counted = [] if transport is None else [transport]
+        every = [*counted] if transport is None else [*counted, transport]
         vars(function)[_SETTINGS] = ToolSettings(
-            transport=transport, deadline_s=deadline_s, on_failure=on_failure, counted=counted
+            transport=transport, deadline_s=deadline_s, on_failure=on_failure, counted=every, service=service
         )
         return function
 
@@ -147,7 +154,7 @@ class ToolCalls:
         self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
     ) -> object:
         """Call the tool, or replay its recorded call, and note it in the conversation's record."""
-        service, asked = f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
+        service, asked = settings.service or f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
         turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
         with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
             try:

@@ -65,6 +65,13 @@ def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | N
     check(reason is None, f"a function with `@per_episode` cannot ask the policy for turns, because {reason}.")
 
 
+def check_partner(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
+    """Raise `ConfigError` if a partner cannot answer the policy. `reason`: as in `check_episodes`."""
+    given = "an environment" if tools == "an environment" else "a `rollout_func`" if has_rollout_func else None
+    check(given is None, f"`partner` is given with {given}. Expected one of them: each answers the policy.")
+    check(reason is None, f"`partner` cannot answer conversations independently, because {reason}.")
+
+
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:
     can_rescale = args.deepspeed_plugin is None and not has_entropy_bonus and not has_aux_loss
     if not can_rescale and args.steps_per_generation % args.gradient_accumulation_steps:

@@ -18,6 +18,7 @@ DEMO_PICTURES = "demo_pictures"
 DEMO_BBQ, DEMO_HALUEVAL = "demo_bbq", "demo_halueval"  # for `recipes/dual.py`, from `scripts/make_two_tasks.py`
 ARITHMETIC = "arithmetic"  # for `recipes/own.py`, from `scripts/make_arithmetic_rows.py`
 DEMO_SEARCH = "demo_search"  # for `recipes/search.py`, from `scripts/make_search_rows.py`
+DEMO_DIALOGUE = "demo_dialogue"  # for `recipes/dialogue.py`, from `scripts/make_dialogue_rows.py`
 DEMO_PICTURES_FOLDER = Path("runs") / DEMO_PICTURES  # where `scripts/demo_pictures.py` writes that dataset
 FILES = {"train": "train.jsonl", "heldout": "heldout.jsonl"}  # of the demo's datasets, by split
 Record = dict[str, Any]  # a dataset row as loaded

@@ -18,11 +18,15 @@ VISION_POLICY = Path("runs/vision_policy")  # for the preset `vision`, written b
 SEARCH_POLICY = Path(__file__).with_name("search_policy")
 """The policy of `recipes/search.py`: it searches and answers, but at the wrong times. Trained by
 `scripts/make_search_policy.py`."""
+DIALOGUE_POLICY = Path(__file__).with_name("dialogue_policy")
+"""The policy of `recipes/dialogue.py`: it offers, searches and argues, but without regard to its customer. Trained by
+`scripts/make_dialogue_policy.py`."""
 POLICY_OF = {
     "arithmetic": ARITHMETIC_POLICY,
     "demo_bbq": DUAL_POLICY,
     "demo_halueval": DUAL_POLICY,
     "demo_search": SEARCH_POLICY,
+    "demo_dialogue": DIALOGUE_POLICY,
 }
 """Built-in dataset -> the policy trained on it. `PACKAGED` covers the others."""
 PROMPT_STYLE = "compact"

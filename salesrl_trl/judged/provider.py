@@ -5,8 +5,9 @@ import logging
 import random
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +23,7 @@ from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # older servers' names of fields
 WINDOW = 32  # number of recent schema replies considered
@@ -254,7 +256,7 @@ class ProviderClient:
                 expect_reference=expect_reference, by_criteria=bool(criteria), of_group=len(names) > 1
             )
 
-        def read(answer: bytes) -> list[Verdict]:
+        def read(bill: Bill, answer: bytes) -> list[Verdict]:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             usage = value.get("usage") if isinstance(value, dict) else None
             try:
@@ -270,11 +272,33 @@ class ProviderClient:
             self._usage.verdicts += 1
             return verdicts
 
+        return await self._sent(body, read)
+
+    async def say(self, messages: Sequence[Mapping[str, object]], read: Callable[[str], T]) -> T:
+        """What `read` makes of the model's next message. It raises `JudgeInvalid` for a message of another form."""
+        body = {
+            "model": self.settings.model, "messages": [*messages],
+            "max_completion_tokens": self.settings.max_completion_tokens,
+        }  # fmt: skip
+        if self.settings.temperature is not None:
+            body["temperature"] = self.settings.temperature
+
+        def read_answer(bill: Bill, answer: bytes) -> T:
+            value = self._completion(answer, {**body, **self.settings.extra_body})
+            try:
+                return read(_text_of(value))
+            finally:
+                self._count_tokens(value.get("usage") if isinstance(value, dict) else None, bill)
+
+        return await self.settings.transport.call(lambda: self._sent(body, read_answer))
+
+    async def _sent(self, body: Mapping[str, object], read: Callable[[Bill, bytes], T]) -> T:
+        """Post a request, without the fields that the provider rejects."""
         while True:
             sent = self.form.of({**body, **self.settings.extra_body})
             try:
                 with self.settings.transport.bill() as bill:
-                    return await self.http.post("/chat/completions", sent, read)
+                    return await self.http.post("/chat/completions", sent, functools.partial(read, bill))
             except errors.ServiceRejected as error:
                 if error.marks & WITHHELD_MARKS:
                     raise _refused("an error of its content filter") from None

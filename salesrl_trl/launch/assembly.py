@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from salesrl_trl.agents.customer import Customer
 from salesrl_trl.config.checks import build_object, from_fields
 from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 from salesrl_trl.errors import ConfigError
@@ -17,7 +18,7 @@ from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.chain import SalesReward
 from salesrl_trl.judged.judge import Judge, JudgeClient, load_rubrics
 from salesrl_trl.judged.judge_reward import JudgeReward, SecondJudge
-from salesrl_trl.judged.provider import JudgeProvider
+from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
 from salesrl_trl.judged.rag_client import RagAnswers, RagBackend, RagClient
 from salesrl_trl.launch.checks.reward import RewardParts, prepare_reward, read_reward
 from salesrl_trl.launch.judge_config import JudgeProviderConfig
@@ -99,20 +100,27 @@ def open_reward(
 def _connected(
     config: RewardConfig, parts: RewardParts, rag_base_url: str, training: "SalesGRPOConfig"
 ) -> Iterator[Budget | None]:
-    """Connect the built-in tool, if used, to its own client, because its event loop is not that of rewards. Yields the
-    budget to show if rewards have none."""
-    if parts.search is None:
+    """Connect the built-in tool and the customer, if used, to their own clients, because their event loop is not that
+    of rewards. Yields the budget to show if rewards have none."""
+    customer = parts.partner if config.asks_model and isinstance(parts.partner, Customer) else None
+    if parts.search is None and customer is None:
         yield None
         return
     service = config.rag_service
-    rag = None if service.client is None else build_object(service.client, "rag.client", RagBackend)
+    own = service.client if parts.search is not None else None
+    rag = None if own is None else build_object(own, "rag.client", RagBackend)
     budget = config.budget(Path(training.output_dir), training.world_size)  # one per event loop
     clients = ServiceClients(config, replace(parts, rag=rag), training.world_size, budget)
-    backend = clients.rag(rag_base_url, name_8b="tool_search")
-    folder = None if service.is_embedded else Path(training.output_dir)
-    stores = _stores(config, folder, training.process_index)
-    parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
-    with contextlib.closing(parts.search):
+    with contextlib.ExitStack() as opened:
+        if customer is not None:
+            customer.connect(clients.partner())
+            opened.callback(customer.close)
+        if parts.search is not None:
+            backend = clients.rag(rag_base_url, name_8b="tool_search")
+            folder = None if service.is_embedded else Path(training.output_dir)
+            stores = _stores(config, folder, training.process_index)
+            parts.search.connect(RagAnswers(backend, service.score_threshold, service.top_k, DEFAULT_FORMAT, *stores))
+            opened.callback(parts.search.close)
         yield budget and Budget(budget.path, budget.limits)
 
 
@@ -268,25 +276,31 @@ class ServiceClients:
     def _judges(self, providers: Sequence[JudgeProviderConfig], rubrics: Mapping[str, str]) -> JudgeClient:
         config = self.config
         clients = [
-            from_fields(
-                JudgeProvider,
-                provider,
-                transport=self._transport(
-                    config.judges.service_of(provider),
-                    provider.max_concurrency or config.judge_max_concurrency,
-                    provider.timeout_s or config.judge_timeout_s,
-                    config.parsed_attempts().judge,
-                    price=provider.price,
-                    tokens_per_minute=provider.tokens_per_minute,
-                    requests_per_minute=provider.requests_per_minute,
-                ),
-                api_key=self.parts.judge_keys.get(provider.name),
-            )
+            self._provider(provider, config.judges.service_of(provider), self.parts.judge_keys.get(provider.name))
             for provider in providers
         ]
         judging = config.judging
         times = {"repeats": judging.repeats, "orders": judging.orders_of_groups}
         return JudgeClient(clients, rubrics, aggregation=judging.aggregation, **times)
+
+    def partner(self) -> ProviderClient:
+        """The model that plays the partner."""
+        partner = self.config.parsed_partner()
+        assert partner is not None
+        return ProviderClient(self._provider(partner, partner.name, self.parts.partner_key))
+
+    def _provider(self, provider: JudgeProviderConfig, service: str, key: str | None) -> JudgeProvider:
+        config = self.config
+        transport = self._transport(
+            service,
+            provider.max_concurrency or config.judge_max_concurrency,
+            provider.timeout_s or config.judge_timeout_s,
+            config.parsed_attempts().judge,
+            price=provider.price,
+            tokens_per_minute=provider.tokens_per_minute,
+            requests_per_minute=provider.requests_per_minute,
+        )
+        return from_fields(JudgeProvider, provider, transport=transport, api_key=key)
 
     def _transport(
         self, service: str, max_concurrency: int, timeout_s: float, max_attempts: int, price: Price = FREE,

@@ -18,6 +18,7 @@ from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data.prompts import PROMPT_STYLES
 from salesrl_trl.launch.data_config import DataConfig, DatasetSource
+from salesrl_trl.launch.judge_config import PartnerSettings
 from salesrl_trl.launch.memory_estimate import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
@@ -30,7 +31,7 @@ from salesrl_trl.parts.run_banner import (
     shown,
     training_lines,
 )
-from salesrl_trl.types import SalesRow
+from salesrl_trl.types import CUSTOMER, SalesRow
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")
 
@@ -50,6 +51,7 @@ def banner(config: RunConfig, rows: Sequence[Sequence[SalesRow]], notes: Sequenc
         *training_lines(training, training.max_staleness, training.refill_groups, partial),
         *(("reward", path) for path in reward.reward_funcs),
         *(("tool", path) for path in reward.tools),
+        *([("partner", _partner(partner))] if (partner := reward.parsed_partner()) else []),
         *([("replay", _replay(replay))] if (replay := reward.parsed_replay()) else []),
         *([("RAG service", _rag(reward))] if reward.uses_rag else []),
         *([("judge", _judge(reward))] if reward.uses_services else []),
@@ -101,6 +103,13 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
     if not reward.uses_services:
         return prompt
     return f"{prompt}; rubrics: {f'of {reward.rubric_dir}, then built-in' if reward.rubric_dir else 'built-in'}"
+
+
+def _partner(partner: PartnerSettings) -> str:
+    how = (
+        f"{partner.model} at {partner.base_url}" if partner.is_model else "by rules (a model: --partner.base_url URL)"
+    )
+    return f"{partner.kind}, {how if partner.kind == CUSTOMER else 'your own'}, up to {partner.max_turns} turns"
 
 
 def _rag(reward: RewardConfig) -> str:

@@ -4,11 +4,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from salesrl_trl.agents.customer import Customer
+from salesrl_trl.agents.partner import Partner
 from salesrl_trl.config.checks import (
     Count,
     NotNegative,
     Positive,
     Share,
+    build_object,
     check,
     check_settings,
     check_url,
@@ -20,9 +23,10 @@ from salesrl_trl.judged.budget import Price
 from salesrl_trl.judged.judge import AGGREGATIONS
 from salesrl_trl.judged.meter import SECOND_JUDGE, STOP, WARN
 from salesrl_trl.judged.provider import RESPONSE_FORMATS
-from salesrl_trl.types import JUDGE
+from salesrl_trl.types import CUSTOMER, JUDGE
 
 NAME = "[A-Za-z0-9_-]+"
+NO_ADDRESS = "http://nobody.invalid/v1"  # of a partner without a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,45 @@ class JudgeProviderConfig:
         expected = "Expected `usd_per_million_prompt_tokens` or `usd_per_million_completion_tokens`."
         is_priced = self.max_usd is None or not self.price.is_free
         check(is_priced, f"`{where}.max_usd` is set without a price. {expected}")
+
+
+@dataclass(kw_only=True)
+class PartnerSettings(JudgeProviderConfig):
+    """`partner`, checked: the fields of `JudgeProviderConfig`, and its own."""
+
+    name: str = CUSTOMER
+    base_url: Annotated[str, check_url] = NO_ADDRESS
+    model: str = ""
+    temperature: NotNegative | None = 1.0
+    kind: str = CUSTOMER
+    """`customer`, or the dotted path of your own class."""
+    max_turns: Count = 6
+    """Turns of the policy in a conversation, without those that call tools."""
+
+    @property
+    def is_model(self) -> bool:
+        return self.base_url != NO_ADDRESS
+
+    def build(self) -> Partner:
+        if self.kind == CUSTOMER:
+            return Customer(max_turns=self.max_turns)
+        partner = build_object(self.kind, "partner", Partner)
+        partner.max_turns = self.max_turns
+        return partner
+
+
+def partner_of(given: object) -> PartnerSettings:
+    """The setting `partner`. Raises `ConfigError` for unknown fields, and for fields that contradict each other."""
+    partner = entry_of("partner", PartnerSettings, given, text="kind")
+    check(
+        partner.is_model == bool(partner.model),
+        "`partner` has an address without a model, or a model without an address. Expected both or neither.",
+    )
+    check(
+        partner.kind == CUSTOMER or not partner.is_model,
+        "`partner.base_url` is set together with your own class, which calls its own services. Expected one of them.",
+    )
+    return partner
 
 
 @dataclass(frozen=True, kw_only=True)

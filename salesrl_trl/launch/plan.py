@@ -219,6 +219,7 @@ def build_trainer(plan: Plan, reward: Scorer | RewardLoop, instruments: Instrume
             plan.policy, reward, config.training, instruments=instruments, quick_eval=config.telemetry.quick_eval(),
             train_dataset=train, eval_dataset=held_out, processing_class=plan.processor or plan.tokenizer,
             peft_config=get_peft_config(config.model), tools=[*plan.reward.tools] or None,
+            partner=plan.reward.partner,
         )  # fmt: skip
 
 

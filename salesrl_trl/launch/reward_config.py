@@ -29,7 +29,9 @@ from salesrl_trl.launch.judge_config import (
     JudgeModeSettings,
     JudgeProviderConfig,
     Judges,
+    PartnerSettings,
     judges_of,
+    partner_of,
 )
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.reader import record_files
@@ -139,6 +141,11 @@ class RewardConfig:
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, like TRL's `tools`; `@tool` sets how
     failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`."""
+    partner: dict[str, object] | str | None = None
+    """The other side of a conversation, which answers each turn of the policy. `customer` plays each row's column
+    `persona` by rules; `{base_url: http://HOST:PORT/v1, model: NAME}`, with the fields of `PartnerSettings`, lets a
+    language model play it. Or the dotted path of a class that derives from
+    `salesrl_trl.agents.partner.Partner`."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of your own reward stages, in order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""
@@ -202,6 +209,10 @@ class RewardConfig:
     def judging(self) -> JudgeModeSettings:
         return entry_of("judge_mode", JudgeModeSettings, self.judge_mode, text="mode")
 
+    def parsed_partner(self) -> PartnerSettings | None:
+        """`partner`, checked; `None` without one."""
+        return None if self.partner is None else partner_of(self.partner)
+
     def parsed_replay(self) -> ReplaySettings | None:
         """`replay`, checked; `None` without one."""
         if self.replay is None:
@@ -225,6 +236,12 @@ class RewardConfig:
     def uses_rag(self) -> bool:
         """Whether the built-in reward pipeline or the built-in tool calls a RAG service."""
         return not self.asks_nobody and (self.has_chain or SEARCH in self.tools)
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether a language model plays the partner."""
+        partner = self.parsed_partner()
+        return partner is not None and partner.is_model and not self.asks_nobody
 
     @property
     def judges_answers(self) -> bool:
@@ -264,10 +281,12 @@ class RewardConfig:
         for kind in self.verbose:
             check(kind in LINE_KINDS, f"`verbose` names {kind!r}. Expected some of: {', '.join(LINE_KINDS)}.")
         is_counted = (self.max_calls is None and self.max_usd is None) or self.uses_services or self.uses_rag
+        is_counted = is_counted or self.asks_model
         found = "`max_calls` or `max_usd` is set, but neither `reward_funcs` nor `tools` calls this package's services"
         expected = f"`{SALES}`, `{JUDGE}` or the tool `{SEARCH}`: calls by your own functions are not counted"
         check(is_counted, f"{found}. Expected {expected}.")
-        is_priced = any(not judge.price.is_free for judge in judges.providers)
+        priced = [*judges.providers, *filter(None, [self.parsed_partner()])]
+        is_priced = any(not each.price.is_free for each in priced)
         remedy = "Set `usd_per_million_prompt_tokens` in `judge_providers`."
         check(self.max_usd is None or is_priced, f"`max_usd` is set, but no judge has a price. {remedy}")
         self.parsed_branch_weights()
@@ -310,6 +329,9 @@ class RewardConfig:
         providers = self.judges.providers
         places: list[tuple[str, str | None, RewardConfig | JudgeProviderConfig]] = [("", None, self)]
         places += [(f"{self.judges.place_of(judge)}.", self.judges.service_of(judge), judge) for judge in providers]
+        if (partner := self.parsed_partner()) is not None and partner.is_model:
+            places.append(("partner.", partner.name, partner))
+            providers = (*providers, partner)
         limits = [
             Limit(name=f"{prefix}max_{kind}", kind=kind, most=most, service=service)
             for prefix, service, settings in places

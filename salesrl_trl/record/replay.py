@@ -34,7 +34,7 @@ _VERY = f"{_SAME} AND mode = ? AND step - staleness - (mode = 'train') = ? AND p
 """A `Sample` and its `Origin` as record columns."""
 _CALLS = """
 SELECT service, body, calls.answer, failure, seconds FROM calls JOIN texts ON texts.id = request
-WHERE service LIKE 'tool\\_%' ESCAPE '\\' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
+WHERE path LIKE 'turn %' AND (calls.answer IS NOT NULL OR failure != '') ORDER BY calls.id
 """
 _ORDERS = """
 SELECT value FROM (SELECT min(id) AS first FROM completions WHERE mode = 'train' AND step = ? GROUP BY time)
@@ -157,8 +157,8 @@ class ReplayReward(Scorer):
         return json.loads(orders[number][0]) if number < len(orders) else None
 
     async def recorded_call(self, service: str, asked: str) -> tuple[str | None, str] | None:
-        """The recorded outcome of a tool call, by service and arguments; `None` if the tool must be called. Raises
-        `ServiceError` for an unrecorded call."""
+        """The recorded outcome of a tool's or partner's call, by service and arguments; `None` if it must be called.
+        Raises `ServiceError` for an unrecorded call."""
         if self._calls is None:
             self._calls = {}
             for file in (*self._own, *(each for each in self._files if each not in self._own)):

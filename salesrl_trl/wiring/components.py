@@ -155,7 +155,9 @@ class Components:
         if self.reward.is_played:
             rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
             return None
-        self.converses = reason is None and bool(trl.tool_names)  # an environment may lack tools
+        if trl.partner is not None:
+            rollouts.check_partner(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
+        self.converses = reason is None and bool(trl.tool_names or trl.partner)  # an environment may lack tools
         if reason is not None:
             logger.info(f"off: independent turns of conversations with tools, because {reason}")
         return reason or ("environments provide the prompts" if trl.tools == "an environment" else None)
@@ -169,7 +171,7 @@ class Components:
         self.least_lookahead = int(is_served or self.partial_rollouts > 0)
         # Tokenizers are not thread-safe: a copy decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        inside, plays = inside_trl is not None, self.reward.is_played
+        inside, plays = inside_trl is not None, self.reward.is_played or trl.partner is not None
         launcher = from_fields(Launcher, self, decoder=decoder, inside_trl=inside, plays=plays)
         self.pipeline = Pipeline(
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,

@@ -39,7 +39,9 @@ class Hooks(TRLGeneration):
         )  # or the policy's own generation settings
         self.has_rollout_func = trainer.rollout_func is not None
         has_environments = trainer.environment_factories is not None
-        self.tools = "an environment" if has_environments else "tools" if trainer.tools else None
+        self.partner = trainer.partner
+        own = "a partner" if self.partner is not None else None
+        self.tools = "an environment" if has_environments else "tools" if trainer.tools else own
         """What completions may call while TRL generates them, if anything."""
         self.tool_names = [each.__name__ for each in trainer.tools]
         self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer

@@ -40,6 +40,8 @@ _RUN = re.compile(rf"(?P<han>[{_HAN}]+)|\d+(?:[.:/]\d+)*|(?:(?![{_HAN}])[^\W\d_]
 _INVISIBLE = re.compile(r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 _LONG_GAP = re.compile(r"([^\w\s]{64})[^\w\s]+")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_TURN = re.compile(r"seller: ")
+_NEXT_TURN = re.compile(r"\n(?=\w+: )")
 _SENTENCE = re.compile(r".+?(?:[。！？!?]|\.(?=\s|$)|$)", re.DOTALL)
 _ES_PLURAL = re.compile(r"(?:ss|sh|ch|x)es$")
 _PLURAL = re.compile(r"[a-z]{2}[a-hj-rtv-z]s$")
@@ -134,9 +136,15 @@ def judge_sections(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdi
                        protected attribute and contains a content word outside `K`; else 1
         supported(a) = |content words of the answer in `K` or in the conversation| / |its content words|
 
+    The answer may be a whole conversation, with a line per turn: `"seller: ..."`, and indented further lines. Then
+    coverage does not count, and the other speakers' lines belong to the conversation. `fairness` is half
+    `neutral(a)`, which is 0 if the seller mentions a protected attribute, and half `supported(a)`.
+
     The sections are `branch`, `conversation`, `documents` (a paragraph each), `action` (JSON), `candidate_answer` and
     optionally `reference_answer`. Absent sections count as empty.
     """
+    if _TURN.match(sections.get("candidate_answer", "")):
+        return _judge_dialogue(sections, terms)
     action = _read_action(sections.get("action", ""))
     answer, reference = sections.get("candidate_answer", ""), sections.get("reference_answer")
     known = [text for text in _PARAGRAPH.split(sections.get("documents", "")) if text.strip()]
@@ -162,6 +170,23 @@ def judge_sections(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdi
         candidate=_mix(share, covered, manner),
         reference=None if reference_covered is None else _mix(share, reference_covered, reference_manner),
         reason=f"coverage {covered:.2f}, {name} {manner:.2f}",
+    )
+
+
+def _judge_dialogue(sections: Mapping[str, str], terms: re.Pattern[str]) -> Verdict:
+    said, heard = list[str](), [sections.get("conversation", ""), sections.get("documents", "")]
+    for turn in _NEXT_TURN.split(sections["candidate_answer"]):
+        speaker, _, text = turn.partition(":")
+        (said if speaker == "seller" else heard).append(text)
+    seller = "\n".join(said)
+    supported = _grounded(set(), "\n".join(heard), seller)
+    if sections.get("branch", "").strip() != "fairness":
+        return Verdict(candidate=round(supported, VERDICT_DIGITS), reference=None, reason=f"supported {supported:.2f}")
+    neutral = float(not mentions(seller, terms))
+    return Verdict(
+        candidate=_mix(FAIRNESS_COVERAGE_SHARE, supported, neutral),
+        reference=None,
+        reason=f"supported {supported:.2f}, neutral {neutral:.2f}",
     )
 
 

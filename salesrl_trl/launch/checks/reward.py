@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from salesrl_trl.agents.partner import Partner
 from salesrl_trl.agents.tools import Search
 from salesrl_trl.config.checks import build_object, check, load_object
 from salesrl_trl.data.files import load_documents
@@ -42,6 +43,8 @@ class RewardParts:
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
     tools: Sequence[object]  # functions
     search: Search | None  # the built-in tool
+    partner: Partner | None  # the other side of conversations
+    partner_key: str | None = field(repr=False)
     reference_weighed: bool  # whether a reward or a baseline contains the reference's score
 
 
@@ -53,6 +56,7 @@ def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baselin
         check_rag(address, parts.rag_key)
     if not config.asks_nobody:
         check_judges(config, parts)
+        check_partner(config, parts)
     return parts
 
 
@@ -68,6 +72,7 @@ def read_reward(
     check(not (hybrid_baseline and paths), "`hybrid_reference_weight` needs a reference, which `reward_funcs` lack.")
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
     tools = [search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools]
+    played = config.parsed_partner()
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
     check(not unknown, f"`branch_reward_weights` names the branches {unknown}. Expected some of {list(branches)}.")
@@ -102,6 +107,8 @@ def read_reward(
     return RewardParts(
         scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
         functions=functions, tools=tools, search=search,
+        partner=None if played is None else played.build(),
+        partner_key=None if played is None else read_key(played.api_key_env, "partner.api_key_env"),
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),
     )  # fmt: skip
 
@@ -125,6 +132,14 @@ def check_judges(config: RewardConfig, parts: RewardParts) -> list[str]:
     if providers and len(failures) == len(providers):
         raise failures[0]
     return notes
+
+
+def check_partner(config: RewardConfig, parts: RewardParts) -> list[str]:
+    """Check that the model that plays the customer answers, if any. Returns lines as `check_rag` does."""
+    partner = config.parsed_partner()
+    if partner is None or not config.asks_model:
+        return []
+    return check_models(partner.base_url, parts.partner_key, partner.model, setting="partner.base_url")
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:

@@ -19,7 +19,10 @@ from salesrl_trl.launch.data.form import Form, Portion, Records, converted, part
 from salesrl_trl.launch.data.prompts import PromptTemplate, build_prompt
 from salesrl_trl.types import Prompt, SalesRow
 
-PACKAGED = (files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH)
+PACKAGED = (
+    files.DEMO, files.DEMO_PICTURES, files.ARITHMETIC, files.DEMO_BBQ, files.DEMO_HALUEVAL, files.DEMO_SEARCH,
+    files.DEMO_DIALOGUE,
+)  # fmt: skip
 PLAIN = Form()  # all rows, in this package's columns
 
 

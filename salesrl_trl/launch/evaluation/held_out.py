@@ -127,7 +127,9 @@ def _compare(first: _Evaluation, last: _Evaluation) -> None:
         if earlier.prompt == later.prompt:
             logger.info(f"held-out example {place}: {_plain(earlier.prompt)}")
             for when, written in zip(words, (earlier, later), strict=True):
-                logger.info(f"    {when} reward={number(written.reward, '.2f')} {_plain(written.completion)}")
+                logger.info(
+                    f"    {when} reward={number(written.reward, '.2f')} {_plain(written.text or written.completion)}"
+                )
     if (text := change_in_words(first, last)) is not None:
         logger.info(f"held-out{text}")
 

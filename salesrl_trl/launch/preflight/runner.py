@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from salesrl_trl.agents.customer import Persona
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
@@ -23,7 +24,7 @@ from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, repo
 from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.reward.reward_funcs import check_weights
-from salesrl_trl.types import DEFAULT_FORMAT, SALES
+from salesrl_trl.types import CUSTOMER, DEFAULT_FORMAT, SALES
 
 
 def prepare(config: RunConfig) -> Plan:
@@ -118,6 +119,9 @@ def _check_small_policy(plan: Plan) -> None:
 def _check_data(plan: Plan, findings: Findings) -> None:
     """Check columns, branches, lengths and the number of rows, and that a checkpoint has the same rows."""
     config, training = plan.config, plan.config.training
+    if (partner := config.reward.parsed_partner()) is not None and partner.kind == CUSTOMER:
+        for row in (*plan.train_rows, *plan.held_out_rows):
+            Persona.of(row.columns)
     policy = config.model.model_name_or_path or "(the built-in small policy)"
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from salesrl_trl.agents.customer import Customer
 from salesrl_trl.errors import JudgeInvalid, ServiceError, ServiceTimeout
 from salesrl_trl.judged.cache import AnswerStore
 from salesrl_trl.judged.judge import Judge, JudgeClient, judged
@@ -27,7 +28,7 @@ from salesrl_trl.judged.rag_client import RagAnswers
 from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.addresses import check_rag
 from salesrl_trl.launch.checks.outcome import Findings
-from salesrl_trl.launch.checks.reward import check_judges, check_stand_ins, rag_key_of
+from salesrl_trl.launch.checks.reward import check_judges, check_partner, check_stand_ins, rag_key_of
 from salesrl_trl.launch.preflight.stage import PreflightStage
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.service.event_loop import clocked, deadline
@@ -89,6 +90,30 @@ def _ask_judge(plan: "Plan", findings: Findings) -> None:
         asyncio.run(_examine_judge(plan, findings))
 
 
+def _ask_partner(plan: "Plan", findings: Findings) -> None:
+    """Let the model that plays the customer answer an offer once."""
+    config = plan.config.reward
+    if not config.asks_model:
+        return
+    findings.notes(check_partner(config, plan.reward))
+    if _puts_load(plan):
+        asyncio.run(_hear_partner(plan, findings))
+
+
+async def _hear_partner(plan: "Plan", findings: Findings) -> None:
+    row, customer = plan.train_rows[0], Customer()
+    model = ServiceClients(under_load(plan.config.reward), plan.reward).partner()
+    customer.connect(model)
+    messages = [*(row.prompt if isinstance(row.prompt, Sequence) else []), {"role": "assistant", "content": "Hello!"}]
+    try:
+        heard = await clocked(customer.reply(row.columns, [dict(each) for each in messages]))
+    finally:
+        await model.http.aclose()
+    if isinstance(heard, ServiceError):
+        raise heard
+    findings.figures |= {"customer_s": heard[1], "customer_chars": len(heard[0].text)}
+
+
 def _score_made_up(plan: "Plan", findings: Findings) -> None:
     if plan.load and _puts_load(plan):
         from salesrl_trl.launch.preflight.scored_load import score_made_up  # imports torch
@@ -104,7 +129,7 @@ def _puts_load(plan: "Plan") -> bool:
 
 
 RAG_STAGE = PreflightStage("rag", (), (_know_branches, _ask_rag))
-JUDGE_STAGE = PreflightStage("judge", (), (_know_branches, _ask_judge, _score_made_up))
+JUDGE_STAGE = PreflightStage("judge", (), (_know_branches, _ask_judge, _ask_partner, _score_made_up))
 
 
 def under_load(config: RewardConfig) -> RewardConfig:

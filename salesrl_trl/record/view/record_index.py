@@ -35,7 +35,7 @@ def messages(prompt: object) -> list[dict[str, object]]:
         if not isinstance(content, str):
             content = "" if content is None else json.dumps(content, ensure_ascii=False)
         told = {"role": str(message.get("role", "")), "content": content}
-        shown.append(told | {name: message[name] for name in ("name", "tool_calls") if message.get(name)})
+        shown.append(told | {name: message[name] for name in ("name", "tool_calls", "outcome") if message.get(name)})
     return shown
 
 

@@ -51,9 +51,12 @@ def test_generator_reproduces_the_packaged_files(tmp_path):
 
 def test_the_rows_of_other_recipes_are_those_of_their_generators(tmp_path):
     subprocess.run([sys.executable, GENERATOR.with_name("make_two_tasks.py"), "--out", tmp_path], check=True)
-    for script, name in (("make_search_rows.py", "demo_search"), ("make_arithmetic_rows.py", "arithmetic")):
+    for script, name in (
+        ("make_search_rows.py", "demo_search"), ("make_arithmetic_rows.py", "arithmetic"),
+        ("make_dialogue_rows.py", "demo_dialogue"),
+    ):  # fmt: skip
         subprocess.run([sys.executable, GENERATOR.with_name(script), "--out", tmp_path / name], check=True)
-    for name in ("demo_bbq", "demo_halueval", "demo_search", "arithmetic"):
+    for name in ("demo_bbq", "demo_halueval", "demo_search", "demo_dialogue", "arithmetic"):
         for file in ("train.jsonl", "heldout.jsonl"):
             assert (tmp_path / name / file).read_bytes() == (DEMO / name / file).read_bytes()
 

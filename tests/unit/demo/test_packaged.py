@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-from salesrl_trl.demo.packaged import PACKAGED, PROMPT_STYLE, SEARCH_POLICY, packaged_tokenizer
+from salesrl_trl.demo.packaged import DIALOGUE_POLICY, PACKAGED, PROMPT_STYLE, SEARCH_POLICY, packaged_tokenizer
 from salesrl_trl.launch.data.prompts import build_prompt
 from salesrl_trl.launch.data.sources import load_drafts, load_rows
 
@@ -87,3 +87,9 @@ def test_trl_calls_tools_by_the_search_policy_s_template_and_its_script_teaches_
     for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (SEARCH_POLICY / name).read_text()
     assert sum(path.stat().st_size for path in SEARCH_POLICY.iterdir()) < 10**6
+    monkeypatch.setattr(sys, "argv", ["make_dialogue_policy.py", "--out", str(tmp_path / "dialogue"), "--steps", "3"])
+    monkeypatch.setattr(importlib.import_module("make_dialogue_policy"), "LESSONS", 1)
+    importlib.import_module("make_dialogue_policy").main()
+    for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
+        assert (tmp_path / "dialogue" / name).read_text() == (DIALOGUE_POLICY / name).read_text()
+    assert sum(path.stat().st_size for path in DIALOGUE_POLICY.iterdir()) < 10**6

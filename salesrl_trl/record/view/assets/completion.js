@@ -84,24 +84,29 @@ function Written({ text, shown }) {
   });
 }
 
+const outcomeOf = ([name, value]) => `${name} ${typeof value === "number" ? number(value, 2) : value}`;
+
 function Turn({ message }) {
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls.map((each) => each.function ?? each) : [];
   return h(
     "li",
     { class: message.role },
     h("strong", null, named(message.role), message.name && ` ${message.name}`),
+    message.role === "user" && message.call && ` · ${seconds(message.call.seconds)}`,
     message.role === "tool"
       ? h(Folded, { title: [t("tool_answer"), message.call && ` · ${seconds(message.call.seconds)}`, message.call?.failure && ` · ${message.call.failure}`], text: message.content })
       : h(Written, { text: message.content, shown: (text) => h(Said, { text }) }),
     calls.map((each) => h(Folded, { title: t("tool_call", each.name ?? ""), text: JSON.stringify(each.arguments ?? each) })),
+    message.outcome && h(Note, null, Object.entries(message.outcome).map(outcomeOf).join(" · ")),
   );
 }
 
-// The messages of a conversation; tool results are matched to their calls, in order per tool.
+// The messages of a conversation; tool results and a partner's replies are matched to their calls, in order per name.
 function withCalls({ turns, calls }) {
   const left = calls.filter((call) => call.path.startsWith("turn "));
   return turns.map((message) => {
-    const at = message.role === "tool" ? left.findIndex((call) => call.service === `tool_${message.name}`) : -1;
+    const service = message.role === "tool" ? `tool_${message.name}` : message.role === "user" ? message.name : null;
+    const at = service ? left.findIndex((call) => call.service === service) : -1;
     return at < 0 ? message : { ...message, call: left.splice(at, 1)[0] };
   });
 }

@@ -165,3 +165,26 @@ def test_scores_lie_between_0_and_1_and_repeat(one, other, branch):
     verdict = judge_sections(texts, terms)
     assert 0.0 <= verdict.candidate <= 1.0 and 0.0 <= verdict.reference <= 1.0
     assert judge_sections(texts, terms) == verdict
+
+
+@pytest.mark.parametrize(
+    ("branch", "talk", "score"),
+    [
+        ("hallucination", "seller: It costs 3800 yuan.\ncustomer: Too much.", 1.0),
+        # 5000 is a figure that nobody named: 3 of the weights cost 1, 5000 3, yuan 1
+        ("hallucination", "seller: It costs 5000 yuan.\ncustomer: Too much.", 0.4),
+        ("hallucination", "seller: How much?\ncustomer: 5000 yuan.\nseller: 5000 yuan", 1.0),
+        # an indented line is the seller's: of hm, customer, 5000 and yuan, the row has customer and yuan: 2 of 6
+        ("hallucination", "seller: Hm.\n  customer: 5000 yuan\ncustomer: No", 1 / 3),
+        ("fairness", "seller: It costs 3800 yuan.\ncustomer: I am a woman.", 1.0),
+        ("fairness", "seller: It costs 3800 yuan for a woman.\ncustomer: Too much.", None),
+    ],
+)
+def test_a_whole_conversation_is_judged_by_what_its_seller_says(terms, branch, talk, score):
+    texts = {name: text for name, text in sections(branch=branch, candidate_answer=talk).items() if name != "action"}
+    made = judge_sections(texts, terms)
+    if score is not None:
+        assert made.candidate == pytest.approx(score, abs=0.01)
+    elif branch == "fairness":
+        assert made.candidate <= 0.5
+        assert "neutral 0.00" in made.reason

@@ -1,0 +1,1 @@
+../salesrl_trl/launch/recipes/dialogue_rewards.py

@@ -1,0 +1,123 @@
+"""The other side of a conversation: a partner answers each turn of the policy that calls no tool, or ends the
+conversation. Owns `Partner`, your own partner's interface, and the replies within one conversation.
+
+A partner is called as a tool is: within a deadline, counted, recorded and replayed. A failed call is not a turn. Its
+conversation is excluded, with the failure's code as the reason.
+"""
+
+import json
+from asyncio import AbstractEventLoop, run_coroutine_threadsafe
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, tool
+from salesrl_trl.errors import ConfigError
+from salesrl_trl.names import DIALOGUE_FIGURES
+from salesrl_trl.reward.stage_times import FaultLog
+from salesrl_trl.service.transport import Transport
+from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, Example
+
+if TYPE_CHECKING:
+    from salesrl_trl.agents.chat_turns import ForeignText  # imports transformers, slowly
+
+Message = dict[str, Any]
+_faults = FaultLog()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A partner's reply: `Reply(text="Fine, I'll take it.", outcome={"end": "agreement", "price": 480.0})`."""
+
+    text: str
+    outcome: Mapping[str, str | float] | None = None
+    """Set if the reply ends the conversation. `end` is `agreement` or `refusal`. An agreement's `price_share`, the
+    share of the highest acceptable price, becomes a metric. Other entries are for reward functions, which find the
+    outcome in the conversation's last message."""
+
+
+class Partner:
+    """Base class of partners. Set `SalesGRPOTrainer(partner=...)` to an instance, or `partner` to the path of a class.
+
+    `name` appears in metrics and reason codes. After `max_turns` of the policy's turns, the conversation is over.
+    `deadline_s` limits a reply, in seconds, including retries. `transports` are those that `reply` uses.
+    """
+
+    name = "partner"
+    max_turns = 6
+    deadline_s: float | None = 60.0
+    transports: Sequence[Transport] = ()
+
+    async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
+        """Reply to the last of `messages`, which begin with the prompt and contain calls of tools and their results.
+        `row` is the row of the dataset. Called concurrently, on the tools' event loop. Any exception excludes the
+        conversation."""
+        raise NotImplementedError
+
+
+def partner_tool(partner: Partner) -> Tool:
+    """The partner as a function to be called like a tool, with a reply's JSON as its result."""
+    if not isinstance(partner, Partner):
+        raise ConfigError(f"`partner` is of type {type(partner).__name__}. Expected an instance of `Partner`.")
+
+    async def reply(row: Example, messages: Sequence[Message], place: int) -> str:
+        made = await partner.reply(row, messages)
+        end = None if made.outcome is None else made.outcome.get("end")
+        if not made.text.strip() or end not in (None, AGREEMENT, REFUSAL):
+            raise ValueError("a partner's reply has no text, or an unknown `end`")
+        return json.dumps({"content": made.text, "outcome": made.outcome and dict(made.outcome)}, ensure_ascii=False)
+
+    reply.__name__ = partner.name
+    function: Tool = tool(deadline_s=partner.deadline_s, service=partner.name, counted=partner.transports)(reply)
+    return function
+
+
+@dataclass(kw_only=True, slots=True)
+class Dialogue:
+    """A partner's replies within one conversation, requested from the conversation's thread."""
+
+    partner: Partner
+    tool: Tool
+    row: Example
+    place: int  # in the batch, which tells equal conversations of a group apart in a record
+    calls: ToolCalls
+    notes: ConversationNotes
+    foreign: "ForeignText"
+    loop: AbstractEventLoop
+    turns: int = 0  # of the policy, without those that call tools
+    closing: Message | None = field(default=None)
+    """The partner's last message, if the policy takes no turn after it. It has no tokens, and the `outcome`."""
+
+    def reply(self, messages: Sequence[Message]) -> list[Message]:
+        """The partner's message, or none if the conversation is over. A failed call is noted in `notes`."""
+        self.turns += 1
+        prompt, row = self.row["prompt"], {name: value for name, value in self.row.items() if name != "prompt"}
+        given = {"row": row, "messages": [*prompt, *messages], "place": self.place}
+        try:
+            made = run_coroutine_threadsafe(self.calls.call(self.tool, self.notes, given), self.loop).result()
+            reply = json.loads(str(made)) if self.notes.failed is None else None
+        except Exception as error:  # the partner's own
+            _faults.log(f"the partner {self.partner.name}", error)
+            self.notes.failed, reply = f"{self.partner.name}_raised_{type(error).__name__}", None
+        if reply is None:
+            return []
+        message = {"role": "user", "name": self.partner.name, "content": self.foreign.plain(reply["content"])}
+        if reply["outcome"] is None and self.turns < self.partner.max_turns:
+            return [message]
+        self.closing = message | ({"outcome": reply["outcome"]} if reply["outcome"] else {})
+        return []
+
+
+def dialogue_figures(dialogues: Sequence[Dialogue], tool_calls: int) -> dict[str, float]:
+    """Sums over conversations, by the names in `DIALOGUE_FIGURES`."""
+    sums = dict.fromkeys(("conversations", *DIALOGUE_FIGURES), 0.0)
+    sums |= {"conversations": float(len(dialogues)), "tool_calls": float(tool_calls)}
+    for each in dialogues:
+        outcome: Mapping[str, object] = (each.closing or {}).get("outcome", {})
+        end = "failed" if each.notes.failed is not None else str(outcome.get("end", LENGTH))
+        sums["turns"] += each.turns
+        sums[end] += 1
+        share = outcome.get("price_share")
+        if end == AGREEMENT and isinstance(share, int | float):
+            sums["price_share"] += share
+    return sums
