@@ -13,6 +13,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from salesrl_trl.agents.episodes import per_episode as per_episode
+    from salesrl_trl.agents.mcp_tools import mcp_tools as mcp_tools
     from salesrl_trl.agents.tools import tool as tool
     from salesrl_trl.config.quick_evaluations import Figure as Figure
     from salesrl_trl.config.quick_evaluations import QuickEvalSettings as QuickEvalSettings
@@ -79,6 +80,7 @@ _NAMES = [
     ("types", "Reward"),
     ("service.transport", "Transport"),
     ("agents.tools", "tool"),
+    ("agents.mcp_tools", "mcp_tools"),
     ("judged.budget", "Budget", "Limit", "Price"),
     # from rows to the built-in reward
     ("launch.data.sources", "load_rows", "build_dataset"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from salesrl_trl.agents import mcp_tools
 from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
@@ -42,6 +43,7 @@ class AgentsPart(Part):
         self._trl, self._loop = run.trl, run.reward_loop
         run.trl.agents = self
         self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
+        mcp_tools.neutralise(run.trl.functions, self.foreign)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
@@ -137,3 +139,4 @@ class AgentsPart(Part):
     def close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
+        mcp_tools.close(self._trl.functions)

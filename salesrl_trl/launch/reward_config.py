@@ -147,7 +147,8 @@ class RewardConfig:
     directly, without a RAG service. `reward_weights` weights them."""
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, like TRL's `tools`; `@tool` sets how
-    failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`."""
+    failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`.
+    `mcp:COMMAND` and `mcp:URL` are the tools of an MCP server, e.g. `mcp:python examples/mcp_server.py`."""
     reward_stages: list[str] = field(default_factory=list)
     """Dotted paths of your own reward stages, in order: classes that derive from
     `salesrl_trl.judged.scoring.RewardStage`."""

@@ -62,7 +62,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype)
     rehearsal.reward = replace(
-        plan.reward, tools=()
+        plan.reward, tool_paths=()
     )  # tools call services, and full-length completions lack their results
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
