@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from salesrl_trl.kl.penalty import MicroBatch, loss_mask
 from salesrl_trl.names import LEFT_OUT
 from salesrl_trl.rollout.in_flight import Rollout
 from salesrl_trl.rollout.normaliser import FAILED
+from salesrl_trl.rollout.several_sequences import SEQUENCES, log_probs
 from salesrl_trl.shared_prompts.row_layout import Group
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, Pass, SharedPrompts
 from salesrl_trl.update.ledger import Ledger
@@ -219,12 +221,26 @@ class Passes:
         return batches[0]
 
     def log_probs(
-        self, inputs: MutableMapping[str, object] | None, upstream: Pass, *args: Any, **kwargs: Any
+        self,
+        inputs: MutableMapping[str, object] | None,
+        upstream: Pass,
+        *args: Any,
+        sequences: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> LogProbs:
-        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any."""
-        if inputs is None or not torch.is_grad_enabled():
+        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any. `sequences`:
+        those of the rows, as in a micro-batch's column `SEQUENCES`."""
+        sequences = sequences if inputs is None else inputs.get(SEQUENCES)  # type: ignore[assignment]
+        in_training = inputs is not None and torch.is_grad_enabled()
+        if sequences is not None:
+            self.has_prompt = None
+            passed = log_probs(partial(self.prompts.log_probs, upstream), sequences, *args, **kwargs)
+        elif in_training:
+            passed = self._log_probs(upstream, *args, **kwargs)
+        else:
             return self.prompts.log_probs(upstream, *args, **kwargs)
-        passed = self._log_probs(upstream, *args, **kwargs)
+        if inputs is None or not in_training:
+            return passed
         if self._correction is not None:
             self._correction.apply(inputs, passed[0])
         return passed
