@@ -35,6 +35,7 @@ from salesrl_trl.rollout.normaliser import leave_out_empty
 from salesrl_trl.rollout.pipeline import LoaderAhead
 from salesrl_trl.rollout.reading_ahead import OrderByEpoch
 from salesrl_trl.rollout.rollout_scoring import copied
+from salesrl_trl.rollout.several_sequences import sequences_of
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.telemetry.logs import show_lines, tell
 from salesrl_trl.telemetry.timeline import Timeline, phased
@@ -371,7 +372,8 @@ class SalesGRPOTrainer(SavingTrainer):
         if components.passes.leave_out_old(rollout, is_reference, components.policy.weight_check.is_done):
             return unknown_logps(*args), None, None
         with self._timeline.phase(Phase.REFERENCE_LOGPROBS if is_reference else Phase.OLD_LOGPROBS):
-            output = components.passes.log_probs(None, upstream, model, *args, **kwargs)
+            sequences = sequences_of(None if rollout is None else rollout.sampled)
+            output = components.passes.log_probs(None, upstream, model, *args, sequences=sequences, **kwargs)
         if rollout is not None and rollout.groups is not None:
             rollout.logps[is_reference] = output[0]
         return output

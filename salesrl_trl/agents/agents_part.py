@@ -1,15 +1,17 @@
 """Runs tools and episodes in training: starts and cancels their calls and reports them in the heartbeat.
 
-An episode requests all its turns from the policy endpoint and yields one training sequence.
+An episode requests all its turns from the policy endpoint and yields one row, which holds its sequences.
 """
 
 import copy
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from salesrl_trl.agents import mcp_tools
 from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
@@ -18,6 +20,7 @@ from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation.engine_loop import GivenUp, Turn
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
+from salesrl_trl.rollout.several_sequences import SEQUENCES
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import Part, PartContext, lacking
 
@@ -27,10 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Played:
-    ends: Sequence[Sequenced]  # its sequences; the first is trained on
-    completion: list[Message]  # that sequence's messages after its first prompt
+    ends: Sequence[Sequenced]  # its sequences
+    completion: list[Message]  # the first sequence's messages after its first prompt
     reward: dict[str, object]  # as stored in a row
     calls: int
+
+    @property
+    def row(self) -> Sequenced:
+        return reduce(Sequenced.followed_by, self.ends)
 
 
 class AgentsPart(Part):
@@ -42,6 +49,7 @@ class AgentsPart(Part):
         self._trl, self._loop = run.trl, run.reward_loop
         run.trl.agents = self
         self.foreign = ForeignText(run.trl.tokenizer, run.trl.chat_template)
+        mcp_tools.neutralise(run.trl.functions, self.foreign)
         self._latest: ToolCalls | None = None
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
@@ -77,7 +85,7 @@ class AgentsPart(Part):
             played = self._played(place, rows[place], encoded.ids[place], ask, playing)
             if batch.is_cancelled:
                 raise GivenUp
-            finished(place, played.ends[0].ids, played.completion, columns={PLAYED: played.reward})
+            finished(place, played.row.ids, played.completion, columns={PLAYED: played.reward})
             return played
 
         batch = Episodes(len(rows), access.loop, talk, playing)
@@ -108,7 +116,7 @@ class AgentsPart(Part):
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
         """Pass finished episodes through TRL's `_generate`, as a `rollout_func` would, and add their metrics."""
-        trained = [each.ends[0] for each in played]
+        trained = [each.row for each in played]
         logprobs = [sequence.logprobs for sequence in trained if sequence.logprobs is not None]
         rollout = {
             "prompt_ids": [sequence.prompt_ids for sequence in trained],
@@ -116,13 +124,17 @@ class AgentsPart(Part):
             "logprobs": logprobs or None,
             "env_mask": [sequence.mask for sequence in trained],
             PLAYED: [each.reward for each in played],
+            SEQUENCES: [
+                [[0 if end is each.ends[0] else len(end.prompt_ids), len(end.ids)] for end in each.ends]
+                for each in played
+            ],
         }
         sampled = self._access.sample(prompts, Made(rollout=rollout))
         generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
         sizes = [[end.sampled for end in each.ends] for each in played]
         mine = {
             "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),
-            "untrained": sum(sum(size[1:]) for size in sizes), "sampled": sum(map(sum, sizes)),
+            "untrained": sum(map(sum, sizes)) - sum(each.sampled for each in trained), "sampled": sum(map(sum, sizes)),
         }  # fmt: skip
         calls, rewritten, untrained, every = self._access.sums(mine).values()
         numbers = (calls, rewritten, untrained / max(every, 1.0))
@@ -142,3 +154,4 @@ class AgentsPart(Part):
     def close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
+        mcp_tools.close(self._trl.functions)

@@ -196,6 +196,23 @@ class Sequenced:
             logprobs=both, own=len(ids),
         )  # fmt: skip
 
+    def without(self, trained: set[int]) -> "Sequenced":
+        """Mask the turns which are in `trained`, by `id`, and add its own."""
+        known: Sequenced | None = self
+        while known is not None and id(known) not in trained:
+            trained.add(id(known))
+            known = known.before
+        size = len(known.ids) if known else 0
+        return replace(self, mask=[*[0] * size, *self.mask[size:]])
+
+    def followed_by(self, other: "Sequenced") -> "Sequenced":
+        """Both in one row, which `rollout.several_sequences` takes apart."""
+        gap = [0] * len(other.prompt_ids)
+        both = None if self.logprobs is None or other.logprobs is None else [*self.logprobs, *gap, *other.logprobs]
+        return replace(
+            self, ids=[*self.ids, *other.prompt_ids, *other.ids], mask=[*self.mask, *gap, *other.mask], logprobs=both
+        )
+
 
 class AgentCalls:
     """The requests of one episode; `ask` requests a turn from the engine and waits. Thread-safe.
@@ -281,10 +298,11 @@ class AgentCalls:
 
     def ends(self) -> list[Sequenced]:
         """The sequences that no later one continues, longest first by the policy's tokens, the latest first among
-        equals. The first is trained on."""
+        equals; the first one's messages are the completion. All train, each turn in the first sequence that has it."""
         continued = {id(each.before) for each in self.answered}
-        ends = [each for each in self.answered if id(each) not in continued]
-        return sorted(ends, key=attrgetter("sampled"))[::-1]
+        ends = sorted((each for each in self.answered if id(each) not in continued), key=attrgetter("sampled"))
+        trained = set[int]()
+        return [end.without(trained) for end in ends[::-1]]
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:

@@ -30,12 +30,12 @@ BODY_S = 60.0
 CLOSE_S = 0.5  # applied twice: until open requests end, and until they are cancelled
 _READ = {
     "model", "messages", "tools", "max_tokens", "max_completion_tokens", "user", "store", "metadata", "service_tier",
-    "parallel_tool_calls", "prompt_cache_key",
+    "parallel_tool_calls", "prompt_cache_key", "stream", "stream_options",
 }  # fmt: skip
 """Supported request fields, and fields without effect on the policy's answer."""
-_USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}, "stream": False, "n": 1, "logprobs": False}
+_USUAL = {"tool_choice": "auto", "response_format": {"type": "text"}, "n": 1, "logprobs": False}
 """Default values, which change nothing."""
-_REFUSED = ("stream", "n", "logprobs", "top_logprobs", "stop")
+_REFUSED = ("n", "logprobs", "top_logprobs", "stop")
 """Unsupported fields that an agent relies on to read the answer."""
 _QUIET = logging.Logger("policy endpoint", logging.CRITICAL + 1)  # aiohttp logs malformed requests verbatim
 
@@ -113,7 +113,21 @@ class PolicyEndpoint:
         turn = await asyncio.wrap_future(THREADS.submit(calls.turn, started, asked["max_tokens"]))
         answer = _answer(calls, turn)
         calls.answered.append(turn)  # reached only if the client is still connected
-        return web.json_response(answer)
+        return await _streamed(request, answer) if asked.get("stream") is True else web.json_response(answer)
+
+
+async def _streamed(request: web.Request, answer: Message) -> web.StreamResponse:
+    """The whole answer as one event, followed by its token counts, for agents that request a stream."""
+    usage, [choice] = answer.pop("usage"), answer.pop("choices")
+    delta, answer["object"] = choice.pop("message"), "chat.completion.chunk"
+    for place, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = place
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in ({**answer, "choices": [{**choice, "delta": delta}]}, {**answer, "choices": [], "usage": usage}):
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 def _is_tool(tool: object) -> bool:

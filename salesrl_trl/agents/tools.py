@@ -185,8 +185,9 @@ async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: M
 
     async def attempt() -> tuple[object, Exception | None]:
         try:
-            if inspect.iscoroutinefunction(tool):
-                return await tool(**arguments), None
+            call: object = tool if inspect.isroutine(tool) else type(tool).__call__.__get__(tool)
+            if inspect.iscoroutinefunction(call):
+                return await call(**arguments), None
             return await asyncio.wrap_future(THREADS.submit(tool, **arguments)), None
         except ServiceError:
             raise

@@ -199,7 +199,7 @@ VISION_FIELDS = (
 """What TRL passes to the model besides tokens if a batch has images."""
 
 
-def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[str, object]:
+def logps_arguments(batch: Mapping[str, torch.Tensor], batch_size: int) -> dict[str, Any]:
     """Arguments of TRL's `_get_per_token_logps_and_entropies` for a batch padded by TRL, possibly with
     `VISION_FIELDS`. `batch_size`: completions per forward pass."""
     ids, mask = (

@@ -140,7 +140,8 @@ class RewardConfig:
     directly, without a RAG service. `reward_weights` weights them."""
     tools: list[str] = field(default_factory=list)
     """Dotted paths of functions that the policy may call before it answers, like TRL's `tools`; `@tool` sets how
-    failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`."""
+    failures are handled. `search` is the built-in tool: `search(query)` queries the RAG service of `rag`.
+    `mcp:COMMAND` and `mcp:URL` are the tools of an MCP server, e.g. `mcp:python examples/mcp_server.py`."""
     partner: dict[str, object] | str | None = None
     """The other side of a conversation, which answers each turn of the policy. `customer` plays each row's column
     `persona` by rules; `{base_url: http://HOST:PORT/v1, model: NAME}`, with the fields of `PartnerSettings`, lets a

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from salesrl_trl.ground.process import patched
 from salesrl_trl.kl.penalty import MicroBatch
 from salesrl_trl.rollout.in_flight import Rollout
+from salesrl_trl.rollout.several_sequences import SEQUENCES, log_probs
 from salesrl_trl.shared_prompts.row_layout import Group
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS, Columns, LogProbs, Pass, SharedPrompts
 from salesrl_trl.update.correction import CorrectionAtStep
@@ -114,11 +116,23 @@ class Passes:
         self._batches = [*batches[: self._left + 1]]
         return batches[0]
 
-    def log_probs(self, inputs: MicroBatch | None, upstream: Pass, *args: Any, **kwargs: Any) -> LogProbs:
-        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any."""
-        if inputs is None or not torch.is_grad_enabled():
+    def log_probs(
+        self, inputs: MicroBatch | None, upstream: Pass, *args: Any, sequences: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> LogProbs:  # fmt: skip
+        """As `SharedPrompts.log_probs`. `inputs`: the micro-batch whose loss is being computed, if any. `sequences`:
+        those of the rows, as in a micro-batch's column `SEQUENCES`."""
+        sequences = sequences if inputs is None else inputs.get(SEQUENCES)
+        in_training = inputs is not None and torch.is_grad_enabled()
+        if sequences is not None:
+            self.has_prompt = None
+            passed = log_probs(partial(self.prompts.log_probs, upstream), sequences, *args, **kwargs)
+        elif in_training:
+            passed = self._log_probs(upstream, *args, **kwargs)
+        else:
             return self.prompts.log_probs(upstream, *args, **kwargs)
-        passed = self._log_probs(upstream, *args, **kwargs)
+        if inputs is None or not in_training:
+            return passed
         if self._correction is not None:
             self._correction.apply(inputs, passed[0])
         return passed

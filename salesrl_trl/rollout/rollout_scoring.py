@@ -33,6 +33,7 @@ from salesrl_trl.reward.figures import REFERENCE_REWARD, VALUE, RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.rollout.in_flight import AT_ONCE, Order, Rollout, ScoredGroups, parts
 from salesrl_trl.rollout.pipeline import Pipeline
+from salesrl_trl.rollout.several_sequences import SEQUENCES, sequences_of
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
@@ -198,6 +199,8 @@ class RolloutScoring:
         # 4. additional inputs of the loss: branches for the KL, the sampling policy's log-probs
         branch_ids = torch.tensor(settings.branches.ids(rollout.inputs))  # (B,)
         output["branch_ids"] = branch_ids.to(self.device, non_blocking=True)
+        if (sequences := sequences_of(rollout.sampled)) is not None:
+            output[SEQUENCES] = sequences.to(self.device)
         if (logps := rollout.behaviour_logps) is not None:  # groups from several batches may have another padded width
             output[OLD] = pad(logps, (0, output["completion_mask"].size(1) - logps.size(1)))  # (B, C)
         if rollout.is_corrected_at_step:

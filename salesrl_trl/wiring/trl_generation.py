@@ -17,6 +17,7 @@ from trl.trainer.utils import start_event_loop_in_daemon
 from salesrl_trl.generation import sampler
 from salesrl_trl.generation.engine_loop import CompletionTasks, Prompt, Rounds, TaskBatch, TurnLoop
 from salesrl_trl.ground.process import patched
+from salesrl_trl.rollout.several_sequences import SEQUENCES, log_probs, sequences_of
 from salesrl_trl.types import Example
 from salesrl_trl.update.run_control import highest
 
@@ -192,7 +193,8 @@ class TRLGeneration(TRLEngine):
 
     def behaviour_logps(self, sampled: sampler.Sampled) -> torch.Tensor:
         """Log-probs of completions under the current policy, for samplers that return none."""
-        return self.logps_of(self.padded(sampled))
+        sequences = sequences_of(sampled)
+        return self.logps_of({**self.padded(sampled), **({} if sequences is None else {SEQUENCES: sequences})})
 
     def logps_of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Log-probs of a batch's completions under the current policy, shape (B, T)."""
@@ -202,7 +204,10 @@ class TRLGeneration(TRLEngine):
             disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
         ):
             arguments = sampler.logps_arguments(batch, trainer.args.per_device_train_batch_size)
-            return trainer._get_per_token_logps_and_entropies(trainer.model, **arguments)[0]
+            passed = trainer._get_per_token_logps_and_entropies
+            if SEQUENCES in batch:
+                return log_probs(passed, batch[SEQUENCES], trainer.model, **arguments)[0]
+            return passed(trainer.model, **arguments)[0]
 
     def padded(self, sampled: sampler.Sampled) -> dict[str, torch.Tensor]:
         args, pad_token_id = self._trainer.args, self._trainer._tokenizer.pad_token_id

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.forked import done_on_vllm
 from support.keyed import make_calling_policy
-from support.scripted import settings, steps_of, trained_by
+from support.scripted import Gradients, settings, steps_of, trained_by
 
 STEPS, MOST_CALLS, TURNS = 4, 2, 3
 TOOLS = [{"type": "function", "function": {
@@ -101,6 +101,84 @@ def test_an_agent_of_the_openai_client_trains_on_exactly_what_was_sampled(tmp_pa
     assert all(line["episodes/rewritten"] == line["episodes/untrained"] == 0.0 for line in lines)
     assert any(line["rewards/episode/calls"] > 0 and line["loss"] != 0.0 for line in lines)
     assert set(rows_seen) == {"down", "sums"}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_every_sequence_of_an_episode_trains_with_its_advantage(tmp_path, monkeypatch, loss_type):
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_episode
+
+    policy = make_calling_policy(tmp_path / "policy", hidden_size=64)
+    tokenizer, sampled = AutoTokenizer.from_pretrained(policy), []
+    numbers = [1.0, 0.0, 0.25, 1.0] * 2
+
+    @per_episode
+    async def rewriter(client, row):
+        """A question with a follow-up, and its summary with a history of its own, except in every other episode."""
+        ask, number = client.chat.completions.create, numbers.pop()
+        said = (await ask(model="policy", messages=row["prompt"])).choices[0].message.content
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+        await ask(model="policy", messages=[*row["prompt"], *more])
+        if number != 0.25:
+            await ask(model="policy", messages=[{"role": "user", "content": f"Sum up the talk of {said}."}])
+        return number
+
+    args = SalesGRPOConfig(**settings(
+        tmp_path / "run", beta=0.0, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        num_generations=4, max_completion_length=512, learning_rate=1e-12, loss_type=loss_type, rollout_lookahead=1,
+        max_grad_norm=1e9, scale_rewards="none",
+    ))  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {place}?"}]} for place in range(2)]
+    trainer = SalesGRPOTrainer(str(policy), [rewriter], args, Dataset.from_list(rows))
+    found, batches, score = Gradients(trainer).found, [], trainer._generate_and_score_completions
+    monkeypatch.setattr(
+        trainer, "_generate_and_score_completions", lambda inputs: batches.append(score(inputs)) or batches[-1]
+    )
+
+    def generate(input_ids, **kwargs):
+        own = [
+            torch.tensor([*tokenizer(f"Done {len(sampled) + place}!")["input_ids"], tokenizer.eos_token_id])
+            for place in range(len(input_ids))
+        ]
+        sampled.extend((before, turn.tolist()) for before, turn in zip(input_ids.tolist(), own, strict=True))
+        padded = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=tokenizer.pad_token_id)
+        return torch.cat([input_ids, padded], dim=1)
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    trainer.train()
+    trainer.finish()
+    # 1. each sampled turn trains once, with its episode's advantage
+    trained = []
+    for batch in batches:
+        columns = (batch[name] for name in ("completion_ids", "tool_mask", "completion_mask", "advantages"))
+        for ids, mask, kept, advantage in zip(*columns, strict=True):
+            own = [int(token) for token, one in zip(ids, mask * kept, strict=True) if one]
+            trained.append((own, float(advantage)))
+    assert sorted(token for own, _ in trained for token in own) == sorted(t for _, turn in sampled for t in turn)
+    assert all(line["episodes/untrained"] == 0.0 < line["episodes/rewritten"] for line in steps_of(trainer))
+    # 2. by hand: each sequence alone through the policy, the sum over its turns' tokens of advantage times log-prob
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    padding = tokenizer.pad_token_id
+    turns = [([t for t in before if t != padding], own) for before, own in sampled]
+    assert len(found) == len(batches) == 2
+    for first, gradient in zip((0, 4), found, strict=True):
+        model.zero_grad()
+        episodes = trained[first : first + 4]
+        every = sum(len(own) for own, _ in episodes)
+        loss = 0.0
+        for own, advantage in episodes:
+            text, weight = tokenizer.decode(own), 1 / every if loss_type == "dapo" else 1 / len(own) / len(episodes)
+            for before, turn in turns:
+                if tokenizer.decode(turn) in text:
+                    logits = model(input_ids=torch.tensor([before + turn])).logits[0].log_softmax(-1)
+                    logps = logits[len(before) - 1 : -1].gather(1, torch.tensor(turn)[:, None])
+                    loss = loss - advantage * weight * logps.sum()
+        loss.backward()
+        expected = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        assert expected.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_an_agents_mistake_is_its_episodes_failure_and_what_it_leaves_open_holds_up_nothing(tmp_path):

@@ -140,7 +140,7 @@ def test_what_the_package_imports_is_a_direct_dependency(direct, extras):
         for name in imported - not_foreign
     }
     optional = {name for extra in extras if extra != "test" for name in extras[extra]}
-    optional |= {"pyarrow", "starlette"}  # come with datasets and fastapi
+    optional |= {"pyarrow", "starlette", "jsonschema", "mcp-types", "referencing"}  # come with datasets, fastapi, mcp
     assert foreign - optional <= set(direct)
 
 

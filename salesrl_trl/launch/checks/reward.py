@@ -4,10 +4,13 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import cast
 
+from salesrl_trl.agents.mcp_tools import MCP, mcp_tools
 from salesrl_trl.agents.partner import Partner
-from salesrl_trl.agents.tools import Search
+from salesrl_trl.agents.tools import Search, Tool
 from salesrl_trl.config.checks import build_object, check, load_object
 from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
@@ -41,11 +44,26 @@ class RewardParts:
     judge: Judge | None  # the user's own judge
     stages: tuple[RewardStage, ...]
     functions: Mapping[str, Scorer]  # those of `reward_funcs`, by path
-    tools: Sequence[object]  # functions
+    tool_paths: Sequence[str]
     search: Search | None  # the built-in tool
     partner: Partner | None  # the other side of conversations
     partner_key: str | None = field(repr=False)
     reference_weighed: bool  # whether a reward or a baseline contains the reference's score
+
+    @cached_property
+    def tools(self) -> list[Tool]:
+        """The functions of the setting `tools`. Opens a session with each MCP server, to list its tools."""
+        tools: list[Tool] = []
+        for path in self.tool_paths:
+            if path.startswith(MCP):
+                tools += mcp_tools(path.removeprefix(MCP))
+            else:
+                search = self.search if path == SEARCH else None
+                tools.append(search.function if search else cast(Tool, load_object(path, "tools")))
+        names = [getattr(tool, "__name__", "") for tool in tools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        check(not twice, f"`tools` has several tools named {', '.join(twice)}. Expected unique names.")
+        return tools
 
 
 def prepare_reward(config: RewardConfig, branches: Sequence[str], hybrid_baseline: bool = False) -> RewardParts:
@@ -71,7 +89,6 @@ def read_reward(
     functions = {path: reward_of(load_object(path, "reward_funcs")) for path in paths}
     check(not (hybrid_baseline and paths), "`hybrid_reference_weight` needs a reference, which `reward_funcs` lack.")
     search = Search(deadline_s=config.reward_deadline_s) if SEARCH in config.tools else None
-    tools = [search.function if search and path == SEARCH else load_object(path, "tools") for path in config.tools]
     played = config.parsed_partner()
     weights = config.parsed_branch_weights()
     unknown = sorted(weights.keys() - set(branches))
@@ -106,7 +123,7 @@ def read_reward(
         raise ConfigError(f"`hybrid_reference_weight` is more than 0, but not every branch has a judge. {expected}")
     return RewardParts(
         scoring=scoring, rubrics=rubrics, rag_key=rag_key, judge_keys=keys, rag=rag, judge=judge, stages=tuple(stages),
-        functions=functions, tools=tools, search=search,
+        functions=functions, tool_paths=config.tools, search=search,
         partner=None if played is None else played.build(),
         partner_key=None if played is None else read_key(played.api_key_env, "partner.api_key_env"),
         reference_weighed=hybrid_baseline or any("margin" in parts for parts in scoring.weights.values()),

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from salesrl_trl.agents.customer import Persona
+from salesrl_trl.agents.mcp_tools import MCP
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
@@ -100,7 +101,9 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     is_16_bit, kernel = bool(training.bf16 or training.fp16), model.attn_implementation
     model.attn_implementation, line = choose_attention(kernel, training.device, is_16_bit, plan.model_config)
     findings.notes([line])
-    _ = plan.reward  # reads its parts
+    tools = plan.reward.tools  # reads all parts, and lists the tools of MCP servers
+    if any(path.startswith(MCP) for path in reward.tools):
+        findings.add(f"The policy's tools: {', '.join(tool.__name__ for tool in tools)}.")
 
 
 def _check_small_policy(plan: Plan) -> None:

@@ -62,7 +62,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
     config = replace(plan.config, training=training, telemetry=telemetry)
     rehearsal = Plan(config, dtype=plan.dtype)
     # tools call services, and full-length completions lack their results
-    rehearsal.reward = replace(plan.reward, tools=(), partner=None)
+    rehearsal.reward = replace(plan.reward, tool_paths=(), partner=None)
     rehearsal.train, rehearsal.held_out = rows, FittingPrompts([], [], [])
     trainer = build_trainer(rehearsal, made_up_reward(), build_instruments(rehearsal.config))
     plan.opened.callback(trainer.finish)

@@ -62,6 +62,23 @@ def test_requests_that_continue_each_other_are_one_sequence_of_sampled_ids(endpo
     assert between.count("<|im_start|>user\nSure?<|im_end|>\n") == 1
 
 
+def test_a_streamed_turn_is_the_turn_in_one_event(endpoint, tokenizer):
+    policy = Policy(tokenizer, [CALL, "Yes!"])
+
+    async def agent(create):
+        tokens = {"stream_options": {"include_usage": True}}
+        return [
+            [event async for event in await create(model="any", messages=ASKED, tools=[LOOK], stream=True, **tokens)]
+            for _ in range(2)
+        ]
+
+    (called, counted), (said, _) = policy.talk(endpoint, agent)
+    [call] = called.choices[0].delta.tool_calls
+    assert (call.index, call.function.name, call.function.arguments) == (0, "look", '{"word": "找"}')
+    assert called.choices[0].finish_reason == "tool_calls" and counted.usage.completion_tokens > 0
+    assert (said.choices[0].delta.content, said.choices[0].finish_reason) == ("Yes!", "stop")
+
+
 def test_a_rewritten_history_is_a_sequence_of_its_own_and_that_with_most_tokens_trains(endpoint, tokenizer):
     policy = Policy(tokenizer, ["A long answer.", "Short.", "Again.", "Other tools."])
 
@@ -122,7 +139,6 @@ def test_the_key_of_an_open_episode_alone_is_answered_and_is_in_no_log(endpoint,
         ({"messages": [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
         ({"messages": ASKED, "n": 2}, "`n`"),
-        ({"messages": ASKED, "stream": True}, "`stream`"),
         ({"messages": ASKED, "logprobs": True}, "`logprobs`"),
         ({"messages": ASKED, "stop": ["Observation:"]}, "stop"),
         ({"messages": ASKED, "max_tokens": 0}, "max_tokens"),

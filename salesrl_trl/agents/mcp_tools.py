@@ -1,0 +1,348 @@
+"""Tools of MCP servers, started by a command (stdio) or reached by a URL (streamable HTTP), through the official SDK.
+
+    tools = mcp_tools("python examples/mcp_server.py")
+    trainer = SalesGRPOTrainer(model, reward_funcs, args, rows, tools=tools)
+
+Owns the sessions and what a result or an error of a server means. Retries belong to `service.transport`: each of its
+attempts opens the session again if it was lost.
+"""
+
+import asyncio
+import functools
+import importlib.util
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from salesrl_trl.agents.tools import OnFailure, Tool, tool
+from salesrl_trl.errors import (
+    BadServiceResponse,
+    ConfigError,
+    ServiceError,
+    ServiceRejected,
+    ServiceUnavailable,
+)
+from salesrl_trl.service.event_loop import THREADS, PerLoop, cancel, now
+from salesrl_trl.service.statuses import address_fault, service_error_of
+from salesrl_trl.service.transport import Transport
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult
+    from mcp_types import Tool as Listed
+
+    from salesrl_trl.agents.chat_turns import ForeignText
+
+logger = logging.getLogger(__name__)
+_tell = functools.cache(logger.warning)  # logs each line once
+
+MCP = "mcp:"  # begins an entry of the setting `tools` that names a server
+START_S = 60.0  # longest wait for a server to start, be initialised and list its tools
+CLOSE_S = 10.0  # the SDK waits 2 s before it ends a server by SIGTERM, and 2 s more before SIGKILL
+MOST_CALLS = 64  # concurrent calls of one tool
+MOST_ATTEMPTS = 3
+MOST_PAGES = 100  # of a list of tools
+
+
+class MCPServer:
+    """One server. Each event loop has its own session, which its first call opens, so a training process has one.
+
+    `env` and `headers` may hold keys, which are never logged.
+    """
+
+    def __init__(self, address: str, env: Mapping[str, str] | None, headers: Mapping[str, str] | None) -> None:
+        self._env, self._headers = dict(env or {}), dict(headers or {})
+        self.url = address if address.startswith(("http://", "https://")) else None
+        self._command = [] if self.url else shlex.split(address)
+        if self.url and (fault := address_fault(self.url)):
+            raise ConfigError(f"an MCP server's URL contains {fault}. In Python, `mcp_tools` takes `headers`.")
+        if not self.url and not self._command:
+            raise ConfigError("an MCP server is empty. Expected `mcp:` followed by a command or a URL.")
+        self.name = self.url or self._command[0]  # for messages: arguments may hold keys
+        self._sessions = PerLoop(lambda: _Session(self))
+        self._loops = set[asyncio.AbstractEventLoop]()
+
+    @asynccontextmanager
+    async def session(self, *, is_quiet: bool) -> "AsyncIterator[Client]":
+        """`is_quiet`: whether the process's stderr is dropped, since servers log customers' texts."""
+        import httpx2
+        from mcp import Client, StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with AsyncExitStack() as stack:
+            if self.url is None:
+                errors = sys.__stderr__ or sys.stderr
+                if is_quiet:
+                    descriptor = os.open(os.devnull, os.O_WRONLY)
+                    errors = stack.enter_context(os.fdopen(descriptor, "w"))
+                command = StdioServerParameters(command=self._command[0], args=self._command[1:], env=self._env)
+                transport = stdio_client(command, errors)
+            else:
+                limit = httpx2.Timeout(START_S, read=None)
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=self._headers, timeout=limit))
+                transport = streamable_http_client(self.url, http_client=http)
+            yield await stack.enter_async_context(Client(transport))
+
+    async def listed(self) -> "list[Listed]":
+        """The server's tools, from a session of its own. Calls none."""
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
+
+        async with asyncio.timeout(START_S), self.session(is_quiet=False) as client:
+            if client.protocol_version in HANDSHAKE_PROTOCOL_VERSIONS:  # later ones have no `ping`
+                await client.session.send_ping()
+            page = await client.list_tools()
+            tools = [*page.tools]
+            for _ in range(MOST_PAGES):
+                if not page.next_cursor:
+                    return tools
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools += page.tools
+        raise BadServiceResponse(f"the MCP server {self.name} lists its tools on more than {MOST_PAGES} pages")
+
+    async def call(self, service: str, name: str, arguments: dict[str, object], *, again: bool) -> "CallToolResult":
+        """One call in the running loop's session. `again`: whether it may be repeated once it was sent.
+
+        Raises `ServiceError`, by `service` in its code.
+        """
+        from mcp import MCPError
+
+        self._loops.add(asyncio.get_running_loop())
+        session = self._sessions.get()
+        try:
+            client = await session.client()
+        except (Exception, asyncio.CancelledError) as error:
+            raise_if_cancelled(error)
+            raise failure_of(service, error) from error
+        began = now()
+        try:
+            result = await client.call_tool(name, arguments)
+            session.answered = now()
+            return result
+        except asyncio.CancelledError:
+            if session.answered < began:  # nothing was answered meanwhile: it may hang
+                session.lose(client)
+            raise
+        except MCPError as error:
+            if error.code in _answers():
+                session.answered = now()
+                text = f"{service}: the MCP server rejects a call that fits its own schema ({error.code})"
+                raise ServiceRejected(text, f"{service}_refused") from None
+            failure: ServiceError = ServiceUnavailable(f"{service}: connection lost", f"{service}_unavailable")
+        except RuntimeError:  # the SDK's, for a result that lacks the structure which its schema promises
+            session.answered = now()
+            text = f"{service}: the result does not fit the schema that the MCP server lists"
+            raise BadServiceResponse(text, f"{service}_bad_result") from None
+        except Exception as error:
+            failure = failure_of(service, error)
+        session.lose(client)
+        failure.worth_retrying = failure.worth_retrying and again
+        raise failure
+
+    def close(self) -> None:
+        """Close its sessions and end its processes. From any thread but the loops' own."""
+        for loop in self._loops:
+            if loop.is_running():
+                with suppress(TimeoutError):
+                    asyncio.run_coroutine_threadsafe(self._aclose(), loop).result(CLOSE_S)
+        self._loops.clear()
+
+    async def _aclose(self) -> None:
+        if (session := self._sessions.pop()) is not None:
+            await session.aclose()
+
+
+class _Session:
+    """A server's session on one event loop. The SDK enters and leaves a session in one task, which is kept here."""
+
+    def __init__(self, server: MCPServer) -> None:
+        self._server = server
+        self._tasks = set[asyncio.Task[None]]()
+        self._opened: asyncio.Future[Client] | None = None
+        self._end = asyncio.Event()
+        self.answered = 0.0  # when the server last answered, by the loop's clock
+
+    async def client(self) -> "Client":
+        if self._opened is None:
+            self._opened, self._end = asyncio.get_running_loop().create_future(), asyncio.Event()
+            task = asyncio.create_task(self._held(self._opened, self._end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(self._opened)  # others may wait for it too
+
+    async def _held(self, opened: "asyncio.Future[Client]", end: asyncio.Event) -> None:
+        try:
+            async with self._server.session(is_quiet=True) as client:
+                opened.set_result(client)
+                await end.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            if not opened.done():
+                opened.set_exception(cause_of(error))
+                opened.exception()  # those who waited for it may have gone
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            if self._opened is opened:
+                self._opened = None
+
+    def lose(self, client: "Client") -> None:
+        """Close this client's session; the next call opens another."""
+        opened = self._opened
+        if opened is not None and opened.done() and not opened.exception() and opened.result() is client:
+            self._end.set()
+            self._opened = None
+
+    async def aclose(self) -> None:
+        self._end.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S / 2)
+        await cancel(self._tasks)
+
+
+class MCPTool(dict[str, Any]):
+    """A server's tool: the JSON schema that the server lists, which TRL passes to the chat template as it is, and an
+    async function."""
+
+    def __init__(self, server: MCPServer, listed: "Listed", deadline_s: float, on_failure: OnFailure) -> None:
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+
+        parameters = listed.input_schema
+        super().__init__(
+            type="function",
+            function={"name": listed.name, "description": listed.description or "", "parameters": parameters},
+        )
+        self.__name__, self.server, self._service = listed.name, server, f"tool_{listed.name}"
+        kind = validator_for(parameters)
+        kind.check_schema(parameters)
+        self._validator = kind(parameters, registry=Registry())  # an empty registry: it fetches nothing
+        hints = listed.annotations
+        self._again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        transport = Transport(
+            self._service, max_concurrency=MOST_CALLS, attempt_timeout_s=deadline_s / (2 if self._again else 1),
+            max_attempts=MOST_ATTEMPTS, hedge_fraction=0.0,
+        )  # fmt: skip
+        transport.notes = False  # a replay answers the call as a whole
+        tool(transport=transport, deadline_s=deadline_s, on_failure=on_failure)(self)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    async def __call__(self, **arguments: object) -> str:
+        """The result's text. Raises `ServiceError`, or another exception for an error that the policy is told."""
+        if faults := sorted(error.message for error in self._validator.iter_errors(arguments)):
+            raise ValueError(f"The arguments don't fit the tool's schema: {faults[0]}")
+        result = await self.server.call(self._service, self.__name__, arguments, again=self._again)
+        return text_of(self._service, result)
+
+
+def mcp_tools(
+    server: str,
+    /,
+    *,
+    env: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+    deadline_s: float = 60.0,
+    on_failure: OnFailure = "leave_out",
+) -> list[Tool]:
+    """The tools of an MCP server, for TRL's `tools`. Opens a session to list them, and calls none.
+
+    Args:
+        server (`str`):
+            The command that starts it, e.g. `"python examples/mcp_server.py"`, which isn't run by a shell, or its URL.
+        env (`Mapping[str, str]`, *optional*):
+            Environment variables for the command, e.g. keys. By default the server inherits `PATH` and `HOME`, not
+            this process's keys.
+        headers (`Mapping[str, str]`, *optional*):
+            Headers of each request to the URL.
+        deadline_s (`float`, *optional*, defaults to `60.0`):
+            Timeout of a call in seconds, retries included.
+        on_failure (`str`, *optional*, defaults to `"leave_out"`):
+            As of `@tool`.
+
+    Raises `ConfigError` if the SDK is missing, the server doesn't start or answer, or a tool's schema is invalid.
+    """
+    if importlib.util.find_spec("mcp") is None:
+        from salesrl_trl.wiring.part import lacking  # imports torch
+
+        raise lacking("agents", "a tool of an MCP server", "mcp")
+    made = MCPServer(server, env, headers)
+    try:
+        listed = THREADS.submit(asyncio.run, made.listed()).result()  # in a thread: a notebook's loop runs in this one
+    except Exception as error:
+        failed = failure_of("mcp", cause_of(error))
+        raise ConfigError(
+            f"the MCP server {made.name} did not list its tools: {failed}. Expected an MCP server, by its command or "
+            "the URL of its streamable HTTP endpoint."
+        ) from error
+    tools = []
+    for each in listed:
+        try:
+            tools.append(MCPTool(made, each, deadline_s, on_failure))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the MCP server {made.name} lists {each.name!r} with an invalid schema.") from error
+    if not tools:
+        raise ConfigError(f"the MCP server {made.name} lists no tools.")
+    return [*tools]
+
+
+def neutralise(tools: Iterable[Tool], foreign: "ForeignText") -> None:
+    """Break up turn marks in these tools' schemas, which are rendered into every prompt."""
+    for each in tools:
+        if isinstance(each, MCPTool):
+            each.update(foreign.without(dict(each)))
+
+
+def close(tools: Iterable[Tool]) -> None:
+    """End the sessions of these tools' servers."""
+    for server in {each.server for each in tools if isinstance(each, MCPTool)}:
+        server.close()
+
+
+def text_of(service: str, result: "CallToolResult") -> str:
+    """Raises `BadServiceResponse` if there is other content than text, and `RuntimeError` for a tool's error."""
+    others = sorted({part.type for part in result.content} - {"text"})
+    if others:
+        text = f"{service} returned content of the type {', '.join(others)}: only text is supported."
+        _tell(text)
+        raise BadServiceResponse(text, f"{service}_no_text")
+    text = "\n".join(part.text for part in result.content if part.type == "text")
+    if not result.content and result.structured_content is not None:
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+    if result.is_error:
+        raise RuntimeError(text)
+    return text
+
+
+def failure_of(service: str, error: BaseException) -> ServiceError:
+    """The failure to open a session or to send a call."""
+    error = cause_of(error)
+    known = error if isinstance(error, ServiceError) else service_error_of(service, error)
+    return known or ServiceUnavailable(f"{service}: no session ({type(error).__name__})", f"{service}_unavailable")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The first error of a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def raise_if_cancelled(error: BaseException) -> None:
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+@functools.cache
+def _answers() -> frozenset[int]:
+    """The codes by which a server answers a call, in contrast to those of a lost connection."""
+    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
+
+    return frozenset([INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND])
