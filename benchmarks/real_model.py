@@ -19,12 +19,15 @@
 import argparse
 import json
 import math
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,8 @@ PARTS: dict[str, Settings] = {
     "stale_8": {"rollout_lookahead": 4, "max_staleness": 8},
     "partial": {"rollout_lookahead": 2, "partial_rollouts": 0.5},
     "uncorrected": {"rollout_correction": {"weights": "none"}},
-    **{mode: {"vllm_importance_sampling_mode": mode} for mode in ("token_mask", "sequence_mask", "sequence_truncate")},
+    **{mode: {"vllm_importance_sampling_mode": mode}
+       for mode in ("token_truncate", "token_mask", "sequence_mask", "sequence_truncate")},
     "normalized": {"rollout_correction": {"weights": "normalized"}},
     "bypass": {"rollout_correction": {"weights": "bypass"}},
     "geometric": {"rollout_correction": {"reject": {"seq_mean_k1": [0.98, 1.02]}}},
@@ -55,7 +59,7 @@ PARTS: dict[str, Settings] = {
     "lora": {"lora": True, "learning_rate": 2e-5},
     "kl": {"beta": 0.02},
     "bands": {"branch_kl": {"fairness": {"beta": 0.3, "low": 0.02, "high": 0.06, "beta_min": 0.1, "beta_max": 1.5},
-                            "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_max": 1.5}}},
+                            "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01, "beta_max": 1.5}}},
 }  # fmt: skip
 FOR_BASE = ("lr_", "lora", "tiny")
 """Parts that an arm's counterpart on-policy has too."""
@@ -267,11 +271,12 @@ def run_all(args: argparse.Namespace) -> bool:
             ]
             command = [sys.executable, "-m", "benchmarks.real_model", *words, "--one", task, arm, str(seed)]
             with (folder / f"{seed}.txt").open("wb") as log:
-                running[each] = subprocess.Popen(command, stdout=log, stderr=log), now
+                running[each] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True), now
         for each, (process, began) in [*running.items()]:
             if process.poll() is not None or now > ends:
                 del running[each]
-                process.kill()
+                with suppress(ProcessLookupError):  # also what it started: a launch, its services
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 is_done = file_of(args.out, *each).is_file()
                 longest = max(longest, now - began) if is_done else longest
