@@ -59,7 +59,8 @@ PARTS: dict[str, Settings] = {
     "lora": {"lora": True, "learning_rate": 2e-5},
     "kl": {"beta": 0.02},
     "bands": {"branch_kl": {"fairness": {"beta": 0.3, "low": 0.02, "high": 0.06, "beta_min": 0.1, "beta_max": 1.5},
-                            "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01, "beta_max": 1.5}}},
+                            "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01,
+                                              "beta_max": 1.5}}},
 }  # fmt: skip
 FOR_BASE = ("lr_", "lora", "tiny")
 """Parts that an arm's counterpart on-policy has too."""

@@ -147,7 +147,7 @@ class AgentsPart(Part):
 
     def busy_with(self) -> str | None:
         if self._latest is not None and self._latest.under_way:
-            return f"{'the partner answers' if self._trl.partner else 'the tools that completions call are running'}"
+            return "the partner answers" if self._trl.partner else "the tools that completions call are running"
         reward = self._loop.reward
         return f"episodes of {reward.own_name} are under way" if reward.is_played else None
 

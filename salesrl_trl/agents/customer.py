@@ -3,7 +3,9 @@ rules, whose replies depend on the row and the conversation alone.
 """
 
 import asyncio
+import contextlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from salesrl_trl.types import AGREEMENT, CUSTOMER, REFUSAL, Example
 
 PATIENCE = {"hurried": 3}  # turns in vain after which a customer in this mood leaves
 USUAL_PATIENCE = 4
+CLOSE_S = 10.0  # longest wait for connections to close
 _YUAN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:yuan|元|块)")
 _OFF = re.compile(r"(\d+(?:\.\d+)?)\s*(?:percent|%)\s*(?:off|discount)")
 _OFFERS = re.compile(r"\b(?:offer you|deal)\b|报价|给您|优惠", re.IGNORECASE)
@@ -48,7 +51,9 @@ class Persona:
         given = row.get("persona")
         try:
             persona = cls(**{name: value for name, value in dict(given or {}).items() if value is not None})
-            is_sound = float(persona.reservation) > 0 and all("says" in each for each in persona.objections)
+            prices = persona.reservation, persona.list_price
+            is_sound = all(0 < price < math.inf for price in prices)
+            is_sound = is_sound and all({"says", "facts"} <= {*each} for each in persona.objections)
         except (TypeError, ValueError):
             is_sound = False
         if not is_sound:
@@ -99,7 +104,7 @@ class RuleBased:
             failed = "What can you offer me?"
         if failed:
             self._left -= 1
-            return Reply(text=failed) if self._left else Reply(text="No, thanks.", outcome={"end": REFUSAL})
+            return Reply(text=failed) if self._left > 0 else Reply(text="No, thanks.", outcome={"end": REFUSAL})
         if self._raised is None and self._open:
             self._raised = self._open.pop(0)
             return Reply(text=str(self._raised["says"]))
@@ -126,10 +131,10 @@ class Customer(Partner):
         self._model, self.transports = model, [model.settings.transport]
 
     def close(self) -> None:
-        model, self._model = self._model, None
-        for loop in self._loops:
-            if model is not None and loop.is_running():
-                asyncio.run_coroutine_threadsafe(model.http.aclose(), loop).result()
+        for loop in [*self._loops]:
+            if self._model is not None and loop.is_running():
+                with contextlib.suppress(TimeoutError):
+                    asyncio.run_coroutine_threadsafe(self._model.http.aclose(), loop).result(CLOSE_S)
 
     async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
         persona = Persona.of(row)
@@ -163,7 +168,9 @@ async def played(model: ProviderClient, persona: Persona, messages: Sequence[Mes
             reply, decision = str(said["reply"]).strip(), said["decision"]
             if not reply or decision not in ("continue", "accept", "refuse"):
                 raise ValueError
-            price = float(said["price"]) if decision == "accept" else 0.0
+            price = float(said["price"]) if decision == "accept" else persona.reservation
+            if not 0 < price <= persona.reservation:  # nobody pays more than their highest price; also NaN
+                raise ValueError
         except (ValueError, KeyError, TypeError):
             raise JudgeInvalid("the customer's reply has another form than asked for", "judge_no_reply") from None
         outcomes = {"accept": agreed(persona, price), "refuse": {"end": REFUSAL}}

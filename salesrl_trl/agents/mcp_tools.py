@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.agents.tools import OnFailure, Tool, tool
@@ -145,7 +146,7 @@ class MCPServer:
 
     def close(self) -> None:
         """Close its sessions and end its processes. From any thread but the loops' own."""
-        for loop in self._loops:
+        for loop in [*self._loops]:
             if loop.is_running():
                 with suppress(TimeoutError):
                     asyncio.run_coroutine_threadsafe(self._aclose(), loop).result(CLOSE_S)
@@ -176,7 +177,9 @@ class _Session:
 
     async def _held(self, opened: "asyncio.Future[Client]", end: asyncio.Event) -> None:
         try:
-            async with self._server.session(is_quiet=True) as client:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(START_S):
+                    client = await stack.enter_async_context(self._server.session(is_quiet=True))
                 opened.set_result(client)
                 await end.wait()
         except (Exception, asyncio.CancelledError) as error:
@@ -280,7 +283,7 @@ def mcp_tools(
             "the URL of its streamable HTTP endpoint."
         ) from error
     tools = []
-    for each in listed:
+    for each in sorted(listed, key=attrgetter("name")):  # equal on all ranks
         try:
             tools.append(MCPTool(made, each, deadline_s, on_failure))
         except ConfigError:

@@ -62,8 +62,8 @@ def partner_tool(partner: Partner) -> Tool:
 
     async def reply(row: Example, messages: Sequence[Message], place: int) -> str:
         made = await partner.reply(row, messages)
-        end = None if made.outcome is None else made.outcome.get("end")
-        if not made.text.strip() or end not in (None, AGREEMENT, REFUSAL):
+        ends = AGREEMENT, REFUSAL
+        if not made.text.strip() or (made.outcome is not None and made.outcome.get("end") not in ends):
             raise ValueError("a partner's reply has no text, or an unknown `end`")
         return json.dumps({"content": made.text, "outcome": made.outcome and dict(made.outcome)}, ensure_ascii=False)
 
@@ -92,7 +92,8 @@ class Dialogue:
         """The partner's message, or none if the conversation is over. A failed call is noted in `notes`."""
         self.turns += 1
         prompt, row = self.row["prompt"], {name: value for name, value in self.row.items() if name != "prompt"}
-        given = {"row": row, "messages": [*prompt, *messages], "place": self.place}
+        opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        given = {"row": row, "messages": [*opening, *messages], "place": self.place}
         try:
             made = run_coroutine_threadsafe(self.calls.call(self.tool, self.notes, given), self.loop).result()
             reply = json.loads(str(made)) if self.notes.failed is None else None

@@ -135,7 +135,7 @@ class PartnerSettings(JudgeProviderConfig):
 
     def build(self) -> Partner:
         if self.kind == CUSTOMER:
-            return Customer(max_turns=self.max_turns)
+            return Customer(max_turns=self.max_turns, deadline_s=max(60.0, 2 * (self.timeout_s or 0.0)))
         partner = build_object(self.kind, "partner", Partner)
         partner.max_turns = self.max_turns
         return partner

@@ -18,7 +18,7 @@ import torch
 
 from salesrl_trl.generation.sampler import Sampled
 
-SEQUENCES = "sequences"
+SEQUENCES = "salesrl_sequences"
 """A micro-batch's column, shape (B, most sequences, 2), int: tokens of each sequence's prompt and of its completion; 0
 for the first prompt, which has its own columns. Absent if no row of the generation batch has several."""
 
@@ -51,6 +51,8 @@ class Apart:
                 if tokens:
                     spans.append((place, prompt or own, tokens))
                 place += (prompt or own) + tokens
+        if not spans:  # the pass needs a token, though none counts
+            spans = [(first - int(mask[0, :first].sum()), int(mask[0, :first].sum()), 1)]
         count = len(spans)
         spans += spans[:1] * (-count % passes)
         start, prompt, tokens = torch.tensor(spans, device=mask.device)[:, :, None].unbind(dim=1)  # each (N, 1)

@@ -61,8 +61,12 @@ class RewardParts:
                 search = self.search if path == SEARCH else None
                 tools.append(search.function if search else cast(Tool, load_object(path, "tools")))
         names = [getattr(tool, "__name__", "") for tool in tools]
+        names += [] if self.partner is None else [self.partner.name]
         twice = sorted({name for name in names if names.count(name) > 1})
-        check(not twice, f"`tools` has several tools named {', '.join(twice)}. Expected unique names.")
+        check(
+            not twice,
+            f"`tools` has several tools named {', '.join(twice)}, or a partner. Expected unique names.",
+        )
         return tools
 
 

@@ -104,7 +104,7 @@ async def _hear_partner(plan: "Plan", findings: Findings) -> None:
     row, customer = plan.train_rows[0], Customer()
     model = ServiceClients(under_load(plan.config.reward), plan.reward).partner()
     customer.connect(model)
-    messages = [*(row.prompt if isinstance(row.prompt, Sequence) else []), {"role": "assistant", "content": "Hello!"}]
+    messages = [*(row.prompt if isinstance(row.prompt, list) else []), {"role": "assistant", "content": "Hello!"}]
     try:
         heard = await clocked(customer.reply(row.columns, [dict(each) for each in messages]))
     finally:
