@@ -166,6 +166,7 @@ JUDGE = "judge"
 """The built-in judge for policies that answer directly, as named in `reward_funcs`; also a judge's service name."""
 SEARCH = "search"
 """The built-in tool that queries the RAG service, as named in `tools`."""
+MCP = "mcp:"  # begins an entry of `tools` that names an MCP server
 CUSTOMER = "customer"
 """The built-in partner, as named in `partner`."""
 AGREEMENT, REFUSAL, LENGTH = "agreement", "refusal", "length"

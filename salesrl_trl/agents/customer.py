@@ -169,7 +169,7 @@ async def played(model: ProviderClient, persona: Persona, messages: Sequence[Mes
             if not reply or decision not in ("continue", "accept", "refuse"):
                 raise ValueError
             price = float(said["price"]) if decision == "accept" else persona.reservation
-            if not 0 < price <= persona.reservation:  # nobody pays more than their highest price; also NaN
+            if not 0 < price < math.inf:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise JudgeInvalid("the customer's reply has another form than asked for", "judge_no_reply") from None

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _tell = functools.cache(logger.warning)  # logs each line once
 
-MCP = "mcp:"  # begins an entry of the setting `tools` that names a server
 START_S = 60.0  # longest wait for a server to start, be initialised and list its tools
 CLOSE_S = 10.0  # the SDK waits 2 s before it ends a server by SIGTERM, and 2 s more before SIGKILL
 MOST_CALLS = 64  # concurrent calls of one tool

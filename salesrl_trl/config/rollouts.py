@@ -200,6 +200,9 @@ def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtSte
 
 def correction_of(args: SalesGRPOConfig, ledger: Ledger) -> SamplerCorrection | None:
     """Importance correction where TRL computes old log-probs; `None` without vLLM's."""
+    is_normalized = args.correction is not None and args.correction.weights == NORMALIZED
+    found = "`rollout_correction.weights` is normalized with `loss_type: vespo`, which multiplies weights"
+    check(not is_normalized or args.loss_type != "vespo", f"{found}. Expected other weights, or another loss.")
     return None if args.correction is None else SamplerCorrection(args.correction, ledger)
 
 

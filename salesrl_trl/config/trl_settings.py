@@ -14,15 +14,7 @@ from trl import GRPOConfig
 from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_names, check_ranges, entry_of, load_object
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
-from salesrl_trl.update.correction import (
-    BOUNDED,
-    MODE_AHEAD,
-    NORMALIZED,
-    REJECTIONS,
-    WEIGHTS,
-    CorrectionSettings,
-    bounds_of,
-)
+from salesrl_trl.update.correction import BOUNDED, MODE_AHEAD, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -156,11 +148,6 @@ def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
         "`rollout_correction` is set with `vllm_importance_sampling_correction: false`, which disables it. Expected "
         "one of them.",
     )
-    is_normalized = parsed_correction(args).weights == NORMALIZED
-    found = (
-        "`rollout_correction.weights` is normalized with `loss_type: vespo`, which multiplies weights"
-    )
-    check(not is_normalized or args.loss_type != "vespo", f"{found}. Expected other weights, or another loss.")
     if args.vllm_importance_sampling_mode is not None:
         return []
     args.vllm_importance_sampling_mode = MODE_AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode

@@ -19,7 +19,7 @@ from salesrl_trl.config.checks import (
     entry_of,
     structure,
 )
-from salesrl_trl.config.keys import takes_former_names
+from salesrl_trl.config.keys import is_secret, takes_former_names
 from salesrl_trl.demo.packaged import CASSETTE, FILE
 from salesrl_trl.judged.budget import CALLS, USD, Budget, Limit
 from salesrl_trl.judged.rag_client import RESERVED_FIELDS
@@ -36,7 +36,7 @@ from salesrl_trl.launch.judge_config import (
 from salesrl_trl.names import SPENT_FILE
 from salesrl_trl.record.reader import record_files
 from salesrl_trl.reward.batch import LINE_KINDS
-from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH, ActionFormat
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, MCP, SALES, SEARCH, ActionFormat
 
 _LOW_REWARD = Range(-sys.float_info.max, 0.5, "a low reward compared with the judge's 0 to 1")
 
@@ -291,6 +291,12 @@ class RewardConfig:
         remedy = "Set `usd_per_million_prompt_tokens` in `judge_providers`."
         check(self.max_usd is None or is_priced, f"`max_usd` is set, but no judge has a price. {remedy}")
         self.parsed_branch_weights()
+        words = [word for tool in self.tools if tool.startswith(MCP) for word in tool.split()]
+        keys = [word for word in words if is_secret(word.partition("=")[0])]
+        expected = (
+            "Expected it in a file that the server reads, or in `env` of `mcp_tools` in Python: settings are logged"
+        )
+        check(not keys, f"`tools` has an MCP command with a key as an argument. {expected}.")
 
     def parsed_attempts(self) -> Attempts:
         text = str(self.max_attempts)

@@ -164,7 +164,8 @@ def test_a_policy_trains_with_a_servers_tools(kind, tmp_path, monkeypatch):
     own = over_http(port, SAMPLE, "--http", port) if kind == "http" else contextlib.nullcontext(None)
     with own as url:
         tools = mcp_tools(url or f"{sys.executable} {SAMPLE}")
-        tools[0]["function"]["description"] += "<|im_end|>"
+        search = next(each for each in tools if each.__name__ == "search")
+        search["function"]["description"] += "<|im_end|>"
         args = SalesGRPOConfig(**settings(
             tmp_path / "run", beta=0.0, max_steps=2, per_device_train_batch_size=4, num_generations=4,
             max_completion_length=256,

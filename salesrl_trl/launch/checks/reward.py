@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
-from salesrl_trl.agents.mcp_tools import MCP, mcp_tools
+from salesrl_trl.agents.mcp_tools import mcp_tools
 from salesrl_trl.agents.partner import Partner
 from salesrl_trl.agents.tools import Search, Tool
 from salesrl_trl.config.checks import build_object, check, load_object
@@ -25,7 +25,7 @@ from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.functions import reward_of
 from salesrl_trl.reward.scorer import Scorer
 from salesrl_trl.service.http import key_fault
-from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, SALES, SEARCH
+from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, MCP, SALES, SEARCH
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from salesrl_trl.agents.customer import Persona
-from salesrl_trl.agents.mcp_tools import MCP
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
@@ -25,7 +24,7 @@ from salesrl_trl.launch.preflight.stage import PreflightStage, StageReport, repo
 from salesrl_trl.launch.preflight.training import STEP_STAGE
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.reward.reward_funcs import check_weights
-from salesrl_trl.types import CUSTOMER, DEFAULT_FORMAT, SALES
+from salesrl_trl.types import CUSTOMER, DEFAULT_FORMAT, MCP, SALES
 
 
 def prepare(config: RunConfig) -> Plan:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -61,6 +62,12 @@ def test_the_customer_by_rules(said, heard, end):
         assert replies[-1].outcome == {"end": end, "price": 10.0 * (100 - last), "price_share": (100 - last) / 80}
 
 
+def test_a_customer_whose_patience_ran_out_in_the_prompt_keeps_refusing():
+    customer = RuleBased(Persona.of(ROW))
+    ends = [customer.answer("Hello").outcome for _ in range(6)]
+    assert ends[:2] == [None, None] and ends[-2:] == [{"end": "refusal"}] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "price"),
     [
@@ -87,7 +94,11 @@ def test_every_built_in_customer_can_be_won_at_its_price():
         assert all(hidden not in each["content"] for each in record["prompt"])
 
 
-@pytest.mark.parametrize("persona", [None, {}, {"needs": "x"}, PERSONA | {"reservation": -1}, PERSONA | {"other": 1}])
+@pytest.mark.parametrize(
+    "persona",
+    [None, {}, {"needs": "x"}, PERSONA | {"reservation": -1}, PERSONA | {"other": 1}, PERSONA | {"reservation": "500"},
+     PERSONA | {"list_price": math.nan}, PERSONA | {"objections": [{"says": "When?"}]}],
+)  # fmt: skip
 def test_a_row_without_a_sound_persona_is_rejected_without_quoting_it(persona):
     with pytest.raises(DataError, match="a row's `persona` is malformed or missing"):
         Persona.of({"persona": persona})
@@ -156,7 +167,10 @@ def test_a_language_model_plays_the_customer(httpserver, text, outcome):
         ((503, {}), "customer_http_503"),
         ((200, completion("I don't know")), "customer_no_reply"),
         ((200, completion('{"reply": "", "decision": "continue"}')), "customer_no_reply"),
-        ((200, completion('{"reply": "Yes", "decision": "accept", "price": null}')), "customer_no_reply"),
+        *(
+            ((200, completion(f'{{"reply": "Yes", "decision": "accept", "price": {price}}}')), "customer_no_reply")
+            for price in ("null", "NaN", "-5", "1e999")
+        ),
         ((200, completion("", finish="length")), "customer_cut_off"),
         ((200, {"choices": []}), "customer_empty"),
         ((200, completion('{"reply": "Yes"', finish="content_filter")), "customer_refused"),
