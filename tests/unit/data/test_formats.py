@@ -287,7 +287,7 @@ def test_every_recipe_of_the_page_is_read_as_settings_of_the_data(tmp_path):
         read.append([source.entry.format for source in data.sources])
         if isinstance(given := yaml.safe_load(block)["dataset"], dict):
             assert data.sources[0].form().columns.keys() == given.get("columns", {}).keys()
-    assert read == [["rows"], ["bbq", "halueval", "rows"], ["bbq"], ["halueval"], ["qrecc"], ["topiocqa"]]
+    assert read == [["rows"], ["bbq", "halueval", "rows"], ["bbq"]]
 
 
 def test_held_out_rows_have_the_form_of_the_training_rows_or_their_own():
