@@ -7,15 +7,12 @@ They are the dataset `demo_dialogue`. A customer names a course and a budget, th
 that a document of the demo's catalogue answers, and a worry that one of the seller's arguments answers.
 """
 
-import argparse
-import json
 import random
 import re
-from pathlib import Path
 
-from make_search_rows import answer_of, course_and_topic  # beside this file
+from make_search_rows import answer_of, course_and_topic, write  # beside this file
 
-from salesrl_trl.data.files import DEMO_DIALOGUE, FILES, Record, demo_path, demo_records
+from salesrl_trl.data.files import DEMO_DIALOGUE, Record, demo_records
 from salesrl_trl.ground.shutdown import end_tidily
 
 BUDGETS = {
@@ -71,17 +68,6 @@ def _record(row: Record, documents: dict[str, str], rng: random.Random) -> Recor
     }  # fmt: skip
 
 
-def main() -> None:
-    """Write the dataset, a file for each split."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=demo_path(DEMO_DIALOGUE), help="folder to write to")
-    out: Path = parser.parse_args().out
-    out.mkdir(exist_ok=True)
-    for file in FILES.values():
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in dialogue_records(file)]
-        (out / file).write_text("".join(lines), encoding="utf-8")
-
-
 if __name__ == "__main__":
     end_tidily()
-    main()
+    write(__doc__, DEMO_DIALOGUE, dialogue_records)

@@ -10,6 +10,7 @@ policy answers itself, and may search before (`agents.tools.Search`).
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from salesrl_trl.data.files import DEMO_SEARCH, FILES, Record, demo_path, demo_records
@@ -67,17 +68,17 @@ def _record(row: Record, turns: list[dict[str, str]], reference: str, documents:
     return {"id": row["id"], "prompt": prompt, "reference": reference, "documents": documents, "query": good}
 
 
-def main() -> None:
-    """Write the dataset, a file for each split."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=demo_path(DEMO_SEARCH), help="folder to write to")
+def write(description: str | None, dataset: str, records_of: Callable[[str], list[Record]]) -> None:
+    """Write a dataset, a file for each split, to the folder named on the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=demo_path(dataset), help="folder to write to")
     out: Path = parser.parse_args().out
     out.mkdir(exist_ok=True)
     for file in FILES.values():
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in search_records(file)]
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records_of(file)]
         (out / file).write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
     end_tidily()
-    main()
+    write(__doc__, DEMO_SEARCH, search_records)

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Played:
     ends: Sequence[Sequenced]  # its sequences
     completion: list[Message]  # the first sequence's messages after its first prompt
     reward: dict[str, object]  # as stored in a row
     calls: int
 
-    @property
+    @cached_property
     def row(self) -> Sequenced:
+        """The sequences in one row."""
         return reduce(Sequenced.followed_by, self.ends)
 
 

@@ -16,7 +16,7 @@ from salesrl_trl.errors import BadServiceResponse, DataError, JudgeInvalid
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.types import AGREEMENT, CUSTOMER, REFUSAL, Example
 
-PATIENCE = {"hurried": 3}  # turns in vain after which a customer in this mood leaves
+PATIENCE = {"hurried": 3}  # unsuccessful turns after which a customer in this mood leaves
 USUAL_PATIENCE = 4
 CLOSE_S = 10.0  # longest wait for connections to close
 _YUAN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:yuan|元|块)")
@@ -78,7 +78,7 @@ def offer_in(text: str, list_price: float) -> float | None:
 
 class RuleBased:
     """The customer offline. It raises its objections one by one once a price is acceptable, or earlier if it is asked
-    something, and leaves after some turns in vain."""
+    something, and leaves after some unsuccessful turns."""
 
     def __init__(self, persona: Persona) -> None:
         self._persona = persona

@@ -292,11 +292,11 @@ class RewardConfig:
         check(self.max_usd is None or is_priced, f"`max_usd` is set, but no judge has a price. {remedy}")
         self.parsed_branch_weights()
         words = [word for tool in self.tools if tool.startswith(MCP) for word in tool.split()]
-        keys = [word for word in words if is_secret(word.partition("=")[0])]
+        named = [word.partition("=")[0] for word in words if word.startswith("-") or "=" in word]
         expected = (
             "Expected it in a file that the server reads, or in `env` of `mcp_tools` in Python: settings are logged"
         )
-        check(not keys, f"`tools` has an MCP command with a key as an argument. {expected}.")
+        check(not any(map(is_secret, named)), f"`tools` has an MCP command with a key as an argument. {expected}.")
 
     def parsed_attempts(self) -> Attempts:
         text = str(self.max_attempts)

@@ -18,6 +18,7 @@ from support.scripted import padded_behind, settings, steps_of
 from salesrl_trl.agents.mcp_tools import MCPTool, close, mcp_tools
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.reward_config import RewardConfig
 
 pytest.importorskip("mcp", reason="the extra `agents` is not installed")
 
@@ -132,6 +133,13 @@ def test_a_server_that_cannot_be_listed_is_refused_without_its_keys(server, word
     with pytest.raises(ConfigError, match=words) as refused:
         mcp_tools(server)
     assert "secret" not in str(refused.value) and "key@" not in str(refused.value)
+
+
+def test_an_option_that_holds_a_key_is_refused_and_no_other_word():
+    RewardConfig(tools=["mcp:python examples/token.py --max-tokens 4", "mcp:http://stock.internal/mcp"])
+    for command in ("serve --api-key k", "env STOCK_TOKEN=k serve"):
+        with pytest.raises(ConfigError, match="a key as an argument"):
+            RewardConfig(tools=[f"mcp:{command}"])
 
 
 def test_without_the_sdk_the_extra_is_named(monkeypatch):
