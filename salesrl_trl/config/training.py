@@ -180,11 +180,12 @@ class SalesGRPOConfig(GRPOConfig):
     """Above 0: zero-variance groups, whose rewards are all equal, are replaced by groups of randomly drawn rows. Each
     step generates at most this many replacements per group that it trains on."""
     vllm_importance_sampling_mode: Annotated[str, MODES] | None = None
-    """TRL's bounded importance weights. Defaults to `token_truncate` with a lookahead, else to TRL's
-    `sequence_mask`."""
+    """TRL's bounded importance weights: `token_truncate` with a lookahead, else TRL's `sequence_mask`. No effect with
+    `weights: bypass`."""
     rollout_correction: dict[str, object] | str | None = None
-    """Changes these weights: `weights` is `bounded`, `normalized`, `none` or `bypass`, and `reject` masks tokens or
-    completions by verl's names, e.g. `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
+    """Changes these weights: `weights` is `bounded`, `normalized`, `none` or `bypass`, the default with a lookahead
+    and a clipped loss unless either setting is given, and `reject` masks tokens or completions by verl's names, e.g.
+    `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
     partial_rollouts: LessThan1 = 0.0
     """Above 0: the largest share of a batch's completions that a colocated vLLM may leave unfinished when training
     continues, and finishes along with the next batch. Requires a `rollout_lookahead`. Their later tokens, with their

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_names, check_ranges, entry_of, load_object
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
-from salesrl_trl.update.correction import BOUNDED, MODE_AHEAD, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
+from salesrl_trl.update.correction import AHEAD, BOUNDED, BYPASS, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -150,10 +150,16 @@ def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
     )
     if args.vllm_importance_sampling_mode is not None:
         return []
-    args.vllm_importance_sampling_mode = MODE_AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode
-    reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
-    is_told = lookahead and args.use_vllm and args.vllm_importance_sampling_correction
-    return [f"`vllm_importance_sampling_mode`: {MODE_AHEAD} with a lookahead, because {reason}"] * bool(is_told)
+    args.vllm_importance_sampling_mode = AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode
+    if not (lookahead and args.use_vllm and args.vllm_importance_sampling_correction):
+        return []
+    has_ppo_ratio = args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo") and args.importance_sampling_level == "token"
+    if args.rollout_correction is not None or not has_ppo_ratio:
+        reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
+        return [f"`vllm_importance_sampling_mode`: {AHEAD} with a lookahead, because {reason}"]
+    args.rollout_correction = {"weights": BYPASS}
+    reason = "with importance weights instead, a language model's reward dipped"
+    return [f"`rollout_correction`: with a lookahead the loss clips the ratio to the sampler, because {reason}"]
 
 
 def correction_of(args: GRPOConfig) -> CorrectionSettings:

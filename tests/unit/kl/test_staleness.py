@@ -27,7 +27,7 @@ def distributions(kl_of_policy_to_sampler, seed):
     return policy, reference, sampler, counts.long()
 
 
-def measure(policy, reference, sampler, counts, settings, *, vllm):
+def measure(policy, reference, sampler, counts, settings, engine):
     """The penalty's expected gradient by the policy's logits, shape (16,), and the two measured KLs."""
     logits = policy.clone().requires_grad_()
     tokens = torch.arange(16).repeat_interleave(counts)  # (TOKENS,)
@@ -36,11 +36,12 @@ def measure(policy, reference, sampler, counts, settings, *, vllm):
         "completion_mask": torch.ones(TOKENS, 1),
         "branch_ids": torch.zeros(TOKENS, dtype=torch.long),
         "ref_per_token_logps": pick(reference),
-        # with vLLM the old policy is that of the step's beginning, without it the one that sampled
-        "old_per_token_logps": pick(policy if vllm else sampler),
+        # with weights beside the loss's ratio, the old policy is that of the step's beginning, else the one that sampled
+        "old_per_token_logps": pick(policy if engine == "vllm" else sampler),
     }
-    if vllm:
-        inputs["importance_sampling_ratio"] = pick((policy - sampler).exp())
+    if engine != "transformers":
+        weights = (policy - sampler).exp() if engine == "vllm" else torch.ones_like(policy)
+        inputs["importance_sampling_ratio"] = pick(weights)
     penalty = BranchPenalty(inputs, (1.0,), settings)
     term = penalty * penalty.record_logps(pick(logits.log_softmax(0)))
     term.mean().backward()
@@ -64,8 +65,8 @@ def relative_error(gradient, true):
 # k2's gradient is the KL's without the correction, that of the others with it
 @pytest.mark.parametrize(("estimator", "correction"), [("k1", True), ("k3", True), ("k2", False)])
 @pytest.mark.parametrize("staleness", [0.0015, 0.006])
-@pytest.mark.parametrize("vllm", [True, False], ids=["vllm", "transformers"])
-def test_gradient_and_measured_kl_are_those_of_the_policy_whoever_sampled(estimator, correction, staleness, vllm):
+@pytest.mark.parametrize("engine", ["vllm", "vllm bypass", "transformers"])
+def test_gradient_and_measured_kl_are_those_of_the_policy_whoever_sampled(estimator, correction, staleness, engine):
     errors, uncorrected = [], []
     for seed in range(5):
         policy, reference, sampler, counts = distributions(staleness, seed)
@@ -73,7 +74,7 @@ def test_gradient_and_measured_kl_are_those_of_the_policy_whoever_sampled(estima
         both = {}
         for off_policy in (False, True):
             settings = PenaltySettings(estimator=estimator, bias_correction=correction, off_policy=off_policy)
-            gradient, kl, k1 = measure(policy, reference, sampler, counts, settings, vllm=vllm)
+            gradient, kl, k1 = measure(policy, reference, sampler, counts, settings, engine)
             both[off_policy] = relative_error(gradient, true_gradient)
         errors.append(both[True])
         uncorrected.append(both[False])
@@ -81,5 +82,5 @@ def test_gradient_and_measured_kl_are_those_of_the_policy_whoever_sampled(estima
         if estimator == "k3":
             assert kl == pytest.approx(true_kl, rel=1e-9)
     assert max(errors) < 1e-9
-    if vllm or not correction:  # without vLLM the loss's own ratio is to the sampler, if the KL has it
+    if engine == "vllm" or not correction:  # otherwise the loss's own ratio is to the sampler, if the KL has it
         assert min(uncorrected) > 0.01
