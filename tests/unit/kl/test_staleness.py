@@ -36,7 +36,7 @@ def measure(policy, reference, sampler, counts, settings, engine):
         "completion_mask": torch.ones(TOKENS, 1),
         "branch_ids": torch.zeros(TOKENS, dtype=torch.long),
         "ref_per_token_logps": pick(reference),
-        # with weights beside the loss's ratio, the old policy is that of the step's beginning, else the one that sampled
+        # with weights beside the ratio, the old policy is that of the start of the step, otherwise the sampler
         "old_per_token_logps": pick(policy if engine == "vllm" else sampler),
     }
     if engine != "transformers":
