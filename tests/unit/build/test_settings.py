@@ -40,6 +40,24 @@ def test_weights_of_a_recipe_are_of_its_own_functions():
     assert same.training.reward_weights == [1.0, -0.05, 0.0]
 
 
+def test_metrics_of_a_recipes_function_leave_with_it():
+    recipe = ROOT / "salesrl_trl/launch/recipes/search.yaml"
+    both = ["search_rewards.Searches", "search_rewards.Found"]
+    config = parse(["--reward_funcs", "judge", "search_rewards.searches", "my_rewards.brief"], recipe)
+    assert config.telemetry.quick_eval_figures == config.recipe["quick_eval_figures"] == both[:1]
+    assert [note for note in config.notes if "`quick_eval_figures` ['search_rewards.Found'] are ignored" in note]
+    for functions, figures in (
+        ("my_rewards.brief", []),
+        ("my_rewards.found(k=1)", both[1:]),  # metrics find a function by its name
+        ("judge search_rewards.searches search_rewards.found", both),
+    ):
+        assert parse(["--reward_funcs", *functions.split()], recipe).telemetry.quick_eval_figures == figures
+    with pytest.raises(ConfigError, match="`quick_eval_best` is 'found'"):
+        parse(["--reward_funcs", "my_rewards.brief", "--quick_eval_best", "found"], recipe).telemetry.check_branches(
+            []
+        )
+
+
 def test_another_recipe_can_be_named(tmp_path):
     other = tmp_path / "mine.yaml"
     other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
