@@ -11,11 +11,14 @@ import pytest
 
 from salesrl_trl.config.keys import FORMER
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.judge_config import PartnerSettings
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import StepSettings
 from salesrl_trl.launch.settings import all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.launch.settings_help import FIRST, GROUPS, OWN_TEXTS, answer_help, settings, shown
+from salesrl_trl.types import DEFAULT_FORMAT
 
 ROOT = Path(__file__).parents[3]
 
@@ -131,6 +134,11 @@ def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
         if isinstance(field.default, int | float | str | None) and name != "optim":  # torch's version decides
             assert settings()[name].default == shown(getattr(field.default, "value", field.default)), name
         assert settings()[name].text, name
+    constants = re.compile(r"[A-Z_]{3,}|.*\w\(.*")
+    assert [name for name, each in settings().items() if constants.fullmatch(each.default)] == ["lora_task_type"]
+    shape = dataclasses.fields(PartnerSettings)[0].default, DEFAULT_FORMAT.fields, ROWS, PartnerSettings().kind
+    named = ("partner.name", "rag.action_fields", "dataset.format", "partner.kind")
+    assert tuple(map(shown, shape)) == tuple(settings()[name].default for name in named)
 
 
 def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsys, monkeypatch):
