@@ -115,7 +115,7 @@ const EN = {
   score_of: "By",
   number: "Number",
   words: "Reason",
-  part: "part",
+  part: "component",
   function: "function",
   verdict: "verdict",
   tool_call: "Tool call: {0}",
