@@ -287,22 +287,21 @@ class SettingsParser(TrlParser):
             values["held_out_eval"] = True
         return values
 
-    def _drop_weights_of_replaced_functions(self, values: dict[str, object], on_command_line: Collection[str]) -> None:
+    def _drop_weights_of_replaced_functions(self, values: dict[str, Any], on_command_line: Collection[str]) -> None:
         """Ignore a recipe's `reward_weights` if the command line replaces the `reward_funcs` that they weight, and
         metrics of a replaced function, named by their `of`."""
         before, now = self.get_default("reward_funcs") or [], values.get("reward_funcs") or []
         if not before or now == before:
             return
         gone = _names(before) - _names(now)
-        figures: Any = values.get("quick_eval_figures") or []
+        figures = values.get("quick_eval_figures") or []
         lost = [path for path in figures if getattr(load_object(path, "quick_eval_figures"), "of", "") in gone]
         weights = None if "reward_weights" in on_command_line else values.get("reward_weights")
-        for name, ignored in (("reward_weights", weights), ("quick_eval_figures", lost)):
+        left = [path for path in figures if path not in lost]
+        for name, ignored, rest in (("reward_weights", weights, None), ("quick_eval_figures", lost, left)):
             if ignored:
                 self.notes.append(f"`reward_funcs` replaces the recipe's, so its `{name}` {ignored} are ignored")
-        values["reward_weights"] = None if weights else values.get("reward_weights")
-        if lost:
-            values["quick_eval_figures"] = [path for path in figures if path not in lost]
+                values[name] = rest
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"invalid settings: {message}. `--help` lists all.")
