@@ -15,6 +15,7 @@ version = release = re.search(r'__version__ = "(.+)"', (ROOT / "salesrl_trl/__in
 extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
 html_theme = "furo"
 html_title = f"{project} {version}"
+html_static_path = html_css_files = ["site.css"]
 html_show_copyright = html_show_sphinx = html_copy_source = False
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4
@@ -42,6 +43,12 @@ def _point_into_the_repository(app: object, name: str, source: list[str]) -> Non
     source[0] = LINK.sub(replaced, source[0])
 
 
+def _name_the_language(app: object, name: str, template: str, context: dict[str, object], tree: object) -> None:
+    """Browsers choose Chinese glyphs by `<html lang>`."""
+    if name.startswith("zh/"):
+        context["language"] = "zh-CN"
+
+
 def _write_generated_pages(app: object) -> None:
     make_reference.main(PAGES / "reference")
 
@@ -49,4 +56,5 @@ def _write_generated_pages(app: object) -> None:
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", _write_generated_pages)  # type: ignore[attr-defined]
+    app.connect("html-page-context", _name_the_language)  # type: ignore[attr-defined]
     app.connect("source-read", _point_into_the_repository)  # type: ignore[attr-defined]

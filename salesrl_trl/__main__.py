@@ -15,7 +15,7 @@ from salesrl_trl.ground.shutdown import EXIT_BAD_INPUT, end_tidily
 
 COMMANDS = {
     "train": ("salesrl_trl.launch.train", "train a policy; without a recipe, with the built-in one"),
-    "preflight": ("salesrl_trl.launch.preflight", "check in seconds whether a run will work"),
+    "preflight": ("salesrl_trl.launch.preflight", "check settings, data, services and memory before a run"),
     "evaluate": ("salesrl_trl.launch.evaluate", "score a policy on held-out rows"),
     "rejudge": ("salesrl_trl.record.rejudge", "judge a recorded run again and compare"),
     "report": ("salesrl_trl.record.report", "write a page about a run"),

@@ -1,4 +1,4 @@
-"""README's chart: seconds a step over reward latency, from the rows of `latency.csv`.
+"""README's chart: seconds per step by reward latency, from the rows of `latency.csv`.
 
     python -m benchmarks.peers.chart > docs/latency.svg
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROWS = Path(__file__).with_name("latency.csv")
-WIDTH, HEIGHT = 720, 380
-LEFT, RIGHT, TOP, BOTTOM = 190, 440, 40, 330
+WIDTH, HEIGHT = 560, 380  # narrow, so that labels stay legible on a phone
+LEFT, RIGHT, TOP, BOTTOM = 80, 290, 40, 330
 MOST_S = 36
 ROOM = 15  # between two labels
 OURS = "salesrl_trl"
@@ -25,7 +25,7 @@ STYLE = """
   .other { stroke: #6e7781; fill: #6e7781 }
   .ours { stroke: #1a7f37; fill: #1a7f37 }
   line.other, line.ours { stroke-width: 2.5 }
-  .small { font-size: 11px; fill: #57606a }
+  .small { font-size: 12px; fill: #57606a }
   text.ours { stroke: none; font-weight: 600 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 }
@@ -66,7 +66,7 @@ def drawn(systems: dict[str, list[Point]]) -> str:
         parts.append(_text(x2 + 10, labels[1][number] + 4, f"{_value(points[1])}  {system}", text))
     body = "\n".join(parts)
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    label = 'role="img" aria-label="Seconds a step over reward latency"'
+    label = 'role="img" aria-label="Seconds per step by reward latency"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
 
 
@@ -83,16 +83,14 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 
 def _axes(slowest: float) -> str:
-    lines = [_text(LEFT - 150, 20, "seconds a step (steps counted)", 'class="small"')]
+    lines = [_text(0, 20, "seconds per step (number of steps averaged)", 'class="small"')]
     for seconds in range(0, MOST_S, 10):
         y = _y(seconds)
         lines.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{RIGHT}" y2="{y:.1f}"/>')
     for x, label in ((LEFT, "instant"), (RIGHT, f"{slowest:g} s on average")):
         lines.append(f'<line class="axis" x1="{x}" y1="{TOP}" x2="{x}" y2="{BOTTOM}"/>')
         lines.append(_text(x, BOTTOM + 20, label, 'text-anchor="middle"'))
-    lines.append(
-        _text((LEFT + RIGHT) / 2, BOTTOM + 40, "time that a reward takes", 'class="small" text-anchor="middle"')
-    )
+    lines.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "reward latency", 'class="small" text-anchor="middle"'))
     return "\n".join(lines)
 
 

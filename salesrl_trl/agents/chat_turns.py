@@ -259,8 +259,8 @@ class AgentCalls:
             )  # fmt: skip
         self.is_full = self._room(started) <= 0
         if self.is_full:
-            most = f"{self.form.most_completion} after the first prompt (`max_completion_length`)"
-            words = f"The sequence is full: at most {most}, {self.form.most_tokens} tokens in all."
+            most = f"{self.form.most_completion} tokens after the first prompt (`max_completion_length`)"
+            words = f"The sequence is full: it may have {most}, and {self.form.most_tokens} in total."
             raise Refused(words, code="context_length_exceeded")
         return started
 

@@ -154,8 +154,8 @@ class Keeper:
         saved = self._load_part(folder, UNDER_WAY_FILE)
         if saved is None:
             logger.warning(
-                f"{folder} was saved in the middle of a generation batch, whose completions are absent or belong to "
-                "another number of processes or other batch sizes: they are regenerated from the same prompts"
+                f"{folder} was saved in the middle of a generation batch whose completions can't be used (absent, or "
+                "of another number of processes or other batch sizes). They are regenerated from the same prompts"
             )
         return None if saved is None else saved["batches"]
 

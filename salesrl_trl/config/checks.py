@@ -122,11 +122,11 @@ class Range(NamedTuple):
 
     @property
     def text(self) -> str:
-        """`"more than 0, and at most 10: ..."`."""
-        least = "more than 0" if self.least == MORE_THAN_0 else f"at least {self.least:g}"
-        most = "less than 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
+        """`"above 0 and at most 10: ..."`."""
+        least = "above 0" if self.least == MORE_THAN_0 else f"at least {self.least:g}"
+        most = "below 1" if self.most == LESS_THAN_1 else f"at most {self.most:.10g}"
         ends = {least: self.least > -sys.float_info.max, most: self.most < sys.float_info.max}
-        text = ", and ".join(end for end, is_set in ends.items() if is_set) or "finite"
+        text = " and ".join(end for end, is_set in ends.items() if is_set) or "finite"
         return f"{text}: {self.why}" if self.why else text
 
 

@@ -100,7 +100,7 @@ def with_entries(given: Mapping[str, object]) -> dict[str, object]:
         if value is not None or name not in FORMER:
             setting, *path = _place(name).split(".")
             if not path and settings.get(setting) is not None:
-                raise ConfigError(f"`{name}` is given beside `{setting}`. Expected one of them.")
+                raise ConfigError(f"`{name}` and `{setting}` are both set. Remove one.")
             settings[setting] = _placed(name, settings.get(setting), setting, path, from_json(value))
     return settings
 
@@ -121,7 +121,7 @@ def _placed(name: str, current: object, setting: str, path: Sequence[str], value
         current = {_TEXTS[setting]: current}
     is_text = isinstance(current, str) and not current.startswith("{")
     if is_text or not isinstance(current, str | Mapping | None):
-        found = f"`{name}` is given beside `{setting}`, a {type(current).__name__}"
-        raise ConfigError(f"{found}. Expected it in an entry of that.")
+        found = f"`{name}` is set, but `{setting}` is a {type(current).__name__}"
+        raise ConfigError(f"{found}. Set it inside that value instead.")
     entries = structure(setting, current or {}, dict)
     return {**entries, path[0]: _placed(name, entries.get(path[0]), path[0], path[1:], value)}

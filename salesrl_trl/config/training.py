@@ -335,10 +335,10 @@ class SalesGRPOConfig(GRPOConfig):
         by_branch = {name: entry for name, entry in by_branch.items() if name != KL_SETTINGS}
         branches = self.branches or list(by_branch) or [ALL]  # the branches are unknown until there are rows
         unknown, every = sorted(set(by_branch) - set(branches)), ", ".join(branches)
-        remedy = "Name your branches in it, or give `--branch_kl {} --beta 0.05` for one coefficient."
+        remedy = "Name your branches in it, or set `--branch_kl {} --beta 0.05` for one coefficient."
         check(not unknown, f"`branch_kl` names {', '.join(unknown)}. Expected some of: {every}. {remedy}")
         is_ignored = self.beta and self.branches and set(by_branch) == set(branches)
-        remedy = "Expected one of them: remove `beta`, or give `--branch_kl {}` for a single coefficient."
+        remedy = "Set only one of them: remove `beta`, or set `--branch_kl {}` for a single coefficient."
         check(not is_ignored, f"`beta` is {self.beta} and `branch_kl` names every branch. {remedy}")
         targets = dict[str, KLTarget]()
         for branch in branches:

@@ -29,7 +29,7 @@ OF_VLLM = "vllm_(?!importance_sampling_mode).*|max_sampling_logp_difference|roll
 def check_numbers(args: GRPOConfig) -> None:
     """Raise `ConfigError` unless numbers unchecked by transformers and TRL are in range."""
     check_ranges(args, TRAINING)
-    check(args.num_train_epochs != 0, f"`num_train_epochs` is 0. Expected a number, more than 0. {_WITHOUT_UPDATES}")
+    check(args.num_train_epochs != 0, f"`num_train_epochs` is 0. Expected a number above 0. {_WITHOUT_UPDATES}")
     expected = f"Expected at least 1, or -1 to use `num_train_epochs`. {_WITHOUT_UPDATES}"
     steps = args.max_steps
     check(isinstance(steps, int) and (steps == -1 or steps > 0), f"`max_steps` is {steps!r}. {expected}")

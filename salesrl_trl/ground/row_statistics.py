@@ -1,7 +1,7 @@
 """Means over rows with confidence intervals, the difference of two policies on the same rows, and the Pareto front.
 
 A row is one observation. Rows without a value are excluded and counted, never imputed. Intervals use Student's t over
-rows, because a bootstrap of so few rows would be too narrow (docs/how-to/evaluate.md compares both).
+rows, because a bootstrap's of so few rows are too narrow (benchmarks/log/2026-11-29-intervals.md).
 """
 
 import functools

@@ -109,7 +109,7 @@ WITHHELD = frozenset(
 BROKEN_OFF = frozenset({"error", "abort", "cancelled", "network_error", "insufficient_system_resource"})
 """`finish_reason` of a text that the server aborted: OpenRouter, vLLM, SGLang, GLM and DeepSeek."""
 _LESS = (
-    ", or limit thinking by `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
+    ", or limit thinking with `extra_body`: {reasoning_effort: low} for OpenAI and Gemini, {reasoning_effort: none} "
     "for Ollama, {chat_template_kwargs: {enable_thinking: false}} for vLLM and SGLang"
 )
 ASKING = frozenset({"user", "system", "developer", "tool"})
@@ -393,5 +393,5 @@ def of_stream(answer: bytes) -> object:
         except (AttributeError, TypeError):
             raise ValueError("a stream of other events") from None
     if end is None:
-        raise ValueError("a stream without its end")
+        raise ValueError("a stream that ended early")
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": end}], "usage": usage}

@@ -200,7 +200,7 @@ class Scoring:
             for name, taken in given:
                 if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
                     raise ConfigError(
-                        f"the stage {type(stage).__name__} names itself or a component {name!r}. Expected lower-case "
+                        f"the stage {type(stage).__name__} has the name or a component {name!r}. Expected lower-case "
                         f"letters, digits and _, 40 at most, and none of {', '.join(taken)}, {OTHER_RUBRIC}*."
                     )
                 taken.append(name)

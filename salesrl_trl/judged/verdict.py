@@ -222,7 +222,7 @@ def _without_end(text: str) -> str:
 
 def _unsigned(got: object) -> JudgeInvalid:
     if isinstance(got, str) and is_nonce(got):
-        text = "the verdict returns another request's nonce: replies are mixed up, or the judge copies badly."
+        text = "the verdict returns another request's nonce: replies are mixed up, or the judge copies it unreliably."
         return ForeignVerdict(text, code="judge_foreign_verdict")
     return _invalid("a verdict without the request's nonce", "judge_unsigned")
 

@@ -150,7 +150,7 @@ def partner_of(given: object) -> PartnerSettings:
     )
     check(
         partner.kind == CUSTOMER or not partner.is_model,
-        "`partner.base_url` is set together with your own class, which calls its own services. Expected one of them.",
+        "`partner.base_url` is set, but `partner` is your own class, which calls its own services. Remove one.",
     )
     return partner
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -287,13 +287,21 @@ class SettingsParser(TrlParser):
             values["held_out_eval"] = True
         return values
 
-    def _drop_weights_of_replaced_functions(self, values: dict[str, object], on_command_line: Collection[str]) -> None:
-        """Ignore a recipe's `reward_weights` if the command line replaces the `reward_funcs` that they weight."""
-        recipe_functions, weights = self.get_default("reward_funcs"), values.get("reward_weights")
-        is_replaced = bool(recipe_functions) and values.get("reward_funcs") != recipe_functions
-        if is_replaced and weights and "reward_weights" not in on_command_line:
-            self.notes.append(f"`reward_funcs` replaces the recipe's, so its `reward_weights` {weights} are ignored")
-            values["reward_weights"] = None
+    def _drop_weights_of_replaced_functions(self, values: dict[str, Any], on_command_line: Collection[str]) -> None:
+        """Ignore a recipe's `reward_weights` if the command line replaces the `reward_funcs` that they weight, and
+        metrics of a replaced function, named by their `of`."""
+        before, now = self.get_default("reward_funcs") or [], values.get("reward_funcs") or []
+        if not before or now == before:
+            return
+        gone = _names(before) - _names(now)
+        figures = values.get("quick_eval_figures") or []
+        lost = [path for path in figures if getattr(load_object(path, "quick_eval_figures"), "of", "") in gone]
+        weights = None if "reward_weights" in on_command_line else values.get("reward_weights")
+        left = [path for path in figures if path not in lost]
+        for name, ignored, rest in (("reward_weights", weights, None), ("quick_eval_figures", lost, left)):
+            if ignored:
+                self.notes.append(f"`reward_funcs` replaces the recipe's, so its `{name}` {ignored} are ignored")
+                values[name] = rest
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"invalid settings: {message}. `--help` lists all.")
@@ -362,6 +370,11 @@ def _is_own_task(settings: Namespace) -> bool:
     functions: list[str] = getattr(settings, "reward_funcs", None) or []
     rows: object = getattr(settings, "dataset", DEMO)
     return bool(functions) and SALES not in functions and str(rows).partition(":")[0] not in (DEMO, DEMO_PICTURES)
+
+
+def _names(functions: Iterable[str]) -> set[str]:
+    """Names of functions listed by path: `"brief"` for `"my_rewards.brief"`."""
+    return {path.partition("(")[0].rpartition(".")[2] for path in functions}
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, object]:

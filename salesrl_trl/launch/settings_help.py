@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, str | list[str]]] = _HELP["groups"]
 """By the name for `--help GROUP`: its subject, and its classes by dotted path."""
 FIRST: list[str] = _HELP["first"]
 OWN_TEXTS: dict[str, str] = _HELP["texts"]
+OWN_DEFAULTS: dict[str, object] = _HELP["defaults"]
 
 
 class Setting(NamedTuple):
@@ -49,6 +50,7 @@ def settings() -> dict[str, Setting]:
         for path in of["classes"]:
             for name, text, default in _fields(path):
                 text = OWN_TEXTS.get(name, " ".join(text.split()))
+                default = shown(OWN_DEFAULTS.get(inside + name, default))
                 found.setdefault(inside + name, Setting(inside + name, group, text, default))
     return found
 

@@ -19,7 +19,7 @@ WAITS = 0.05
 FEWEST, MOST = 3, 16
 """Measured steps before the lookahead increases, and before it decreases."""
 LOWER = 0.7
-"""A lookahead that was too small is retried once rewards need less than this share of their time back then."""
+"""A lookahead that was too small is retried once rewards take less than this share of the time they took then."""
 _NOT_OF_A_STEP = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.LOGGING)
 
 
@@ -63,9 +63,8 @@ class LookaheadPart(Part):
         means = compute, waited, rewards = [statistics.mean(column) for column in zip(*self._measured, strict=True)]
         if (chosen := self._chosen(*means)) != self.number:
             logger.info(
-                f"[Lookahead] rollouts are up to {chosen} steps ahead, {self.number} before: rewards of a batch take "
-                f"{rewards:.1f} s, a step without waiting {compute:.1f} s, and it waited {waited:.1f} s "
-                f"(max_rollout_lookahead {self._most})"
+                f"[Lookahead] {self.number} -> {chosen} steps: a batch's rewards take {rewards:.1f} s, a step takes "
+                f"{compute:.1f} s and waited {waited:.1f} s for rewards (max_rollout_lookahead {self._most})"
             )
             self.number, self._unsettled = chosen, chosen + 1
             self._measured.clear()

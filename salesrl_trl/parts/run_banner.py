@@ -41,7 +41,7 @@ class Banner(Part):
         args.is_introduced = True
         reward, policy = run.reward_loop.reward, run.pipeline.buffer.policy
         staleness, refill = policy.max_age, policy.refill_limit
-        report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; before: salesrl report {args.output_dir}"
+        report = f"{args.output_dir}/{REPORT_PAGE_FILE} at the end; until then: salesrl report {args.output_dir}"
         if "tensorboard" not in args.report_to:
             report = 'off: it requires TensorBoard\'s files (report_to="tensorboard" writes them)'
         lines = shown(

@@ -50,8 +50,8 @@ class WeightChange(Part):
         if low:
             count, kind = sum(weight.numel() for weight in low), str(low[0].dtype).removeprefix("torch.")
             logger.warning(
-                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, and {type(innermost).__name__} "
-                f"writes its updates back in it, at a learning rate of {args.learning_rate:g}. {REMEDY}",
+                f"[Weights] {count / 1e6:.1f} M trainable weights are in {kind}, to which {type(innermost).__name__} "
+                f"rounds its updates, at a learning rate of {args.learning_rate:g}. {REMEDY}",
             )
         self._full_rate, self._rate = args.learning_rate, 0.0
         self._hook = innermost.register_step_pre_hook(self._before_step)

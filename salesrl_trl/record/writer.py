@@ -156,7 +156,7 @@ class Recorder:
                     with closing(sqlite3.connect(path, LOCK_WAIT_S)) as other, other:
                         drop_after(other, self.after)
                 except sqlite3.Error as error:
-                    logger.warning(f"[Record] {path} keeps its steps after {self.after} ({error})")
+                    logger.warning(f"[Record] steps after {self.after} can't be deleted from {path} ({error})")
         return opened(file, self.meta, after=self.after)
 
     def _take(self, file: sqlite3.Connection, batch: Batch) -> None:
@@ -261,8 +261,8 @@ class Recorder:
         if dropped is not None and not self._has_dropped:
             self._has_dropped = True
             logger.warning(
-                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): steps up to "
-                f"{dropped} were dropped, and the oldest ones will be from now on"
+                f"[Record] {self.path} has reached {most_bytes / 2**30:g} GiB (`gib` of `record`): from now on, the "
+                f"oldest steps are dropped (so far up to {dropped})"
             )
 
 

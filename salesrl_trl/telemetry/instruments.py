@@ -292,7 +292,7 @@ def imports_so_far() -> Span:
 
 def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> None:
     """Log start-up times, from all spans so far and the first step, and write them to a file: `[Start] 31.4 s to the
-    end of the first step: imports 9.0, first step 4.0, other 0.2; side by side ...`. Phases are sequential; the others
+    end of the first step: imports 9.0, first step 4.0, other 0.2; concurrently: ...`. Phases are sequential; others
     run in parallel threads and processes. A full disk does not end the run."""
     known = sorted((span for span in spans if span.name in set(StartUp)), key=attrgetter("started"))
     phases, beside = dict[str, float](), dict[str, float]()
@@ -305,7 +305,7 @@ def write_start(spans: Sequence[Span], first: StepTimes, output_dir: Path) -> No
         ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items() if seconds >= SHOWN_S)
         for each in ({**phases, "first step": first.wall, "other": other}, beside)
     )
-    more = f"; side by side with these: {side}" if side else ""
+    more = f"; concurrently: {side}" if side else ""
     logger.info(f"[Start] {total:.1f} s to the end of the first step: {parts}{more}")
     figures = {"total_s": total, "phases_s": phases, "beside_s": beside, "first_step_s": first.wall}
     with spared(START_UP_FILE, OSError):

@@ -81,8 +81,8 @@ class WeightCheck:
         if not mean <= self._limit:  # also rejects infinity
             raise WeightSyncError(
                 f"vLLM's log-probs differ from the trainer's by {mean:.3f} nats on average over the first "
-                f"{tokens:.0f} tokens, expected at most {self._limit:g}: it samples from other weights, or with "
-                f"another dtype, than those being trained. {self._hints}"
+                f"{tokens:.0f} tokens (limit: {self._limit:g}): it samples from other weights than those being "
+                f"trained, or in another dtype. {self._hints}"
             )
         logger.info(
             f"[Weights] vLLM samples from the weights being trained: log-probs differ by {mean:.4f} nats on average "

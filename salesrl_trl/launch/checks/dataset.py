@@ -140,8 +140,8 @@ def check_splits(
     trained = {(row.context, row.images) for row in train}
     known = [row for row in held_out if (row.context, row.images) in trained]
     if known:
-        text = f"{len(known):,} of {len(held_out):,} held-out rows have the text of a training row: {_named(known)}."
-        findings.add(text, "Hold out others.")
+        text = f"{len(known):,} of {len(held_out):,} held-out rows are also training rows: {_named(known)}."
+        findings.add(text, "Hold out other rows.")
     findings.figures |= {"train_rows": len(train), "held_out_rows": len(held_out)}
 
 

@@ -99,7 +99,7 @@ def _check_disk(plan: Plan, findings: Findings) -> None:
     checkpoint, free = each * memory.parameter_count(*plan.config.policy_source) / GIB, free_gib(training.output_dir)
     findings.figures["checkpoint_gib"] = checkpoint
     if free < 2 * checkpoint:  # the previous one is kept until the new one is complete
-        text = f"A checkpoint needs about {checkpoint:.1f} GiB, and `output_dir` has {free:.1f} GiB of free disk."
+        text = f"A checkpoint needs about {checkpoint:.1f} GiB, but `output_dir` has only {free:.1f} GiB of free disk."
         remedy = "Use an `output_dir` on a larger disk, or set `save_only_model: true`."
         findings.add(text, remedy, is_failure=free < checkpoint)
 
@@ -114,8 +114,8 @@ def _compare(estimated: Estimate, used_gib: float, setup: Setup, findings: Findi
         findings.fail(text, f"Raise `vllm_gpu_memory_utilization`. {LESS}")
     elif not estimated.fits:
         is_tried = setup.model.dtype == "float32" and not setup.lora  # despite the estimate
-        text = f"training needs about {needed:.1f} GiB ({estimated.peak.name}, ±{MARGIN:.0%}), the GPU has {card:.1f}."
+        text = f"training needs about {needed:.1f} GiB ({estimated.peak.name}, ±{MARGIN:.0%}); the GPU has {card:.1f}."
         findings.add(text, LESS, is_failure=needed > (1 + MARGIN) * card and not is_tried)
     elif used_gib + needed > (1 + MARGIN) * card:
-        text = f"training needs about {needed:.1f} of the GPU's {card:.1f} GiB, and {used_gib:.1f} are already in use."
+        text = f"training needs about {needed:.1f} of the GPU's {card:.1f} GiB, but {used_gib:.1f} are already in use."
         findings.fail(text, "Stop the processes that `nvidia-smi` lists, or set CUDA_VISIBLE_DEVICES to another GPU.")

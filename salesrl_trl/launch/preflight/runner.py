@@ -95,7 +95,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     findings.notes([*without_effect(model, of_lora), *without_effect(reward, of_rag | of_judge)])
     findings.notes(check_stand_ins(reward, training.branches, next(iter(config.data.own_sources), None)))
     if Path(config.policy_path) == VISION_POLICY and not VISION_POLICY.is_dir():
-        remedy = "Train it by `python scripts/make_vision_policy.py`, in two minutes."
+        remedy = "Create it with `python scripts/make_vision_policy.py`, which takes two minutes."
         raise ModelNotFoundError(f"{VISION_POLICY}, the small vision policy, does not exist. {remedy}")
     is_16_bit, kernel = bool(training.bf16 or training.fp16), model.attn_implementation
     model.attn_implementation, line = choose_attention(kernel, training.device, is_16_bit, plan.model_config)

@@ -213,7 +213,7 @@ def test_the_setting():
     for wrong, words in (
         ({"base_url": "http://a/v1"}, "an address without a model"),
         ({"model": "m"}, "an address without a model"),
-        ({"kind": "my.Class", "base_url": "http://a/v1", "model": "m"}, "together with your own class"),
+        ({"kind": "my.Class", "base_url": "http://a/v1", "model": "m"}, "is your own class"),
         ({"other": 1}, "`partner` has an unknown 'other'"),
     ):
         with pytest.raises(ConfigError, match=words):

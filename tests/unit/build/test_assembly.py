@@ -249,7 +249,7 @@ def test_the_warm_up_asks_every_service_once(config, services, tmp_path):
         ({"judge_providers": [PROVIDER, PROVIDER]}, "each name once"),
         ({"judge_providers": [{**PROVIDER, "weight": 0}]}, "one with a weight"),
         ({"judge_providers": [{**PROVIDER, "base_url": "api.openai.com"}]}, "starting with http"),
-        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Expected it in an entry"),
+        ({"judge_providers": [PROVIDER], "judge_base_url": f"{DEAD}/v1"}, "Set it inside that value"),
         ({"judge_providers": [{**PROVIDER, "weight": float("inf")}]}, "Expected a number, at least 0"),
         ({"rag_base_url": "http://"}, "with a host"),
         ({"branch_reward_weights": {"fairness": {"judge": float("inf")}}}, "a weight above 0 and up to"),

@@ -99,8 +99,11 @@ def test_what_is_given_by_another_name_is_an_entry_of_its_setting(given, made):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"judge_providers": [A_JUDGE], "judge_model": "m"}, "`judge_model` is given beside .*providers`, a list"),
-        ({"judge_model": "m", "judge": "mine.Judge"}, "`judge` is given beside `judge_providers`"),
+        (
+            {"judge_providers": [A_JUDGE], "judge_model": "m"},
+            "`judge_model` is set, but .*` is a list",
+        ),
+        ({"judge_model": "m", "judge": "mine.Judge"}, "`judge` and `judge_providers` are both set"),
     ],
 )
 def test_an_entry_beside_another_form_of_its_setting_is_refused(given, message):

@@ -80,11 +80,11 @@ def stage(tiny, monkeypatch, tmp_path):
     ("asked", "verdict", "text"),
     [
         ({"needed_gib": 60}, PASSED, None),
-        ({"needed_gib": 84}, NOTED, "needs about 84.0 GiB (optimizer step, ±10%), the GPU has 80.0."),
-        ({"needed_gib": 90}, FAILED, "needs about 90.0 GiB (optimizer step, ±10%), the GPU has 80.0."),
+        ({"needed_gib": 84}, NOTED, "needs about 84.0 GiB (optimizer step, ±10%); the GPU has 80.0."),
+        ({"needed_gib": 90}, FAILED, "needs about 90.0 GiB (optimizer step, ±10%); the GPU has 80.0."),
         ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "needs about 90.0 GiB"),
         ({"needed_gib": 60, "sequences": 0.5}, FAILED, "does not fit the weights and one completion of full length"),
-        ({"needed_gib": 60, "used_gib": 40}, FAILED, "and 40.0 are already in use"),
+        ({"needed_gib": 60, "used_gib": 40}, FAILED, "but 40.0 are already in use"),
     ],
 )
 def test_a_run_hears_whether_it_fits(stage, asked, verdict, text):

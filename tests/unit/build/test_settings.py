@@ -11,11 +11,14 @@ import pytest
 
 from salesrl_trl.config.keys import FORMER
 from salesrl_trl.errors import ConfigError
+from salesrl_trl.launch.data.formats import ROWS
 from salesrl_trl.launch.data_config import DataConfig
+from salesrl_trl.launch.judge_config import PartnerSettings
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.launch.services_plan import StepSettings
 from salesrl_trl.launch.settings import all_kinds, names_of_settings, parse, parse_part
 from salesrl_trl.launch.settings_help import FIRST, GROUPS, OWN_TEXTS, answer_help, settings, shown
+from salesrl_trl.types import DEFAULT_FORMAT
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,6 +41,24 @@ def test_weights_of_a_recipe_are_of_its_own_functions():
     assert parse([*own, "--reward_weights", "1", "0.2"], recipe).training.reward_weights == [1.0, 0.2]
     same = parse(["--reward_funcs", "judge", "search_rewards.searches", "search_rewards.found"], recipe)
     assert same.training.reward_weights == [1.0, -0.05, 0.0]
+
+
+def test_metrics_of_a_recipes_function_leave_with_it():
+    recipe = ROOT / "salesrl_trl/launch/recipes/search.yaml"
+    both = ["search_rewards.Searches", "search_rewards.Found"]
+    config = parse(["--reward_funcs", "judge", "search_rewards.searches", "my_rewards.brief"], recipe)
+    assert config.telemetry.quick_eval_figures == config.recipe["quick_eval_figures"] == both[:1]
+    assert [note for note in config.notes if "`quick_eval_figures` ['search_rewards.Found'] are ignored" in note]
+    for functions, figures in (
+        ("my_rewards.brief", []),
+        ("my_rewards.found(k=1)", both[1:]),  # metrics find a function by its name
+        ("judge search_rewards.searches search_rewards.found", both),
+    ):
+        assert parse(["--reward_funcs", *functions.split()], recipe).telemetry.quick_eval_figures == figures
+    with pytest.raises(ConfigError, match="`quick_eval_best` is 'found'"):
+        parse(["--reward_funcs", "my_rewards.brief", "--quick_eval_best", "found"], recipe).telemetry.check_branches(
+            []
+        )
 
 
 def test_another_recipe_can_be_named(tmp_path):
@@ -113,6 +134,11 @@ def test_the_settings_of_help_are_those_of_the_classes_with_their_defaults():
         if isinstance(field.default, int | float | str | None) and name != "optim":  # torch's version decides
             assert settings()[name].default == shown(getattr(field.default, "value", field.default)), name
         assert settings()[name].text, name
+    constants = re.compile(r"[A-Z_]{3,}|.*\w\(.*")
+    assert [name for name, each in settings().items() if constants.fullmatch(each.default)] == ["lora_task_type"]
+    shape = dataclasses.fields(PartnerSettings)[0].default, DEFAULT_FORMAT.fields, ROWS, PartnerSettings().kind
+    named = ("partner.name", "rag.action_fields", "dataset.format", "partner.kind")
+    assert tuple(map(shown, shape)) == tuple(settings()[name].default for name in named)
 
 
 def test_help_begins_with_the_settings_of_the_sales_example_and_the_groups(capsys, monkeypatch):

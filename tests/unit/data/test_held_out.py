@@ -88,7 +88,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"eval_dataset": {"share": 1.0}, "dataset": "a.jsonl"}, "Expected a number, at least 0, and less than 1."),
+        ({"eval_dataset": {"share": 1.0}, "dataset": "a.jsonl"}, "Expected a number, at least 0 and below 1."),
         ({"eval_dataset": {"share": 0.1}}, "but `eval_dataset` or the demo already has held-out rows"),
         ({"dataset": "a.jsonl", "eval_dataset": {"path": "b.jsonl", "share": 0.1}}, "already has held-out rows"),
         ({"dataset": "a.jsonl", "eval_dataset": {"columns": {"id": "at"}, "share": 0.1}}, "already has held-out rows"),
@@ -97,7 +97,10 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         ({"dataset": [{"format": "bbq"}]}, r"`dataset\[0\]` lacks path"),
         ({"dataset": [{"path": "a.json", "formt": "bbq"}]}, r"`dataset\[0\]` has an unknown .formt."),
         ({"dataset": [{"path": "a.json", "share": 0.5}, {"path": "b.json"}]}, r"2 entries and the shares \[0.5\]"),
-        ({"dataset": [{"path": "a.json"}], "columns": {"id": "x"}}, "`columns` is given beside `dataset`, a list"),
+        (
+            {"dataset": [{"path": "a.json"}], "columns": {"id": "x"}},
+            "`columns` is set, but `dataset` is a",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

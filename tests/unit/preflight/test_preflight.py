@@ -114,9 +114,9 @@ def test_a_gpu_that_torch_cannot_use_is_told(told, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, more than 0, and at most 10: above"),
+        ("--temperature 1e9", "`temperature` is 1000000000.0. Expected a number, above 0 and at most 10: above"),
         ('--branch_kl {"fairness":{"beta":1e9}}', "`branch_kl.fairness.beta` is 1000000000.0. Expected"),
-        ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0, and less"),
+        ("--use_peft true --lora_dropout 2", "`lora_dropout` is 2.0. Expected a number, at least 0 and below"),
         ("--lora_r 4 --use_dora true", "without effect: lora_r, use_dora, because `use_peft` is false"),
         ("--max_steps 0", "or -1 to use `num_train_epochs`. Without updates: `mode: rollouts` generates"),
     ],
@@ -137,7 +137,7 @@ def rows(path, *texts):
 def test_rows_that_come_twice_or_are_evaluated_on_are_told(told, tmp_path):
     train, held_out = rows(tmp_path / "a.jsonl", "one", "two", "four"), rows(tmp_path / "b.jsonl", "two", "three")
     found = told("--dataset", train, "--eval_dataset", held_out, "--allow_stand_ins", "true", *A_PROMPT)
-    assert "1 of 2 held-out rows have the text of a training row" in found
+    assert "1 of 2 held-out rows are also training rows" in found
     assert "No training row belongs to hallucination. Add rows" in found and "No held-out row belongs to hall" in found
 
 

@@ -107,7 +107,7 @@ def test_a_trainer_finds_the_number_for_its_service_and_says_so(tiny, tmp_path, 
     trainer.finish()
     assert 1 <= ahead <= 4
     assert max(entry[STALENESS_MAX] for entry in steps_of(trainer)) <= 6
-    assert f"rollouts are up to {ahead} steps ahead" in caplog.text
+    assert f"-> {ahead} steps: a batch's rewards take" in caplog.text
     first, last = (
         sum(entry[REWARD_EXPOSED] for entry in part) for part in (steps_of(trainer)[1:4], steps_of(trainer)[-3:])
     )

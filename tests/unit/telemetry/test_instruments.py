@@ -115,7 +115,7 @@ def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tm
         write_start(SPANS, STEP, tmp_path)
     assert caplog.messages[0] == (
         "[Start] 30.0 s to the end of the first step: imports 7.0, engine 11.0, first step 10.0, "
-        "other 2.0; side by side with these: warm_up 2.0"
+        "other 2.0; concurrently: warm_up 2.0"
     )
     kept = json.loads((tmp_path / START_UP_FILE).read_text())
     assert kept["total_s"] == 30.0

@@ -68,7 +68,7 @@ def test_bf16_weights_are_warned_of(caplog, dtype):
     """AdamW moves a weight by 1e-6 a step. Neighbours of 0.02 are 1.2e-4 apart in bf16, 1.9e-9 in float32."""
     model = policy(dtype)
     Run(torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), model).steps(loss_of(model), 3)
-    said = "trainable weights are in bfloat16, and AdamW writes its updates back in it"
+    said = "trainable weights are in bfloat16, to which AdamW rounds its updates"
     assert [said in record.message for record in caplog.records] == [True] * (dtype is torch.bfloat16)
 
 

@@ -250,7 +250,8 @@ def test_own_functions_stand_with_number_weight_words_and_calls(show, new_rank):
     rows = "[...document.querySelectorAll('section[aria-label=\"Scores\"] tr')].map(e => e.innerText)"
     assert tab.value(rows) == [
         "By\t\tNumber\tWeight\tReason", "right\tfunction\t0.500\t× 2\tnearly",
-        "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t", "right/style\tpart\t0.250\t\t",
+        "polite\tfunction\t–\t× 1\tpolite returned None", "len\tlogged\t7.000\t\t",
+        "right/style\tcomponent\t0.250\t\t",
     ]  # fmt: skip
     first, second = tab.value("[...document.querySelectorAll('.calls li')].map(e => e.innerText)")
     assert "grader_busy" in first
