@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -113,19 +114,21 @@ class MCPServer:
 
         self._loops.add(asyncio.get_running_loop())
         session = self._sessions.get()
+        opened = session.open()
         try:
-            client = await session.client()
+            client = await asyncio.shield(opened.client)  # others may wait for it too
         except (Exception, asyncio.CancelledError) as error:
             raise_if_cancelled(error)
             raise failure_of(service, error) from error
         began = now()
         try:
+            opened.calls += 1
             result = await client.call_tool(name, arguments)
             session.answered = now()
             return result
         except asyncio.CancelledError:
             if session.answered < began:  # nothing was answered meanwhile: it may hang
-                session.lose(client)
+                session.leave(opened)
             raise
         except MCPError as error:
             if error.code in _answers():
@@ -139,7 +142,11 @@ class MCPServer:
             raise BadServiceResponse(text, f"{service}_bad_result") from None
         except Exception as error:
             failure = failure_of(service, error)
-        session.lose(client)
+        finally:
+            opened.calls -= 1
+            session.end_unused(opened)
+        session.leave(opened)
+        opened.end.set()
         failure.worth_retrying = failure.worth_retrying and again
         raise failure
 
@@ -156,50 +163,61 @@ class MCPServer:
             await session.aclose()
 
 
+@dataclass(eq=False, slots=True)
+class _Opened:
+    """One session with a server, and its calls in flight."""
+
+    client: "asyncio.Future[Client]"
+    end: asyncio.Event
+    calls: int = 0
+
+
 class _Session:
     """A server's session on one event loop. The SDK enters and leaves a session in one task, which is kept here."""
 
     def __init__(self, server: MCPServer) -> None:
         self._server = server
-        self._tasks = set[asyncio.Task[None]]()
-        self._opened: asyncio.Future[Client] | None = None
-        self._end = asyncio.Event()
+        self._tasks = dict[asyncio.Task[None], _Opened]()
+        self._opened: _Opened | None = None
         self.answered = 0.0  # when the server last answered, by the loop's clock
 
-    async def client(self) -> "Client":
+    def open(self) -> _Opened:
+        """The session for a new call."""
         if self._opened is None:
-            self._opened, self._end = asyncio.get_running_loop().create_future(), asyncio.Event()
-            task = asyncio.create_task(self._held(self._opened, self._end))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(self._opened)  # others may wait for it too
+            self._opened = _Opened(asyncio.get_running_loop().create_future(), asyncio.Event())
+            task = asyncio.create_task(self._held(self._opened))
+            self._tasks[task] = self._opened
+            task.add_done_callback(self._tasks.pop)
+        return self._opened
 
-    async def _held(self, opened: "asyncio.Future[Client]", end: asyncio.Event) -> None:
+    async def _held(self, opened: _Opened) -> None:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(START_S):
                     client = await stack.enter_async_context(self._server.session(is_quiet=True))
-                opened.set_result(client)
-                await end.wait()
+                opened.client.set_result(client)
+                await opened.end.wait()
         except (Exception, asyncio.CancelledError) as error:
-            if not opened.done():
-                opened.set_exception(cause_of(error))
-                opened.exception()  # those who waited for it may have gone
+            if not opened.client.done():
+                opened.client.set_exception(cause_of(error))
+                opened.client.exception()  # those who waited for it may have gone
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            if self._opened is opened:
-                self._opened = None
+            self.leave(opened)
 
-    def lose(self, client: "Client") -> None:
-        """Close this client's session; the next call opens another."""
-        opened = self._opened
-        if opened is not None and opened.done() and not opened.exception() and opened.result() is client:
-            self._end.set()
+    def leave(self, opened: _Opened) -> None:
+        """The next call opens another session; calls in flight keep this one."""
+        if self._opened is opened:
             self._opened = None
 
+    def end_unused(self, opened: _Opened) -> None:
+        if self._opened is not opened and not opened.calls:
+            opened.end.set()
+
     async def aclose(self) -> None:
-        self._end.set()
+        for opened in self._tasks.values():
+            opened.end.set()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S / 2)
         await cancel(self._tasks)

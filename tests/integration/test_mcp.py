@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import copy
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -104,6 +106,21 @@ def test_each_fault_of_a_server_is_a_reason_or_told_and_never_a_number(called, t
     # 5. no process is left
     close(tools.values())
     assert not any(map(is_alive, map(int, (first, second, third))))
+
+
+def test_a_late_call_fails_alone_and_the_next_has_another_session(called, tmp_path):
+    tools = {each.__name__: each for each in mcp_tools(f"{sys.executable} {FAULTY}", env={"MARK": str(tmp_path)})}
+    first = called(tools["echo"], word="w")[0].split()[-1]
+    with ThreadPoolExecutor() as pool:
+        answered = pool.submit(called, tools["late"], word="4")
+        time.sleep(0.5)
+        assert called(tool(deadline_s=0.5)(copy.copy(tools["late"])), word="30") == ("", "tool_late_timeout")
+        second = called(tools["echo"], word="w")[0].split()[-1]
+        assert not answered.done()
+        assert answered.result() == ("4", None)
+    assert second != first
+    close(tools.values())
+    assert not any(map(is_alive, map(int, (first, second))))
 
 
 def test_a_server_over_http_that_is_killed_is_a_reason_until_it_is_back(called, tmp_path):

@@ -1,6 +1,7 @@
 """An MCP server with a tool for each fault: by stdio, or with a port by streamable HTTP. `MARK` is a file that it
 makes before it dies, so that it dies once."""
 
+import asyncio
 import os
 import sys
 import time
@@ -63,6 +64,13 @@ def write_dies(word: str) -> str:
 def slow(word: str) -> str:
     """Never answers in time."""
     time.sleep(30)
+    return word
+
+
+@server.tool()
+async def late(word: str) -> str:
+    """Answers after some seconds."""
+    await asyncio.sleep(float(word))
     return word
 
 
