@@ -35,7 +35,7 @@ SHORT = {"use_vllm": False, "rollout_lookahead": 0, "max_completion_length": 24,
 
 
 class CustomerModel:
-    """A model that goes on four times and then buys, and counts what it was asked. It hangs while `answers` is not set."""
+    """A model that goes on four times, then buys, and counts its requests. It hangs while `answers` is not set."""
 
     def __init__(self, server):
         self.requests = self.in_flight = 0
