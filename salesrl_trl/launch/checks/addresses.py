@@ -39,7 +39,7 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
 
 
 def check_models(
-    base_url: str, key: str | None, model: str, *, setting: str = "judge_providers.base_url", who: str = "judge"
+    base_url: str, key: str | None, model: str, setting: str = "judge_providers.base_url", who: str = "judge"
 ) -> list[str]:
     """Check that an OpenAI-compatible judge or partner (`who`) answers and serves the model: by its list of models, or
     if the list fails or lacks the name, by a request for one token. `setting` holds the address. Returns lines as
