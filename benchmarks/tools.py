@@ -1,6 +1,7 @@
 """Conversations with tools: stock TRL against this package, with tools that wait and tools that answer at once.
 
     .venv/bin/python -m benchmarks.tools [--shape 7b|tiny] [--arms stock ours_0 ours_2] [--seconds 1.0] [--json FILE]
+    .venv/bin/python -m benchmarks.tools --customer [--seconds 2.0]     # conversations of six turns with a customer
 
 The same for every arm:
 
@@ -12,6 +13,10 @@ The same for every arm:
 `ours_N` is this package's trainer with `rollout_lookahead: N`. Every arm is a process of its own. It takes steps with
 instant tools first, then steps with slow ones. A step lasts from the end of the one before to its own. The first N + 2
 steps of each kind are not counted, nor the last N. Stock TRL takes one slow step, which instant ones have warmed up.
+
+With `--customer`, a partner answers each of six turns in place of the tool, and vLLM generates on a CPU too. Stock TRL
+has no partners. Its loop makes one call after the other, so that its step is calculated: ours with an instant customer
+and a lookahead of 0, and the seconds of all replies.
 """
 
 import argparse
@@ -47,12 +52,14 @@ from benchmarks.common import (
     write_json,
 )
 from salesrl_trl.agents import tool_turns
+from salesrl_trl.agents.partner import Message, Partner, Reply
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.reward.functions import per_completion
 from salesrl_trl.trainer import SalesGRPOTrainer
+from salesrl_trl.types import Example
 
-CALLS, GROUP, CONVERSATIONS = 3, 8, 64
+CALLS, TURNS, GROUP = 3, 6, 8
 ARMS = ("stock", "ours_0", "ours_1", "ours_2", "ours_4")
 waiting_s = 0.0
 
@@ -68,6 +75,16 @@ async def search(query: str) -> str:
     """
     await asyncio.sleep(waiting_s)
     return f"Nothing was found about {query}."
+
+
+class Customer(Partner):
+    """Answers every turn, and ends no conversation."""
+
+    max_turns = TURNS
+
+    async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
+        await asyncio.sleep(waiting_s)
+        return Reply(text="And what else is in it?")
 
 
 def parsed(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int] = (), tools: object = None) -> dict[str, Any]:
@@ -111,24 +128,28 @@ def work(args: argparse.Namespace) -> None:
     tokenizer = packaged_tokenizer()
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
-    tool_turns.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
+    if not args.customer:
+        tool_turns.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
     engine: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens}}
-    if on_gpu:
+    if on_gpu or args.customer:
         engine = {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.35,
             "vllm_max_model_length": 2048, "gradient_checkpointing": True, "num_iterations": 1,
             "generation_kwargs": {"max_tokens": args.tokens, "ignore_eos": True},
         }  # fmt: skip
+    behind = TURNS - 1 if args.customer else CALLS  # turns behind an answer
     settings = quiet(
-        where, tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=8, num_generations=GROUP,
-        max_completion_length=CALLS * (args.tokens + 100) + args.tokens, lr_scheduler_type="constant",
-        shuffle_dataset=False, dataloader_pin_memory=False, max_steps=before + counted + slow, beta=0.0, **engine,
+        where, tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=args.groups,
+        num_generations=GROUP, max_completion_length=behind * (args.tokens + 100) + args.tokens,
+        lr_scheduler_type="constant", shuffle_dataset=False, dataloader_pin_memory=False,
+        max_steps=before + counted + slow, beta=0.0, **engine,
     )  # fmt: skip
     texts = [f"Is lesson {number} of the course for me? " * args.repeated for number in range(64)]
     model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype(where))
     shared: dict[str, Any] = {
         "train_dataset": Dataset.from_list(rows_of(texts)), "callbacks": [clock], "processing_class": tokenizer,
-        "tools": [search], "peft_config": LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
+        "tools": None if args.customer else [search],
+        "peft_config": LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
     }  # fmt: skip
     if args.worker == "stock":
         trainer: GRPOTrainer = GRPOTrainer(model, answered_all, args=GRPOConfig(**settings), **shared)
@@ -136,13 +157,16 @@ def work(args: argparse.Namespace) -> None:
         own = SalesGRPOConfig(
             rollout_lookahead=ahead, held_out_eval=False, max_sampling_logp_difference=math.inf, **settings
         )
-        trainer = SalesGRPOTrainer(model, [answered], args=own, **shared)
+        trainer = SalesGRPOTrainer(
+            model, [answered], args=own, partner=Customer() if args.customer else None, **shared
+        )
     trainer.train()
     steps = [end - begin for begin, end in itertools.pairwise(clock.ends)]
     instant = steps[before - 1 : before + counted - 1]
     waited = steps[-1:] if args.worker == "stock" else steps[len(steps) - ahead - counted : len(steps) - ahead]
     lines = [line for line in trainer.state.log_history if "loss" in line][-counted:]
-    assert lines[-1]["tools/call_frequency"] == CALLS, lines[-1]
+    expected = {"dialogue/turns": TURNS, "outcome/ok": 1} if args.customer else {"tools/call_frequency": CALLS}
+    assert all(lines[-1][name] == value for name, value in expected.items()), lines[-1]
     known = [name for name in lines[0] if name.startswith("time/") and None not in [line[name] for line in lines]]
     times = {name: statistics.mean(line[name] for line in lines) for name in known}
     write_json(args.json, {
@@ -157,8 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the arms one after the other, and print a table."""
     made = parser(__doc__)
     made.add_argument("--shape", default="7b" if torch.cuda.is_available() else "tiny")
-    made.add_argument("--arms", nargs="+", choices=ARMS, default=["ours_0", "ours_2", "stock"])
-    made.add_argument("--seconds", type=float, default=1.0, help="of a call")
+    made.add_argument("--arms", nargs="+", choices=ARMS, help="default: ours_0 ours_2, and stock without a customer")
+    made.add_argument("--customer", action="store_true", help="a partner in place of the tool")
+    made.add_argument("--groups", type=int, default=8, help="of 8 conversations, in a step")
+    made.add_argument("--seconds", type=float, help="of a call or a reply; default: 1, of a customer 2")
     made.add_argument("--tokens", type=int, default=64 if torch.cuda.is_available() else 8, help="of a turn")
     made.add_argument(
         "--repeated", type=int, default=20 if torch.cuda.is_available() else 1, help="a prompt's sentence"
@@ -168,23 +194,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = made.parse_args(argv)
+    if args.customer and "stock" in (args.arms or ()):
+        made.error("stock TRL has no partners: its step is calculated beside ours_0")
+    args.seconds = (2.0 if args.customer else 1.0) if args.seconds is None else args.seconds
     if args.worker:
         work(args)
         return
-    print(f"{args.shape} on {device_name(device())}, {args.seconds:g} s a call", flush=True)
+    what = "reply of the customer" if args.customer else "call"
+    print(f"{args.shape} on {device_name(device())}, {args.seconds:g} s a {what}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
         if not folder.is_dir():
             save_model(args.shape, folder, device())
         torch.cuda.empty_cache()
-        print("| arm | instant tools | slow tools |\n|---|---|---|", flush=True)
-        for arm in args.arms:
+        print("| arm | instant | slow | slow / instant |\n|---|---|---|---|", flush=True)
+        for arm in args.arms or (["ours_0", "ours_2"] if args.customer else ["ours_0", "ours_2", "stock"]):
             out = Path(scratch) / f"{arm}.json" if args.json is None else args.json.with_suffix(f".{arm}.json")
             words = [*(argv or sys.argv[1:]), "--worker", arm, "--folder", str(folder), "--json", str(out)]
             if not in_a_process("tools", words, out.with_suffix(".log")):
                 continue
             figures = json.loads(out.read_text())
-            print(f"| {arm} | {figures['instant_s']:.2f} s | {figures['slow_s']:.2f} s |", flush=True)
+            instant_s, slow_s = figures["instant_s"], figures["slow_s"]
+            print(f"| {arm} | {instant_s:.2f} s | {slow_s:.2f} s | {slow_s / instant_s:.3f} |", flush=True)
+            if args.customer and arm == "ours_0":
+                slow_s = instant_s + args.groups * GROUP * TURNS * args.seconds
+                print(
+                    f"| stock, calculated | {instant_s:.2f} s | {slow_s:.2f} s | {slow_s / instant_s:.1f} |",
+                    flush=True,
+                )
             print(figures["times_s"], file=sys.stderr, flush=True)
 
 

@@ -155,4 +155,6 @@ class AgentsPart(Part):
     def close(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
+        if self._tool_turns is not None:
+            self._tool_turns.close([calls for calls in self._under_way if isinstance(calls, ToolCalls)])
         mcp_tools.close(self._trl.functions)

@@ -14,6 +14,7 @@ from typing import Any
 from salesrl_trl.agents.partner import Message, Partner, Reply
 from salesrl_trl.errors import BadServiceResponse, DataError, JudgeInvalid
 from salesrl_trl.judged.provider import ProviderClient
+from salesrl_trl.judged.verdict import object_at_end
 from salesrl_trl.types import AGREEMENT, CUSTOMER, REFUSAL, Example
 
 PATIENCE = {"hurried": 3}  # unsuccessful turns after which a customer in this mood leaves
@@ -164,14 +165,14 @@ async def played(model: ProviderClient, persona: Persona, messages: Sequence[Mes
 
     def read(text: str) -> Reply:
         try:
-            said = json.loads(text[text.index("{") : text.rindex("}") + 1])
-            reply, decision = str(said["reply"]).strip(), said["decision"]
+            said: Any = object_at_end(text)[0] or {}
+            reply, decision = said["reply"].strip(), said["decision"]
             if not reply or decision not in ("continue", "accept", "refuse"):
                 raise ValueError
             price = float(said["price"]) if decision == "accept" else persona.reservation
             if not 0 < price < math.inf:
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise JudgeInvalid("the customer's reply has another form than asked for", "judge_no_reply") from None
         outcomes = {"accept": agreed(persona, price), "refuse": {"end": REFUSAL}}
         return Reply(text=reply, outcome=outcomes.get(decision))
@@ -180,4 +181,5 @@ async def played(model: ProviderClient, persona: Persona, messages: Sequence[Mes
         return await model.say(talk, read)
     except JudgeInvalid as error:
         code = f"{CUSTOMER}_{error.code.removeprefix('judge_')}"
-        raise BadServiceResponse(f"{error}".replace("judge", CUSTOMER), code) from None
+        told = str(error).replace("judge_providers", "partner").replace("judge", CUSTOMER)
+        raise BadServiceResponse(told, code) from None

@@ -4,7 +4,7 @@ TRL's `_tool_call_loop` does for a batch (a test compares them token by token).
 
 import asyncio
 from asyncio import run_coroutine_threadsafe
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -280,6 +280,16 @@ class ToolTurns:
         sampled = self._access.sample(prompts, Made(rollout=rollout))
         completions = [each.messages for each in sequences]
         return replace(sampled, generated=(*sampled.generated[:3], completions, *sampled.generated[4:]))
+
+    def close(self, begun: Iterable[ToolCalls]) -> None:
+        """Charge the requests of cancelled batches to their budgets."""
+
+        async def settled() -> None:
+            await asyncio.gather(*(calls.ended() for calls in begun))
+            await drain_traffic(self.functions)
+
+        if self._access.tools_loop.is_running():
+            run_coroutine_threadsafe(settled(), self._access.tools_loop).result()
 
     def _figured(self, sampled: Sampled, calls: ToolCalls, talked: Sequence[Talked]) -> Sampled:
         """Add the metrics of calls and of the partner over all ranks, and the recorded calls; a collective."""

@@ -15,7 +15,7 @@ from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
-from salesrl_trl.service.event_loop import THREADS, deadline
+from salesrl_trl.service.event_loop import CANCEL_GRACE_S, THREADS, deadline
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
@@ -118,6 +118,11 @@ class ToolCalls:
         self.stopped = reason
         for task in list(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def ended(self) -> None:
+        """Wait for calls that were cut off."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CANCEL_GRACE_S)
 
     async def call(self, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]) -> object:
         """Make a call. A failure that excludes the conversation returns an empty text and is noted in `notes`."""

@@ -25,6 +25,7 @@ from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+JUDGES = "judge_providers"  # the setting
 OTHER_NAME = {"max_completion_tokens": "max_tokens"}  # older servers' names of fields
 WINDOW = 32  # number of recent schema replies considered
 FEWEST = 16  # fewest schema replies before a failure rate of half disables the schema
@@ -39,8 +40,9 @@ class RequestForm:
     requested as text. A later successful retry enables it again.
     """
 
-    def __init__(self, name: str, formats: str = "auto") -> None:
-        self._name = name
+    def __init__(self, name: str, formats: str = "auto", setting: str = JUDGES) -> None:
+        self._name = f"judge {name}" if setting == JUDGES else name
+        self._setting = f"its entry of `{JUDGES}`" if setting == JUDGES else f"`{setting}`"
         self._formats = formats
         self._renamed: dict[str, str | None] = {}  # rejected field -> replacement, if any
         self._replies: deque[bool] = deque(maxlen=WINDOW)
@@ -80,7 +82,7 @@ class RequestForm:
         if self._is_schema_off:
             if worked:
                 self._is_schema_off = False
-                logger.info(f"judge {self._name}: `response_format` works again; verdicts are requested by schema")
+                logger.info(f"{self._name}: `response_format` works again; verdicts are requested by schema")
             return
         self._replies.append(worked)
         failed = self._replies.count(False)
@@ -93,7 +95,7 @@ class RequestForm:
         self._learn(f"is asked for verdicts by text, because {why}", "`response_format: text`")
 
     def _learn(self, what: str, fix: str) -> None:
-        logger.info(f"judge {self._name} {what}. Set {fix} in its entry of `judge_providers` to make this permanent")
+        logger.info(f"{self._name} {what}. Set {fix} in {self._setting} to make this permanent")
 
 
 RESPONSE_FORMATS = ("auto", "json_schema", "text")
@@ -189,12 +191,13 @@ class Material:
 
 
 class ProviderClient:
-    """Requests verdicts from one provider and tracks its connections, usage and supported fields."""
+    """Requests verdicts from one provider and tracks its connections, usage and supported fields. `setting`: where it
+    is configured."""
 
-    def __init__(self, settings: JudgeProvider) -> None:
+    def __init__(self, settings: JudgeProvider, setting: str = JUDGES) -> None:
         self.settings = settings
         self.http = HttpClient(settings.transport.service, settings.base_url, api_key=settings.api_key)
-        self.form = RequestForm(settings.name, settings.response_format)
+        self.form = RequestForm(settings.name, settings.response_format, setting)
         self._usage = ProviderUsage()
 
     def drain_usage(self) -> ProviderUsage:
@@ -275,7 +278,8 @@ class ProviderClient:
         return await self._sent(body, read)
 
     async def say(self, messages: Sequence[Mapping[str, object]], read: Callable[[str], T]) -> T:
-        """What `read` makes of the model's next message. It raises `JudgeInvalid` for a message of another form."""
+        """What `read` makes of the model's next message. It raises `JudgeInvalid` for a message of another form, and
+        another one is sampled."""
         body = {
             "model": self.settings.model, "messages": [*messages],
             "max_completion_tokens": self.settings.max_completion_tokens,
@@ -287,6 +291,9 @@ class ProviderClient:
             value = self._completion(answer, {**body, **self.settings.extra_body})
             try:
                 return read(_text_of(value))
+            except errors.JudgeInvalid as error:
+                error.worth_retrying = True
+                raise
             finally:
                 self._count_tokens(value.get("usage") if isinstance(value, dict) else None, bill)
 

@@ -135,10 +135,7 @@ def read_verdict(
     `JudgeInvalid`, or `ForeignVerdict` if the nonce belongs to another request.
     """
     names = candidate_names(nonce, count)
-    whole, most_starts = content[-MAX_VERDICT_CHARS:], MAX_OBJECT_STARTS + len(names)
-    text = _without_end(whole.rpartition("</think>")[2])
-    if (last := _last_object(text, most_starts)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
-        last = _last_object(text := _without_end(whole), most_starts)  # the reason quotes that tag
+    last, text = object_at_end(content, MAX_OBJECT_STARTS + len(names))
     if last is _TWICE:
         raise _invalid("a verdict with a field twice", "judge_outside_schema")
     if last is None:
@@ -165,6 +162,16 @@ def read_verdict(
     if not criteria:
         return [Verdict(candidate=scores[name], **shared) for name in names]
     return [Verdict(candidate=_mean(scores[name], criteria), criteria=tuple(scores[name]), **shared) for name in names]
+
+
+def object_at_end(content: str, most_starts: int = MAX_OBJECT_STARTS) -> tuple[dict[str, object] | None, str]:
+    """The JSON object at the end of a model's answer, behind its thoughts, and the text that ends with it. `None`
+    without one; empty with a field twice."""
+    whole = content[-MAX_VERDICT_CHARS:]
+    text = _without_end(whole.rpartition("</think>")[2])
+    if (last := _last_object(text, most_starts)) is None and whole.rfind("}") > whole.rfind("</think>") >= 0:
+        last = _last_object(text := _without_end(whole), most_starts)  # the object quotes that tag
+    return last, text
 
 
 def _mean(scores: Sequence[float], criteria: Sequence[Criterion]) -> float:

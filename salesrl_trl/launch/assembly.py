@@ -287,7 +287,7 @@ class ServiceClients:
         """The model that plays the partner."""
         partner = self.config.parsed_partner()
         assert partner is not None
-        return ProviderClient(self._provider(partner, partner.name, self.parts.partner_key))
+        return ProviderClient(self._provider(partner, partner.name, self.parts.partner_key), setting="partner")
 
     def _provider(self, provider: JudgeProviderConfig, service: str, key: str | None) -> JudgeProvider:
         config = self.config

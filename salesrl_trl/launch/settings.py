@@ -32,7 +32,7 @@ from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.launch import coming_from
 from salesrl_trl.launch.presets import FOLDER, PRESETS
-from salesrl_trl.launch.recipes import RECIPES
+from salesrl_trl.launch.recipes import FULL, RECIPES
 from salesrl_trl.launch.settings_help import answer_help, settings
 from salesrl_trl.names import REWARD, RUN_FILE
 from salesrl_trl.types import DEFAULT_BRANCHES, SALES
@@ -352,10 +352,10 @@ class SettingsParser(TrlParser):
 
 
 def _folders_of_code(recipe: Path) -> Iterator[Path]:
-    """Folders to search for a recipe's functions: its own, and if a run wrote it, those of the files in that run's
-    command."""
+    """Folders to search for a recipe's functions: its own, that of the built-in recipes, and if a run wrote it, those
+    of the files in that run's command."""
     recipe = recipe.absolute()
-    yield recipe.parent
+    yield from (recipe.parent, FULL.parent)
     try:
         command = json.loads(recipe.with_name(RUN_FILE).read_text(encoding="utf-8"))["command"]
         files = [Path(str(word).rpartition("=")[2]) for word in command]

@@ -172,8 +172,8 @@ class SharedPrompts:
 
     @torch.no_grad()
     def _compare(self, upstream: Pass, model: nn.Module, batch: "Columns", groups: Sequence[Group]) -> None:
-        """Compare two completions of a prompt with TRL's passes, if the batch has some. All ranks make equally many
-        passes."""
+        """Compare two completions of a prompt, if any, with TRL's passes. Sharded ranks make equally many passes."""
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model  # no collectives
         ids, mask, width = batch
         written = (group.only([i for i, tokens in enumerate(group.completions) if tokens]) for group in groups)
         shared = next((group.rows for group in written if len(group.rows) > 1 and group.prompt > 1), None)

@@ -39,11 +39,12 @@ def check_rag(base_url: str, key: str | None) -> list[str]:
 
 
 def check_models(
-    base_url: str, key: str | None, model: str, *, setting: str = "judge_providers.base_url"
+    base_url: str, key: str | None, model: str, setting: str = "judge_providers.base_url", who: str = "judge"
 ) -> list[str]:
-    """Check that an OpenAI-compatible judge answers and serves the model: by its list of models, or if the list fails
-    or lacks the name, by a request for one token. `setting` holds the address. Returns lines as `check_rag` does."""
-    listed = _ask(base_url, "/models", key, "judge")
+    """Check that an OpenAI-compatible judge or partner (`who`) answers and serves the model: by its list of models, or
+    if the list fails or lacks the name, by a request for one token. `setting` holds the address. Returns lines as
+    `check_rag` does."""
+    listed = _ask(base_url, "/models", key, who)
     names: list[str] = []
     if isinstance(listed, bytes):
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -51,21 +52,21 @@ def check_models(
             if not names or model in names:
                 return []
     elif listed.status not in DENIED:  # some keys may not list models
-        _refuse_outage(listed, "judge", setting, base_url)
+        _refuse_outage(listed, who, setting, base_url)
     question = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 1}
-    answer = _ask(base_url, "/chat/completions", key, "judge", question)
+    answer = _ask(base_url, "/chat/completions", key, who, question)
     if isinstance(answer, bytes):
         return []
     for denied in (listed, answer):
         if isinstance(denied, ServiceError) and denied.status in DENIED:
-            _refuse_outage(denied, "judge", setting, base_url)
+            _refuse_outage(denied, who, setting, base_url)
     if isinstance(answer, ServiceRejected) and (answer.status == 404 or UNKNOWN_MODEL in answer.marks):
         known = f" It lists {', '.join(names[:8])}." if names else ""
         found = f"POST {base_url}/chat/completions returned {answer.status}.{nearest(model, names)}{known}"
         remedy = "Correct the name, or the address (the part of an OpenAI-compatible URL before `/chat/completions`)."
         raise ConfigError(f"`{setting.removesuffix('base_url')}model` is {model!r}, but {found} {remedy}")
     is_outage = answer.status is None or answer.status >= 500
-    return [f"the judge at {base_url} did not answer as {model!r}: {answer}"] if is_outage else []
+    return [f"the {who} at {base_url} did not answer as {model!r}: {answer}"] if is_outage else []
 
 
 def check_vllm_server(base_url: str, patience_s: float) -> int | None:

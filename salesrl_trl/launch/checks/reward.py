@@ -160,7 +160,7 @@ def check_partner(config: RewardConfig, parts: RewardParts) -> list[str]:
     partner = config.parsed_partner()
     if partner is None or not config.asks_model:
         return []
-    return check_models(partner.base_url, parts.partner_key, partner.model, setting="partner.base_url")
+    return check_models(partner.base_url, parts.partner_key, partner.model, "partner.base_url", partner.name)
 
 
 def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str | None) -> list[str]:

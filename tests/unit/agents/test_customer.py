@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from support.providers import completion
+from support.providers import completion, refusal
 from werkzeug import Response
 
 from salesrl_trl.agents.customer import Customer, Persona, RuleBased, offer_in
@@ -145,6 +145,8 @@ TALK = [
         ('Hm. {"reply": "Well.", "decision": "refuse"}', {"end": "refusal"}),
         ('```json\n{"reply": "Well.", "decision": "accept", "price": 720}\n```',
          {"end": "agreement", "price": 720.0, "price_share": 0.9}),
+        ('<think>{"reply": "No.", "decision": "refuse"} {or}</think>{"reply": "Well.",\n"decision": "continue",}',
+         None),
     ],
 )  # fmt: skip
 def test_a_language_model_plays_the_customer(httpserver, text, outcome):
@@ -167,6 +169,8 @@ def test_a_language_model_plays_the_customer(httpserver, text, outcome):
         ((503, {}), "customer_http_503"),
         ((200, completion("I don't know")), "customer_no_reply"),
         ((200, completion('{"reply": "", "decision": "continue"}')), "customer_no_reply"),
+        ((200, completion('{"reply": null, "decision": "continue"}')), "customer_no_reply"),
+        ((200, completion("", reasoning="Hm.")), "customer_only_thoughts"),
         *(
             ((200, completion(f'{{"reply": "Yes", "decision": "accept", "price": {price}}}')), "customer_no_reply")
             for price in ("null", "NaN", "-5", "1e999")
@@ -180,7 +184,27 @@ def test_a_failed_call_of_the_model_is_not_a_reply(httpserver, answer, code):
     with connected(httpserver, lambda number: answer) as (model, _), pytest.raises(ServiceError) as raised:
         heard(model, TALK)
     assert raised.value.code == code
-    assert "judge" not in str(raised.value).replace("judge_providers", "")
+    assert not any(words in str(raised.value) for words in ("judge", "customer_providers"))
+
+
+def test_a_reply_of_another_form_is_sampled_again(httpserver):
+    texts = {1: "Let me think.", 2: '{"reply": "Well.", "decision": "continue"}'}
+    with connected(httpserver, lambda number: (200, completion(texts[number]))) as (model, requests):
+        assert heard(model, TALK).text == "Well."
+    assert len(requests) == 2
+    assert model.drain_usage().completion_tokens == 14
+
+
+def test_a_field_that_the_model_rejects_is_told_with_its_setting(httpserver, caplog):
+    def answer(number):
+        reply = 200, completion('{"reply": "Well.", "decision": "continue"}')
+        return refusal("max_completion_tokens", "Unsupported parameter") if number == 1 else reply
+
+    config = RewardConfig(partner={"base_url": httpserver.url_for("/v1"), "model": "m"})
+    with connected(httpserver, answer), caplog.at_level("INFO", logger="salesrl_trl"):
+        assert heard(ServiceClients(config, read_reward(config, ["fairness"])).partner(), TALK).text == "Well."
+    assert "customer rejects `max_completion_tokens`" in caplog.text
+    assert "Set `extra_body: {max_tokens: ...}` in `partner`" in caplog.text
 
 
 def score(function, completion, **row):

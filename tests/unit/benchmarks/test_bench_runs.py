@@ -105,6 +105,22 @@ def check_real_chains_ran_inside_and_beside_the_engines_process(figures):
         assert block["chains_per_s"] > 0
 
 
+@pytest.mark.bench
+@pytest.mark.timeout(480)
+def test_the_bench_of_conversations_with_a_customer_compares_slow_replies_with_instant_ones(
+    tmp_path, monkeypatch, capsys
+):
+    for name, value in {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ("--customer", "--arms", "ours_0", "--groups", "1", "--steps", "1", "--seconds", "0.5", "--tokens", "4")
+    importlib.import_module("benchmarks.tools").main([*words, "--json", str(tmp_path / "figures.json")])
+    figures = json.loads((tmp_path / "figures.ours_0.json").read_text())
+    assert [*map(len, (figures["instant"], figures["slow"]))] == [1, 1]
+    assert figures["slow_s"] >= 6 * 0.5  # the replies of a conversation come one after the other
+    stock_s = figures["instant_s"] + 8 * 6 * 0.5  # as do those of stock TRL's conversations
+    assert f"| stock, calculated | {figures['instant_s']:.2f} s | {stock_s:.2f} s |" in capsys.readouterr().out
+
+
 def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thread):
     out = tmp_path / "figures.json"
     importlib.import_module("benchmarks.memory").main(["--shapes", "tiny", "--json", str(out)])

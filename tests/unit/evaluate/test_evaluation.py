@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -133,6 +134,15 @@ def test_a_policy_takes_the_settings_of_its_run_and_functions_lie_where_the_run_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert parse(["--config", str(settings)], None).reward.reward_funcs == ["recipe_of_mine.polite"]
+
+
+def test_the_modules_of_a_built_in_recipe_are_found_wherever_its_run_was_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not Path(each, "dialogue_rewards.py").exists()])
+    monkeypatch.delitem(sys.modules, "dialogue_rewards", raising=False)
+    settings = tmp_path / SETTINGS_FILE
+    settings.write_text("quick_eval_figures: [dialogue_rewards.Deal]\nuse_cpu: true\n")
+    (tmp_path / RUN_FILE).write_text(json.dumps({"command": ["dialogue.py"]}))
+    assert parse(["--config", str(settings)], None).telemetry.quick_eval_figures == ["dialogue_rewards.Deal"]
 
 
 def test_one_process_evaluates_a_run_of_several_without_its_replay(tmp_path):

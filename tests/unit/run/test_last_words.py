@@ -112,6 +112,8 @@ def damaged(tmp_path):
          "The Hugging Face Hub is unreachable"),
         (lambda _: check_rag(f"http://127.0.0.1:{closed_port()}", None), "The RAG service isn't responding"),
         (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge"), "The judge isn't responding"),
+        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "m", who="customer"),
+         "The customer isn't responding"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )  # fmt: skip
@@ -202,6 +204,7 @@ def test_reasons_of_missing_rewards_tell_what_is_wrong_with_a_service():
         ("rag_8b_http_500", "The RAG service isn't responding"),
         ("rag_8b_timeout", "The RAG service isn't responding"),
         ("judge_a_unavailable", "The judge isn't responding"),
+        ("customer_breaker_open", "The customer isn't responding"),
         ("judge_not_json", "The judge returns no valid verdict"),
     ):
         assert recognised(_too_few(**{reason: 3})).title == title

@@ -264,6 +264,20 @@ def test_completions_without_a_token_are_not_compared_and_a_policy_inside_its_wr
         assert prompts.is_checked == is_checked
 
 
+def test_a_comparison_takes_no_part_in_ddps_collectives():
+    """Ranks may compare at different updates: one whose completions all failed has none to compare."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, passed = torch.nn.parallel.DistributedDataParallel(small("qwen2", **SMALL).eval()), []
+        model.register_forward_pre_hook(lambda *_: passed.append(torch.is_grad_enabled()))
+        prompts = shared(model.module)
+        prompts.log_probs(trls_own, model, *padded_batch(completions=(4, 10, 6, 1, 5, 4)), WIDTH)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert prompts.is_checked
+    assert passed == [True]  # the update's own pass
+
+
 def split(ids, mask):
     prompt, completion = slice(None, -WIDTH), slice(-WIDTH, None)
     return {"prompt_ids": ids[:, prompt], "prompt_mask": mask[:, prompt],
