@@ -7,7 +7,8 @@
   drift monitor, and scores the held-out rows before and after training: `true`, beside what the run learnt to please.
   Verdicts, failures and the monitor's metrics by step are in `OUT/runs`, its lines in `OUT/logs`. One folder for each
   judge.
-- `--model tiny`: the built-in policy, with the recipe's settings for it.
+- `--model tiny`: the built-in policy, with the recipe's settings for it. Its context is too short for a judge, so that
+  random weights of its shape are one: of use for a trial alone.
 - The recipe has a KL controller for each branch. The arm `kl` has one constant coefficient instead.
 """
 
@@ -67,12 +68,15 @@ def judged_by(judge: str, model: str, out: Path) -> Iterator[Settings]:
     if judge == SERVICES:
         yield {}
         return
+    from benchmarks.common import device, save_model
     from benchmarks.vllm_server import vllm_server
-    from salesrl_trl.demo.packaged import PACKAGED
     from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 
-    folder, options = (PACKAGED, []) if model == "tiny" else (Path(model), ["--gpu-memory-utilization", "0.12"])
-    options += ["--served-model-name", SELF]
+    options = ["--served-model-name", SELF]
+    if model == "tiny":
+        folder = save_model("tiny", out / "judge", device())
+    else:
+        folder, options = Path(model), [*options, "--gpu-memory-utilization", "0.12"]
     with vllm_server(folder, out / "judge.txt", *options) as url, EmbeddedServices() as embedded:
         providers = [
             {"name": SELF, "base_url": f"{url}/v1", "model": SELF, "max_completion_tokens": 128},
