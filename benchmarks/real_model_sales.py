@@ -7,8 +7,8 @@
   drift monitor, and scores the held-out rows before and after training: `true`, beside what the run learnt to please.
   Verdicts, failures and the monitor's metrics by step are in `OUT/runs`, its lines in `OUT/logs`. One folder for each
   judge.
-- `--model tiny`: the built-in policy, with the recipe's settings for it. Its context is too short for a judge, so that
-  random weights of its shape are one: of use for a trial alone.
+- `--model tiny`: the built-in policy, with the recipe's settings for it. It can't be the judge: its context is too
+  short.
 - The recipe has a KL controller for each branch. The arm `kl` has one constant coefficient instead.
 """
 
@@ -68,18 +68,15 @@ def judged_by(judge: str, model: str, out: Path) -> Iterator[Settings]:
     if judge == SERVICES:
         yield {}
         return
-    from benchmarks.common import device, save_model
     from benchmarks.vllm_server import vllm_server
     from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 
-    options = ["--served-model-name", SELF]
     if model == "tiny":
-        folder = save_model("tiny", out / "judge", device())
-    else:
-        folder, options = Path(model), [*options, "--gpu-memory-utilization", "0.12"]
-    with vllm_server(folder, out / "judge.txt", *options) as url, EmbeddedServices() as embedded:
+        raise SystemExit("--judge self needs the folder of a model: the built-in policy's context is too short.")
+    options = ["--served-model-name", SELF, "--gpu-memory-utilization", "0.12"]
+    with vllm_server(Path(model), out / "judge.txt", *options) as url, EmbeddedServices() as embedded:
         providers = [
-            {"name": SELF, "base_url": f"{url}/v1", "model": SELF, "max_completion_tokens": 128},
+            {"name": SELF, "base_url": f"{url}/v1", "model": SELF},
             {"name": SECOND, "base_url": embedded.judge_base_url, "model": EMBEDDED_MODEL},
         ]
         yield {"judge_providers": providers, "judge_meter": {"second": SECOND, "share": SHARE}}
@@ -112,10 +109,7 @@ def held_out_of(run: Path) -> list[float]:
 
 def true_rewards(run: Path, file: Path, model: str) -> list[float]:
     """The rewards of greedy answers by the embedded judge, before and after training."""
-    from salesrl_trl.demo.packaged import PACKAGED
-
-    first = str(PACKAGED) if model == "tiny" else model
     own = {"judge_providers": [], "judge_meter": None, "output": file, "samples": 0}
-    launch("evaluate", ["--policy", first, str(run)], own)
+    launch("evaluate", ["--policy", model, str(run)], own)
     found = json.loads(file.read_text())["figures"]
     return [each["branches"]["all"]["reward"]["value"] for each in found]
