@@ -57,7 +57,7 @@ def launch(command: str, first: list[str], settings: Settings) -> None:
     words = [
         word
         for name, value in settings.items()
-        for word in (f"--{name}", json.dumps(value) if isinstance(value, dict | list | bool | None) else str(value))
+        for word in (f"--{name}", json.dumps(value) if isinstance(value, dict | list | bool) else str(value))
     ]
     subprocess.run([sys.executable, "-m", f"salesrl_trl.launch.{command}", *first, *words], check=True)
 
@@ -109,7 +109,8 @@ def held_out_of(run: Path) -> list[float]:
 
 def true_rewards(run: Path, file: Path, model: str) -> list[float]:
     """The rewards of greedy answers by the embedded judge, before and after training."""
-    own = {"judge_providers": [], "judge_meter": None, "output": file, "samples": 0}
-    launch("evaluate", ["--policy", model, str(run)], own)
+    recipe = str(Path(__file__).parents[1] / "recipes" / "full.yaml")  # and not the run's settings, with its judges
+    own = OF_THE_MODEL | {"output": file, "samples": 0}
+    launch("evaluate", ["--config", recipe, "--policy", model, str(run)], own)
     found = json.loads(file.read_text())["figures"]
     return [each["branches"]["all"]["reward"]["value"] for each in found]
