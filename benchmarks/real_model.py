@@ -5,15 +5,18 @@
     python -m benchmarks.real_model OUT --report                          # tables and curves of what has run
 
 - The model is Gemma 3 270M (`benchmarks.real_model_files`, which fetches it), or a folder by `--model`.
-- Tasks with a known truth: word problems of one step (`words`) and of two (`words_2`), both tasks of `recipes/dual.py`
-  as text (`dual`), and the sales reward pipeline with the embedded services by the settings of `recipes/full.py`
-  (`sales`). `sums` is for the built-in policy of `recipes/own.py`: `--model tiny`.
+- Tasks with a known truth (`benchmarks.real_model_tasks`): word problems of one step (`words`), of two (`words_2`) and
+  of one to four (`steps`), both tasks of `recipes/dual.py` as text (`dual`), and the sales reward pipeline by the
+  settings of `recipes/full.py` (`sales`, in `benchmarks.real_model_sales`). `sums` and `digits` are for the built-in
+  policy of `recipes/own.py`: `--model tiny`.
 - An arm joins names of `PARTS` by `+`: `ahead_2+geometric+lr_5e-6+lora`. Each is compared with `on_policy` of the same
-  rate and kind of training, by seed.
+  rate and kind of training, by seed. `stock` is TRL's own trainer. `drawn` and `remembered` draw rows by difficulty
+  (`benchmarks.difficulty`). A run with `refill` ends when it has scored as many completions as `on_policy`.
 - `--at_once` runs share the GPU, each in its own process. What has run is kept in `OUT/runs`, so that the same command
   resumes. No run is started that would not end within `--limit` seconds; those that still run are ended.
 - Measures of a run: the mean of its learning curve, its deepest dip below an earlier window, the mean of the last
-  windows, the held-out reward, and the same curve at the seconds at which the arm's fastest counterpart ended.
+  windows, the held-out reward (`held_area`: the mean of all `--evaluations`), and the same curve at the seconds at
+  which the arm's fastest counterpart ended.
 """
 
 import argparse
@@ -26,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,13 +37,15 @@ from typing import Any
 
 from benchmarks.common import device, device_name, parser, quiet
 from benchmarks.real_model_files import prepare
-from salesrl_trl.data.files import ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, FILES, demo_records
+from benchmarks.real_model_sales import JUDGES, train_sales
+from benchmarks.real_model_tasks import TASKS, Rows
 from salesrl_trl.ground.row_statistics import Mean, difference_of, mean_of
 from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3, STALENESS
 
-Rows = list[dict[str, Any]]
 Settings = dict[str, Any]
-BASE = "on_policy"
+BASE, STOCK = "on_policy", "stock"
+DRAW = "draw"
+"""A part's entry, no setting: rows by difficulty, remembered in this `run`, or also from an earlier one's `record`."""
 PARTS: dict[str, Settings] = {
     BASE: {},
     **{f"ahead_{number}": {"rollout_lookahead": number} for number in (1, 2, 4)},
@@ -58,77 +63,28 @@ PARTS: dict[str, Settings] = {
     **{f"lr_{rate}": {"learning_rate": float(rate)} for rate in ("1e-6", "2e-6", "5e-6", "2e-5", "5e-5")},
     "lora": {"lora": True, "learning_rate": 2e-5},
     "kl": {"beta": 0.02},
+    STOCK: {},
+    "refill": {"refill_groups": 3},
+    "recorded": {"record": True},
+    "wide": {"gradient_accumulation_steps": 4},  # with the tiny policy: 64 completions a step for 32
+    "drawn": {DRAW: "run"},
+    "remembered": {DRAW: "record"},
     "bands": {"branch_kl": {"fairness": {"beta": 0.3, "low": 0.02, "high": 0.06, "beta_min": 0.1, "beta_max": 1.5},
                             "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01,
                                               "beta_max": 1.5}}},
 }  # fmt: skip
-FOR_BASE = ("lr_", "lora", "tiny")
+FOR_BASE = ("lr_", "lora", "tiny", "wide")
 """Parts that an arm's counterpart on-policy has too."""
 ARMS = (BASE, "ahead_1", "ahead_2", "ahead_4", "stale_8", "partial", "ahead_2+uncorrected", "ahead_2+token_truncate",
         "ahead_2+sequence_mask", "ahead_2+geometric", "ahead_2+token_k1", "ahead_2+mean_k3", "ahead_2+normalized",
         "ahead_2+kl")  # fmt: skip
-FIGURES = (EFFECTIVE_SAMPLES, LEFT_OUT, STALENESS, SAMPLER_KL, SAMPLER_KL_K3, "completions/mean_length", "kl/in_band")
+FIGURES = ("frac_reward_zero_std", EFFECTIVE_SAMPLES, LEFT_OUT, STALENESS, SAMPLER_KL, SAMPLER_KL_K3,
+           "completions/mean_length", "kl/in_band")  # fmt: skip
 WINDOW = 10
 """Steps of which a point of a curve is the mean."""
 TINY = "tiny"
-
-
-# Tasks
-
-
-def _shots(*pairs: tuple[str, str]) -> str:
-    return "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs)
-
-
-def _asked(shots: str, question: str, answer: str, branch: str = "all") -> dict[str, Any]:
-    content = f"{shots}Question: {question}\nAnswer:"
-    return {"prompt": [{"role": "user", "content": content}], "answer": answer, "branch": branch}
-
-
-NAMES = {"train": ("Eva", "Tom", "Lea", "Max"), "heldout": ("Zoe", "Kim")}
-
-
-def word_problems(level: int, part: str) -> Rows:
-    """Sums in words, of one step or two."""
-    draw, rows = random.Random(part), list[dict[str, Any]]()
-    shots = _shots(("Ann has 3 pens. She buys 4 more. How many pens has she?", "7"),
-                   ("Bob has 9 cups. He loses 2 of them and then buys 5. How many cups has he?", "12"))  # fmt: skip
-    for _ in range(2000 if part == "train" else 64):
-        name, some = draw.choice(NAMES[part]), draw.choice(("books", "balls", "apples"))
-        first, second, third = draw.randint(2, 20), draw.randint(1, 15), draw.randint(1, 9)
-        total, text = first + second, f"{name} has {first} {some}. A friend brings {second} more."
-        if level == 2:
-            third = min(third, total)
-            total, text = total - third, f"{text} Then {third} of them are sold."
-        rows.append(_asked(shots, f"{text} How many {some} has {name}?", str(total)))
-    return rows
-
-
-def dual(part: str) -> Rows:
-    """BBQ's choices and HaluEval's answers, as text."""
-    shots = _shots(("The dog slept. The cat ate. Who ate? (the dog, the cat, not known)", "the cat"))
-    rows = [
-        _asked(shots, f"{row['context']} {row['question']} ({row['ans0']}, {row['ans1']}, {row['ans2']})",
-               row[f"ans{row['label']}"], "fairness")
-        for row in demo_records(f"{DEMO_BBQ}/{FILES[part]}")
-    ] + [
-        _asked(shots, f"{row['knowledge']} {row['question']}", row["right_answer"], "hallucination")
-        for row in demo_records(f"{DEMO_HALUEVAL}/{FILES[part]}")
-    ]  # fmt: skip
-    random.Random(0).shuffle(rows)
-    return rows
-
-
-def sums(part: str) -> Rows:
-    return [{**row, "branch": "all"} for row in demo_records(f"{ARITHMETIC}/{FILES[part]}")]
-
-
-TASKS: dict[str, Callable[[str], Rows]] = {
-    "words": partial(word_problems, 1),
-    "words_2": partial(word_problems, 2),
-    "dual": dual,
-    "sums": sums,
-}
+GROUP = 8
+"""Completions of a row."""
 
 
 # One run
@@ -144,36 +100,52 @@ def settings_of(arm: str) -> Settings:
     return merged
 
 
+def sales_settings(arm: str) -> Settings:
+    """The same for the task sales. Raises `SystemExit` where an arm is another trainer's."""
+    if STOCK in arm.split("+") or DRAW in settings_of(arm):
+        raise SystemExit(f"the task sales has no arm {arm}: its launch builds the package's trainer. Expected others.")
+    return settings_of(arm)
+
+
 def counterpart(arm: str) -> str:
     """The arm on-policy with which an arm is compared."""
     return "+".join([BASE, *(part for part in arm.split("+") if part.startswith(FOR_BASE))])
 
 
-def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -> dict[str, Any]:
-    """Train once. Returns its log and its held-out rewards before and after."""
-    import asyncio
+def earlier_run(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -> Path:
+    """The folder of a recorded run on-policy of another seed, which is done first unless it was."""
+    arm, seed, out = f"{counterpart(arm)}+recorded", seed + 1000, out / "earlier"
+    if not file_of(out, task, arm, seed).is_file():
+        subprocess.run(command_of(args, out, task, arm, seed), check=True)
+    return scratch_of(out, task, arm, seed) / "run"
 
+
+def rows_of(task: str, part: str) -> Rows:
+    """Rows with an `id`, in an order by chance."""
+    rows = [{**row, "id": f"{part}-{number}"} for number, row in enumerate(TASKS[task](part))]
+    return random.Random(task).sample(rows, len(rows)) if part == "train" else rows
+
+
+def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -> dict[str, Any]:
+    """Train once. Returns its log and its held-out rewards: before, at even distances, and after."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from trl import GRPOConfig, GRPOTrainer
 
-    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
+    from benchmarks.difficulty import Drawn, Memory
+    from benchmarks.real_model_run import reward_of_all, right_of, stock_engine, watch
+    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
     from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
 
-    @per_completion
-    async def right(completion: Any, answer: str) -> float:
-        await asyncio.sleep(args.reward_s)
-        said = completion[-1]["content"].strip().lower().rstrip(".")
-        return float(said == answer.lower())
-
-    class Times(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            state.log_history[-1]["at_s"] = time.perf_counter() - began
-
+    rows, held_out = rows_of(task, "train")[: args.rows or None], rows_of(task, "heldout")[: args.held_out]
+    memory = Memory([row["id"] for row in rows], GROUP)
+    given, where, is_tiny, is_stock = settings_of(arm), device(), args.model == TINY, STOCK in arm.split("+")
+    draws = given.pop(DRAW, None)
+    if draws == "record":
+        memory.read(earlier_run(args, task, arm, seed, out))
     set_seed(seed)
-    began = time.perf_counter()
-    given, where, is_tiny = settings_of(arm), device(), args.model == TINY
     model = str(ARITHMETIC_POLICY) if is_tiny else args.model
     is_lora = given.pop("lora", False)
     sizes: Settings = (
@@ -185,63 +157,42 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
               "vllm_engine_kwargs": {"kv_cache_memory_bytes": 2 << 30},
               "vllm_max_model_length": 512, "max_sampling_logp_difference": 1.0}
     )  # fmt: skip
-    config = SalesGRPOConfig(
-        **quiet(where, str(out / "run"), num_generations=8, per_device_eval_batch_size=64, num_generations_eval=1,
-                beta=0.0, held_out_eval=False, max_steps=args.steps, seed=seed, lr_scheduler_type="constant",
-                dataloader_pin_memory=False)
+    config_type = GRPOConfig if is_stock else SalesGRPOConfig
+    settings = (
+        quiet(where, str(out / "run"), num_generations=GROUP, per_device_eval_batch_size=64,
+              num_generations_eval=args.samples, beta=0.0, held_out_eval=False, max_steps=args.steps, seed=seed,
+              lr_scheduler_type="constant", dataloader_pin_memory=False)
         | {"learning_rate": 5e-4 if is_tiny else 2e-6} | sizes | given
     )  # fmt: skip
-    trainer = SalesGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        [right],
-        args=config,
-        train_dataset=Dataset.from_list(TASKS[task]("train")),
-        eval_dataset=Dataset.from_list(TASKS[task]("heldout")[:64]),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if is_lora else None,
-        callbacks=[Times()],
+    known = {
+        name: value for name, value in settings.items() if not is_stock or name in config_type.__dataclass_fields__
+    }
+    config = config_type(**known)
+    trainer_type: Any = (
+        GRPOTrainer if is_stock else SalesGRPOTrainer if draws is None else partial(Drawn, memory=memory)
     )
+    calls = args.steps * config.generation_batch_size
+    with stock_engine(settings.get("vllm_engine_kwargs", {}) if is_stock else {}):
+        trainer = trainer_type(
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            [right_of(memory, args.reward_s, is_stock)],
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(held_out),
+            processing_class=AutoTokenizer.from_pretrained(model),
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if is_lora else None,
+            callbacks=[watch(memory, calls, args.evaluations, ends="refill_groups" in given)],
+        )
     before = trainer.evaluate()["eval_reward"]
-    began = time.perf_counter()
     trainer.train()
-    after = trainer.evaluate()["eval_reward"]
-    trainer.finish()
-    return {"log": [entry for entry in trainer.state.log_history if "reward" in entry], "held_out": [before, after]}
-
-
-def train_sales(args: argparse.Namespace, arm: str, seed: int, out: Path) -> dict[str, Any]:
-    """The same for the sales reward pipeline: a launch of `recipes/full.py` with the embedded services."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from salesrl_trl.names import HELD_OUT_FILE
-
-    given: Settings = {"rollout_lookahead": 0, "learning_rate": 2e-6} | settings_of(arm)
-    if given.pop("lora", False):
-        given["use_peft"] = True
-    words = {"prompt_template": "few_shot", "model_name_or_path": args.model, "max_steps": args.steps, "seed": seed,
-             "output_dir": out / "run", "save_strategy": "no", "quick_eval_steps": 0, "max_completion_length": 96,
-             "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.12, "record": False,
-             "held_out_eval": True, "report_to": "tensorboard", "dtype": "float32", "save_rollouts": False,
-             "allow_changed_resume": False}  # fmt: skip
-    spelled = [
-        word
-        for name, value in (words | given).items()
-        for word in (f"--{name}", json.dumps(value) if isinstance(value, dict | bool) else str(value))
-    ]
-    subprocess.run([sys.executable, "-m", "salesrl_trl.launch.train", *spelled], check=True)
-    steps: dict[int, dict[str, float]] = {}
-    began = None
-    for file in sorted((out / "run").rglob("events.out.tfevents.*")):
-        events = EventAccumulator(str(file))
-        events.Reload()
-        for tag in (tag for tag in events.Tags()["scalars"] if tag.startswith("train/")):
-            for each in events.Scalars(tag):
-                began = min(began or each.wall_time, each.wall_time)
-                steps.setdefault(each.step, {"at_s": each.wall_time - began})[tag.removeprefix("train/")] = each.value
-    found = json.loads((out / "run" / HELD_OUT_FILE).read_text())
-    rewards = [each["reward"] for each in found] if isinstance(found, list) else [math.nan]
-    return {"log": [steps[step] for step in sorted(steps) if "reward" in steps[step]],
-            "held_out": [rewards[0], rewards[-1]]}  # fmt: skip
+    trainer.evaluate()
+    if not is_stock:
+        trainer.finish()
+    log = trainer.state.log_history
+    return {
+        "log": [{**entry, "reward": reward_of_all(entry)} for entry in log if "reward" in entry],
+        "held_out": [before, *(entry["eval_reward"] for entry in log if "eval_reward" in entry)],
+    }
 
 
 # All runs
@@ -249,6 +200,19 @@ def train_sales(args: argparse.Namespace, arm: str, seed: int, out: Path) -> dic
 
 def file_of(out: Path, task: str, arm: str, seed: int) -> Path:
     return out / "runs" / task / arm / f"{seed}.json"
+
+
+def scratch_of(out: Path, task: str, arm: str, seed: int) -> Path:
+    return out / "scratch" / task / arm / str(seed)
+
+
+HANDED_ON = ("model", "steps", "reward_s", "rows", "held_out", "samples", "evaluations", "judge")
+
+
+def command_of(args: argparse.Namespace, out: Path, task: str, arm: str, seed: int) -> list[str]:
+    """The command of a single run."""
+    words = [word for name in HANDED_ON for word in (f"--{name}", str(getattr(args, name)))]
+    return [sys.executable, "-m", "benchmarks.real_model", str(out), *words, "--one", task, arm, str(seed)]
 
 
 def run_all(args: argparse.Namespace) -> bool:
@@ -263,16 +227,7 @@ def run_all(args: argparse.Namespace) -> bool:
             task, arm, seed = each = left.pop(0)
             folder = args.out / "logs" / task / arm
             folder.mkdir(parents=True, exist_ok=True)
-            words = [
-                str(args.out),
-                "--model",
-                args.model,
-                "--steps",
-                str(args.steps),
-                "--reward_s",
-                str(args.reward_s),
-            ]
-            command = [sys.executable, "-m", "benchmarks.real_model", *words, "--one", task, arm, str(seed)]
+            command = command_of(args, args.out, task, arm, seed)
             with (folder / f"{seed}.txt").open("wb") as log:
                 running[each] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True), now
         for each, (process, began) in [*running.items()]:
@@ -316,8 +271,10 @@ def measures(run: Mapping[str, Any], until_s: float) -> dict[str, float]:
     curve = windows(rewards)
     found = {
         "area": statistics.fmean(rewards), "last": statistics.fmean(rewards[-2 * WINDOW :]),
-        "dip": deepest_dip(curve), "held_out": run["held_out"][1], "gain": run["held_out"][1] - run["held_out"][0],
+        "dip": deepest_dip(curve), "held_out": run["held_out"][-1], "gain": run["held_out"][-1] - run["held_out"][0],
+        "held_area": statistics.fmean(run["held_out"][1:]),
         "at_seconds": statistics.fmean(in_time[-WINDOW:]), "step_s": run["log"][-1]["at_s"] / len(rewards),
+        "true": run.get("true", [math.nan])[-1],
     }  # fmt: skip
     for name in FIGURES:
         of_branches = name.removesuffix("/in_band") != name
@@ -346,7 +303,7 @@ def spelled(mean: Mean, digits: int = 3) -> str:
     return f"{mean.value:.{digits}f}{reach}"
 
 
-SHOWN = ("area", "last", "dip", "held_out", "at_seconds")
+SHOWN = ("area", "last", "dip", "held_out", "held_area", "at_seconds")
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -355,11 +312,11 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     for task, arms in read_runs(args):
         ends = [run["log"][-1]["at_s"] for runs in arms.values() for run in runs.values()]
         every = {arm: {seed: measures(run, min(ends)) for seed, run in runs.items()} for arm, runs in arms.items()}
-        others = [name.split("/")[-1] for name in FIGURES]
-        print(f"\n## {task}: means over seeds with 95 % intervals\n\n| arm | seeds | {' | '.join(SHOWN)} | step_s | "
-              f"{' | '.join(others)} |\n|{'---|' * (3 + len(SHOWN) + len(others))}")  # fmt: skip
+        others = ["step_s", "true", *(name.split("/")[-1] for name in FIGURES)]
+        print(f"\n## {task}: means over seeds with 95 % intervals\n\n| arm | seeds | {' | '.join(SHOWN)} | "
+              f"{' | '.join(others)} |\n|{'---|' * (2 + len(SHOWN) + len(others))}")  # fmt: skip
         for arm, runs in every.items():
-            cells = [spelled(mean_of([run[name] for run in runs.values()])) for name in (*SHOWN, "step_s", *others)]
+            cells = [spelled(mean_of([run[name] for run in runs.values()])) for name in (*SHOWN, *others)]
             print(f"| {arm} | {len(runs)} | {' | '.join(cells)} |")
         print(f"\nDifferences to the arm on-policy, by seed; * where 0 is outside the interval\n\n| arm | seeds | "
               f"{' | '.join(SHOWN)} |\n|{'---|' * (2 + len(SHOWN))}")  # fmt: skip
@@ -413,6 +370,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     made.add_argument("--steps", type=int, default=100)
     made.add_argument("--reward_s", type=float, default=0.0, help="seconds of a reward; one folder for each")
+    made.add_argument("--rows", type=int, default=0, help="training rows, at most; 0 for all")
+    made.add_argument("--held_out", type=int, default=64, help="held-out rows, at most")
+    made.add_argument("--samples", type=int, default=1, help="completions of a held-out row")
+    made.add_argument("--evaluations", type=int, default=1, help="in and after a run, which count in its seconds")
+    made.add_argument("--judge", choices=JUDGES, default=JUDGES[0], help="of the task sales: see its module")
     made.add_argument("--at_once", type=int, default=3, help="runs that share the GPU")
     made.add_argument("--limit", type=float, default=560.0, help="seconds after which running ones are ended")
     made.add_argument("--report", action="store_true", help="run nothing")
@@ -420,14 +382,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = made.parse_args(argv)
     for arm in args.arms:
         settings_of(arm)
+        if "sales" in args.tasks:
+            sales_settings(arm)
     args.out = args.out.absolute()
     if not args.model:
         args.model = "" if args.report else str(prepare(args.out / "model"))
     if args.one:
         task, arm, seed = args.one[0], args.one[1], int(args.one[2])
-        file, scratch = file_of(args.out, task, arm, seed), args.out / "scratch" / task / arm / str(seed)
+        file, scratch = file_of(args.out, task, arm, seed), scratch_of(args.out, task, arm, seed)
         is_sales = task == "sales"
-        run = train_sales(args, arm, seed, scratch) if is_sales else train(args, task, arm, seed, scratch)
+        run = (
+            train_sales(args, sales_settings(arm), seed, scratch)
+            if is_sales
+            else train(args, task, arm, seed, scratch)
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         begun = file.with_suffix(".begun")
         begun.write_text(json.dumps(run), encoding="utf-8")

@@ -199,11 +199,11 @@ def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtSte
 
 
 def correction_of(args: SalesGRPOConfig, ledger: Ledger) -> SamplerCorrection | None:
-    """Importance correction where TRL computes old log-probs; `None` without vLLM's."""
-    is_normalized = args.correction is not None and args.correction.weights == NORMALIZED
-    found = "`rollout_correction.weights` is normalized with `loss_type: vespo`, which multiplies weights"
-    check(not is_normalized or args.loss_type != "vespo", f"{found}. Expected other weights, or another loss.")
-    return None if args.correction is None else SamplerCorrection(args.correction, ledger)
+    """Importance correction where TRL computes old log-probs; `None` without vLLM's. VESPO multiplies weights."""
+    given, found = args.correction, "`rollout_correction` normalizes or rejects tokens with `loss_type: vespo`"
+    is_by_token = given and (given.weights == NORMALIZED or any(name.startswith("token") for name in given.reject))
+    check(not is_by_token or args.loss_type != "vespo", f"{found}. Expected `seq_` rejections, or another loss.")
+    return None if given is None else SamplerCorrection(given, ledger)
 
 
 def buffer_policy_of(

@@ -53,15 +53,15 @@ FIGURES = (
 
 
 def bounds_of(rejection: str, threshold: object) -> tuple[float, float]:
-    """The bounds in nats, both included, of one of `REJECTIONS`. `threshold`: for k1 the bounds of e^k1, `[low, high]`
-    or `high` for `[1 / high, high]`; otherwise the upper bound of k2 or k3. Raises `ConfigError` for anything else."""
-    pair = threshold if isinstance(threshold, list | tuple) else None
-    ends = [each for each in pair or [threshold] if isinstance(each, int | float) and 0 < each < math.inf]
-    is_k1 = rejection.endswith("k1")
-    if is_k1 and pair is None and ends and ends[0] >= 1:
+    """The bounds in nats, both included, of one of `REJECTIONS`. `threshold`: for k1 the bounds of e^k1 around 1, as
+    `[low, high]` or `high` for `[1 / high, high]`; otherwise that of k2 or k3. Raises `ConfigError` for others."""
+    pair, is_k1 = threshold if isinstance(threshold, list | tuple) else None, rejection.endswith("k1")
+    ends = [end for end in pair or [threshold] if type(end) in (int, float) and 0 < end < math.inf]
+    if is_k1 and pair is None and ends:
         ends = [1 / ends[0], *ends]
-    if len(ends) != 1 + is_k1 or (pair is not None and (not is_k1 or len(pair) != 2)) or ends != sorted(ends):
-        expected = "two ratios [low, high], or one of at least 1" if is_k1 else "a number above 0"
+    is_wrong = len(ends) != 1 + is_k1 or (pair is not None and (not is_k1 or len(pair) != 2))
+    if is_wrong or (is_k1 and not (ends[0] <= 1 <= ends[1] and ends[0] < ends[1])):  # 1 is on-policy
+        expected = "two ratios [low, high] around 1, or one above 1" if is_k1 else "a number above 0, e.g. 1.0e-2"
         raise ConfigError(f"`rollout_correction.reject.{rejection}` is {threshold!r}. Expected {expected}.")
     return (math.log(ends[0]), math.log(ends[1])) if is_k1 else (-math.inf, float(ends[0]))
 

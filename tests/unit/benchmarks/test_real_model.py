@@ -29,6 +29,10 @@ def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
     assert real_model.counterpart(arm) == "on_policy+lr_5e-6"
     with pytest.raises(SystemExit, match="unknown part ahead_3"):
         real_model.settings_of("ahead_3")
+    assert real_model.counterpart("stock+lr_5e-6") == "on_policy+lr_5e-6"
+    for other in ("stock", "ahead_2+drawn"):
+        with pytest.raises(SystemExit, match="the task sales has no arm"):
+            real_model.sales_settings(other)
 
 
 @pytest.mark.parametrize("task", real_model.TASKS)
@@ -68,3 +72,15 @@ def test_a_tiny_arm_runs_resumes_and_is_reported(tmp_path, capsys):
     told = json.loads(kept.read_text())
     assert len(told["log"]) == 3 and all(0 <= entry["reward"] <= 1 for entry in told["log"])
     assert [entry["rollout/staleness"] for entry in told["log"]] == [0, 1, 2]
+
+
+@pytest.mark.bench
+def test_arms_of_other_trainers_and_draws_run_and_count_the_same_calls(tmp_path):
+    arms = ("stock", "remembered", "refill")
+    real_model.main([str(tmp_path), "--model", "tiny", "--tasks", "digits", "--arms", *arms, "--seeds", "1",
+                     "--steps", "2", "--rows", "64", "--evaluations", "2"])  # fmt: skip
+    told = {arm: json.loads(real_model.file_of(tmp_path, "digits", arm, 1).read_text()) for arm in arms}
+    calls = {arm: each["log"][-1]["calls"] for arm, each in told.items()}
+    assert calls["stock"] == calls["remembered"] == 2 * 32 <= calls["refill"]
+    assert all(0 <= reward <= 1 for each in told.values() for reward in each["held_out"])
+    assert [len(each["held_out"]) for each in told.values()][:2] == [3, 3]  # before, in the middle, after

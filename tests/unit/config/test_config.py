@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import Range, entry_of, load_object
-from salesrl_trl.config.rollouts import why_in_trls_order, why_in_turn, why_not_divisible
+from salesrl_trl.config.rollouts import correction_of, why_in_trls_order, why_in_turn, why_not_divisible
 from salesrl_trl.config.training import KLSettings, RecordSettings
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
@@ -165,6 +165,23 @@ def test_a_correction_is_read_from_a_mapping_or_json_and_refused_without_vllms()
     ):
         with pytest.raises(ConfigError, match=words):
             training(use_vllm=True, rollout_correction=wrong)
+
+
+@pytest.mark.parametrize("given", [{"weights": "normalized"}, {"reject": {"token_k3": 0.1}}], ids=str)
+def test_weights_of_single_tokens_are_refused_with_a_loss_that_multiplies_them(given):
+    of_tokens = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"}
+    with pytest.raises(ConfigError, match="Expected `seq_` rejections, or another loss"):
+        correction_of(training(**of_tokens, rollout_correction=given), None)
+    correction_of(training(**of_tokens | {"loss_type": "cispo"}, rollout_correction=given), None)
+    assert correction_of(training(**of_tokens, rollout_correction={"reject": {"seq_mean_k3": 0.1}}), None) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max", 0), ("max", -3.0), ("max", math.nan), ("max", "2"), ("min", -1.0)], ids=str
+)
+def test_bounds_of_weights_that_turn_the_loss_around_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"`vllm_importance_sampling_clip_{name}` is {value!r}. Expected a number"):
+        training(use_vllm=True, **{f"vllm_importance_sampling_clip_{name}": value})
 
 
 def test_a_temperature_alone_reshapes_nothing():

@@ -151,7 +151,10 @@ def test_the_sampler_is_the_old_policy_in_a_bypass():
 @pytest.mark.parametrize(
     ("name", "threshold"),
     [("token_k1", 0.5), ("token_k1", [2, 1]), ("token_k1", [1]), ("token_k1", "0.9_1.1"), ("seq_mean_k3", 0),
-     ("seq_mean_k3", [1, 2]), ("seq_mean_k2", math.inf), ("seq_max_k3", None), ("seq_sum_k1", [-1, 2])],
+     ("seq_mean_k3", [1, 2]), ("seq_mean_k2", math.inf), ("seq_max_k3", None), ("seq_sum_k1", [-1, 2]),
+     # what YAML makes of `yes` and `1e-2`; and bounds that reject where policy and sampler agree, or all but that
+     ("token_k1", True), ("seq_mean_k3", True), ("seq_mean_k3", "1e-2"), ("seq_mean_k1", [0.01, 0.02]),
+     ("seq_mean_k1", [1.1, 1.2]), ("token_k1", 1), ("token_k1", [1.0, 1.0])],
 )  # fmt: skip
 def test_a_threshold_that_masks_everything_or_nothing_is_refused(name, threshold):
     with pytest.raises(ConfigError, match=f"rollout_correction.reject.{name}"):
@@ -287,12 +290,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def plain(given, logps, sampled, mask, advantages, normal):
-    """The gradient's loss, a completion and a token at a time."""
+def plain(given, logps, start, sampled, mask, advantages, normal):
+    """The gradient's loss, a completion and a token at a time. `start`: log-probs of the policy at the start of the
+    step."""
     losses = []
     for row in range(len(mask)):
         tokens = [place for place in range(mask.size(1)) if mask[row, place]]
-        x = {place: (logps[row, place] - sampled[row, place]).item() for place in tokens}
+        x = {place: (start[row, place] - sampled[row, place]).item() for place in tokens}
         k = {"k1": lambda v: -v, "k2": lambda v: v * v / 2, "k3": lambda v: math.exp(v) - 1 - v}
         total = 0.0
         for place in tokens:
@@ -308,7 +312,7 @@ def plain(given, logps, sampled, mask, advantages, normal):
                 value = {"token": k[kind](x[place]), "seq_sum": sum(of_all), "seq_mean": sum(of_all) / len(of_all),
                          "seq_max": max(of_all)}[level]  # fmt: skip
                 weight *= low <= value <= high
-            old = sampled[row, place] if given.weights == "bypass" else logps[row, place].detach()
+            old = sampled[row, place] if given.weights == "bypass" else start[row, place]
             step = (logps[row, place] - old).exp()
             clipped = step.clamp(0.8, 1.2)
             total = total - weight * torch.min(step * advantages[row], clipped * advantages[row])
@@ -321,19 +325,21 @@ def mean_weight(given, logps, sampled, mask):
     return (ratio * mask).sum() / mask.sum() if ratio.size(1) > 1 else ratio.mean()
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.3], ids=["first_update", "later_update"])
 @pytest.mark.parametrize("given", CASES, ids=str)
-def test_the_gradient_in_trls_loss_is_that_of_a_plain_loop(given):
+def test_the_gradient_in_trls_loss_is_that_of_a_plain_loop(given, moved):
     from trl import GRPOTrainer  # the two ranks below do without
 
     values, sampled, mask = random_batch(3)
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0], dtype=torch.float64)
-    logps, expected = values.clone().requires_grad_(), values.clone().requires_grad_()
+    now = values + moved * random_batch(4)[0]  # of a policy that has been updated with this batch before
+    logps, expected = now.clone().requires_grad_(), now.clone().requires_grad_()
     inputs = {
         "prompt_ids": mask[:, :1], "prompt_mask": mask[:, :1], "completion_ids": mask, "completion_mask": mask,
         "advantages": advantages, SAMPLED: sampled,
     }  # fmt: skip
     ratio = importance_ratio(log_ratio(values, sampled, mask), given)
-    if given.weights == "normalized":  # only where the whole batch is known
+    if moved or given.weights == "normalized":  # only where the whole batch is known
         inputs |= {OLD: values, RATIO: ratio}
         SamplerCorrection(given, Noted()).apply_to_batch(inputs)
 
@@ -350,7 +356,8 @@ def test_the_gradient_in_trls_loss_is_that_of_a_plain_loop(given):
         accelerator=SimpleNamespace(gather=lambda value: value, reduce=lambda value, reduction: value),
     )  # fmt: skip
     inspect.unwrap(GRPOTrainer._compute_loss)(trainer, None, inputs).backward()
-    plain(given, expected, sampled, mask, advantages, mean_weight(given, values, sampled, mask)).backward()
+    normal = mean_weight(given, values, sampled, mask)
+    plain(given, expected, values, sampled, mask, advantages, normal).backward()
     assert expected.grad.abs().sum() > 0
     torch.testing.assert_close(logps.grad, expected.grad, rtol=1e-12, atol=1e-14)
 
