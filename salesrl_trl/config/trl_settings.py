@@ -35,14 +35,6 @@ def check_numbers(args: GRPOConfig) -> None:
     check(isinstance(steps, int) and (steps == -1 or steps > 0), f"`max_steps` is {steps!r}. {expected}")
 
 
-def check_evaluation(args: GRPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
-    batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
-    found = f"{batch} completions ({args.per_device_eval_batch_size} per device x {processes} processes)"
-    expected = f"Expected whole groups of `num_generations_eval` {group}. Change it, or `per_device_eval_batch_size`."
-    check(batch % group == 0, f"an evaluation batch has {found}. {expected}")
-
-
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Formats to which vLLM can quantise 16-bit weights at load time."""
 
@@ -276,16 +268,3 @@ def compile_into(folder: Path) -> None:
         remedy = "Name another folder, or remove the setting, so that each library uses its own cache."
         raise ConfigError(f"`compile_cache_dir` resolves to {folder}, which is not writable. {remedy}")
     os.environ |= {name: str(each) for name, each in folders.items()}
-
-
-def device_line(device: torch.device, processes: int) -> str:
-    """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
-    several = f"{processes} processes" if processes > 1 else "1 process"
-    if device.type == "cpu":
-        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-        return f"{several} on the CPU: {cores} cores, {threads} threads each; {gib:.0f} GiB of memory"
-    if device.type != "cuda":
-        return f"{several} on {device.type}"
-    properties = torch.cuda.get_device_properties(device)
-    return f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trl import GRPOConfig
+
 from salesrl_trl.agents.customer import Persona
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
-from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.judged.judge_reward import needs_of
@@ -73,6 +74,14 @@ def _check_sources(plan: Plan, findings: Findings) -> None:
     if not training.branches:  # the user's own task has those of its rows
         training.branches = plan.branches_of_rows
         training.kl_targets()
+
+
+def check_evaluation(args: GRPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
+    batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
+    found = f"{batch} completions ({args.per_device_eval_batch_size} per device x {processes} processes)"
+    expected = f"Expected whole groups of `num_generations_eval` {group}. Change it, or `per_device_eval_batch_size`."
+    check(batch % group == 0, f"an evaluation batch has {found}. {expected}")
 
 
 def _check_settings(plan: Plan, findings: Findings) -> None:
