@@ -198,17 +198,32 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
     return [f"{MEANINGLESS} in this run (`allow_stand_ins`). {fault}" for fault in faults]
 
 
-def find_key(variable: str) -> str | None:
-    """The key from the environment variable, or from the file named by `<variable>_FILE`; `None` if neither is set.
+def read_key(variable: str | None, setting: str) -> str | None:
+    """The key from the environment variable, or from the file named by `<variable>_FILE`; `None` without a variable.
 
-    Raises `ConfigError` if both are set, or if the file is unreadable, readable by others, empty or too large. The
-    message shows neither key nor path, as users who confuse the variables put the key into the path.
+    Raises `ConfigError` if neither or both are set, if the key is no ASCII, or if the file is unreadable, readable by
+    others, empty or too large. The message shows neither key nor path, as users who confuse the variables put the key
+    into the path, nor the variable if the setting may contain the key instead of its name.
     """
-    key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
-    if not path:
-        return key or None
-    if key:
-        raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if path := os.environ.get(f"{variable}_FILE"):
+        if key:
+            raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+        key = _key_in(path, variable)
+    if not key:
+        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None  # else it may be the key itself
+        named = f"the environment variable {variable}" if is_name else "an environment variable (not shown)"
+        expected = "Expected a variable with the key, or with the suffix _FILE, one with the path of the key's file."
+        raise ConfigError(f"`{setting}` names {named}, which is not set. {expected}")
+    if fault := key_fault(key):
+        where = f"the environment variable {variable} (`{setting}`)"
+        raise ConfigError(f"the key in {where} or its file holds {fault}. Expected printable ASCII characters.")
+    return key
+
+
+def _key_in(path: str, variable: str) -> str:
     where = f"the file that the environment variable {variable}_FILE names"
     try:
         # non-blocking: don't wait for the writer of a named pipe
@@ -226,23 +241,6 @@ def find_key(variable: str) -> str | None:
         more = f'Expected only the key, in a file readable only by its owner: chmod 600 "${variable}_FILE"'
         raise ConfigError(f"{where} {fault}. {more}")
     return content.decode("utf-8", errors="replace").strip()
-
-
-def read_key(variable: str | None, setting: str) -> str | None:
-    """Read a key as `find_key` does; `None` without a variable. Messages never show the key, even if the setting
-    contains it instead of a name."""
-    if variable is None:
-        return None
-    key = find_key(variable)
-    if not key:
-        is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None  # else it may be the key itself
-        named = f"the environment variable {variable}" if is_name else "an environment variable (not shown)"
-        expected = "Expected a variable with the key, or with the suffix _FILE, one with the path of the key's file."
-        raise ConfigError(f"`{setting}` names {named}, which is not set. {expected}")
-    if fault := key_fault(key):
-        where = f"the environment variable {variable} (`{setting}`)"
-        raise ConfigError(f"the key in {where} or its file holds {fault}. Expected printable ASCII characters.")
-    return key
 
 
 def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:
