@@ -14,7 +14,16 @@ from trl import GRPOConfig
 from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_names, check_ranges, entry_of, load_object
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
-from salesrl_trl.update.correction import BOUNDED, MODE_AHEAD, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
+from salesrl_trl.update.correction import (
+    BOUNDED,
+    MODE_AHEAD,
+    NONE,
+    NORMALIZED,
+    REJECTIONS,
+    WEIGHTS,
+    CorrectionSettings,
+    bounds_of,
+)
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -57,7 +66,8 @@ def reshaped_sampling(args: GRPOConfig) -> list[str]:
 
 def compares_with_sampler(args: GRPOConfig) -> bool:
     """Whether the loss uses vLLM's own log-probs."""
-    return bool(args.vllm_importance_sampling_correction) or args.off_policy_mask_threshold is not None
+    corrects = args.vllm_importance_sampling_correction and parsed_correction(args).is_used
+    return bool(corrects) or args.off_policy_mask_threshold is not None
 
 
 def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: float) -> None:
@@ -92,9 +102,7 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         "comparable. Expected 'processed_logprobs': remove it.",
     )
     reshaped = ", ".join(reshaped_sampling(args))
-    sequences = corrects and (
-        parsed_correction(args).reject or args.vllm_importance_sampling_mode.startswith("sequence_")
-    )
+    sequences = corrects and parsed_correction(args).multiplies(args.vllm_importance_sampling_mode)
     if lookahead:
         effect = "does not correct for `rollout_lookahead`"
     else:
@@ -123,6 +131,16 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         check_names("rollout_correction.reject", self.reject, REJECTIONS)
         self.bounds()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the ratio of policy to sampler has an effect."""
+        return self.weights != NONE or bool(self.reject)
+
+    def multiplies(self, mode: str) -> bool:
+        """Whether ratios of a completion's tokens are combined. `mode` only matters to weights that it bounds."""
+        by_mode = self.weights in (BOUNDED, NORMALIZED) and mode.startswith("sequence_")
+        return by_mode or any(name.startswith("seq_") for name in self.reject)
 
     def bounds(self) -> dict[str, tuple[float, float]]:
         return {name: bounds_of(name, threshold) for name, threshold in self.reject.items()}
