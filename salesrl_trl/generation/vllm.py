@@ -13,6 +13,7 @@ import torch
 import trl.generation.vllm_generation as upstream_vllm
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -78,15 +79,17 @@ class SalesVLLMGeneration(VLLMGeneration):
         with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode != "server":
-            engine = self.llm.llm_engine
-            self.labels = EngineLabels(engine) if hasattr(engine, "set_weight_version") else None  # from vLLM 0.33
+            from vllm.outputs import CompletionOutput
+
+            if hasattr(CompletionOutput, "weight_versions"):  # from vLLM 0.33
+                self.labels = EngineLabels(self.llm.llm_engine)
             self.loop = EngineLoop(self.llm, self.labels)
             return
         shared = ["", ""]  # the address, and a name for the weights if the server reports it
         if is_main := self.accelerator.is_main_process:
             address = self.vllm_client.base_url
-            reports = self.vllm_client.session.get(f"{address}/weight_info").ok  # from vLLM 0.33
-            shared = [address, secrets.token_hex(4) * reports]
+            release = self.vllm_client._get(f"{address}/version")["version"]
+            shared = [address, secrets.token_hex(4) if Version(release) >= Version("0.33") else ""]
         broadcast_object_list(shared)
         if not is_main:
             self.vllm_client = upstream_vllm.VLLMClient(shared[0], connection_timeout=self.server_timeout)
