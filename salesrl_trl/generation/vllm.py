@@ -81,9 +81,9 @@ class SalesVLLMGeneration(VLLMGeneration):
         if self.mode != "server":
             from vllm.outputs import CompletionOutput
 
-            if hasattr(CompletionOutput, "weight_versions"):  # from vLLM 0.33
-                self.labels = EngineLabels(self.llm.llm_engine)
-            self.loop = EngineLoop(self.llm, self.labels)
+            reports = hasattr(CompletionOutput, "weight_versions")  # from vLLM 0.33
+            self.labels = labels = EngineLabels(self.llm.llm_engine) if reports else None
+            self.loop = EngineLoop(self.llm, labels)
             return
         shared = ["", ""]  # the address, and a name for the weights if the server reports it
         if is_main := self.accelerator.is_main_process:
