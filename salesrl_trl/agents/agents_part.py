@@ -17,8 +17,9 @@ from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.generation.engine_loop import GivenUp, Turn
+from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
+from salesrl_trl.generation.turns import Turn, refusal
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
 from salesrl_trl.rollout.several_sequences import SEQUENCES
 from salesrl_trl.types import Example
@@ -86,7 +87,8 @@ class AgentsPart(Part):
             played = self._played(place, rows[place], encoded.ids[place], ask, playing)
             if batch.is_cancelled:
                 raise GivenUp
-            finished(place, played.row.ids, played.completion, columns={PLAYED: played.reward})
+            failed = refusal(played.row.versions)
+            finished(place, played.row.ids, played.completion, failed, columns={PLAYED: played.reward})
             return played
 
         batch = Episodes(len(rows), access.loop, talk, playing)
@@ -140,7 +142,8 @@ class AgentsPart(Part):
         calls, rewritten, untrained, every = self._access.sums(mine).values()
         numbers = (calls, rewritten, untrained / max(every, 1.0))
         metrics = {episode_figure(name): [value] for name, value in zip(EPISODE_FIGURES, numbers, strict=True)}
-        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics})
+        versions = [sequence.versions for sequence in trained]
+        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, versions=versions)
 
     def cancel(self, reason: str) -> None:
         for calls in list(self._under_way):

@@ -22,8 +22,8 @@ from trl.chat_template_utils import (
     supports_tool_calling,
 )
 
-from salesrl_trl.generation.engine_loop import Turn
 from salesrl_trl.generation.sampler import guard_parser, is_deep
+from salesrl_trl.generation.turns import Turn
 from salesrl_trl.ground.fencing import make_nonce, neutralise
 from salesrl_trl.ground.texts import encodable
 
@@ -181,20 +181,23 @@ class Sequenced:
     ids: list[int]  # of everything after it
     mask: list[int]  # 1 for the policy's tokens, 0 for the rest
     logprobs: list[float] | None  # 0.0 for other tokens; `None` if the engine returns none
+    versions: list[int] | None = field(default_factory=list)  # 0 for other tokens; `None` if the engine reports none
     own: int = 0  # number of tokens in the last part
 
     @property
     def sampled(self) -> int:
         return sum(self.mask)
 
-    def extended(
-        self, messages: Sequence[Message], ids: Sequence[int], logprobs: Sequence[float] | None, *, mask: int
-    ) -> "Sequenced":
-        both = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
+    def extended(self, messages: Sequence[Message], turn: Turn, *, mask: int = 1) -> "Sequenced":
+        size = len(turn.ids)
         return replace(
-            self, messages=[*self.messages, *messages], ids=[*self.ids, *ids], mask=[*self.mask, *[mask] * len(ids)],
-            logprobs=both, own=len(ids),
+            self, messages=[*self.messages, *messages], ids=[*self.ids, *turn.ids], mask=[*self.mask, *[mask] * size],
+            logprobs=_joined(self.logprobs, turn.logprobs), versions=_joined(self.versions, turn.versions), own=size,
         )  # fmt: skip
+
+    def by_others(self, messages: Sequence[Message], ids: list[int]) -> "Sequenced":
+        """Extended by messages of others than the policy, with these tokens."""
+        return self.extended(messages, Turn(ids, [0.0] * len(ids), [0] * len(ids)), mask=0)
 
     def without(self, trained: set[int]) -> "Sequenced":
         """Mask the turns which are in `trained`, by `id`, and add its own."""
@@ -208,10 +211,16 @@ class Sequenced:
     def followed_by(self, other: "Sequenced") -> "Sequenced":
         """Both in one row, which `rollout.several_sequences` takes apart."""
         gap = [0] * len(other.prompt_ids)
-        both = None if self.logprobs is None or other.logprobs is None else [*self.logprobs, *gap, *other.logprobs]
         return replace(
-            self, ids=[*self.ids, *other.prompt_ids, *other.ids], mask=[*self.mask, *gap, *other.mask], logprobs=both
-        )
+            self, ids=[*self.ids, *other.prompt_ids, *other.ids], mask=[*self.mask, *gap, *other.mask],
+            logprobs=_joined(self.logprobs, gap, other.logprobs), versions=_joined(self.versions, gap, other.versions),
+        )  # fmt: skip
+
+
+def _joined(*parts: Sequence[Any] | None) -> list[Any] | None:
+    """All of them, or `None` if one is `None`."""
+    known = [part for part in parts if part is not None]
+    return [each for part in known for each in part] if len(known) == len(parts) else None
 
 
 class AgentCalls:
@@ -270,7 +279,7 @@ class AgentCalls:
             return None
         if earlier.ids[-1] not in self.form.ends:  # it was truncated
             between = [self.form.tokenizer.eos_token_id, *between]
-        return replace(earlier.extended(new, between, [0.0] * len(between), mask=0), before=earlier)
+        return replace(earlier.by_others(new, between), before=earlier)
 
     def _room(self, started: Sequenced) -> int:
         size = len(started.ids)
@@ -282,7 +291,7 @@ class AgentCalls:
         with self._lock:
             self._waiting += 1
         try:
-            own, logprobs = self._ask(prefix)
+            turn = self._ask(prefix)
         except BaseException as error:
             self.error = error
             raise
@@ -290,11 +299,11 @@ class AgentCalls:
             with self._lock:
                 self._waiting, self._last = self._waiting - 1, time.monotonic()
         room = self._room(started) if most is None else min(self._room(started), most)
-        own = own[:room]
-        if not own:
+        turn = turn.cut(room)
+        if not turn.ids:
             raise Refused("The policy's turn is empty.", code="empty_turn")
-        message = self.form.read(own, prefix, started.tools)
-        return started.extended([message], own, logprobs and logprobs[:room], mask=1)
+        message = self.form.read(turn.ids, prefix, started.tools)
+        return started.extended([message], turn)
 
     def ends(self) -> list[Sequenced]:
         """The sequences that no later one continues, longest first by the policy's tokens, the latest first among

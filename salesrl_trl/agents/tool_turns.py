@@ -17,8 +17,9 @@ from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, S
 from salesrl_trl.agents.partner import Dialogue, Partner, dialogue_figures, partner_tool
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.generation.engine_loop import NO_TURN, GivenUp, Prompt, Task, TaskBatch, Turn, TurnLoop
+from salesrl_trl.generation.engine_loop import GivenUp, Prompt, Task, TaskBatch, TurnLoop
 from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled
+from salesrl_trl.generation.turns import NO_TURN, Turn, refusal
 from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure, tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
 from salesrl_trl.types import Example
@@ -148,7 +149,8 @@ class ToolTurns:
             row = None if rows is None else rows[place]
             talked = self.talk(place, encoded.ids[place], first, ask, calls, row)
             if not batch.is_cancelled:
-                finished(place, talked.sequence.ids, talked.sequence.messages, talked.notes.failed)
+                failed = talked.notes.failed or refusal(talked.sequence.versions)
+                finished(place, talked.sequence.ids, talked.sequence.messages, failed)
             return talked
 
         batch = Conversations(len(prompts), access.loop, talk, calls)
@@ -166,7 +168,7 @@ class ToolTurns:
         tools = {tool.__name__: tool for tool in functions}
         message = self._message(first.ids, prompt_ids, schemas)
         empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
-        sequence = empty.extended([message], first.ids, first.logprobs, mask=1)
+        sequence = empty.extended([message], first)
         dialogue = None if row is None else self._dialogue(row, place, calls, notes)
         talked = Talked(first=first, notes=notes, sequence=sequence, dialogue=dialogue)
         while messages := self._answered(talked, message.get("tool_calls"), tools, calls):
@@ -176,21 +178,19 @@ class ToolTurns:
             size = len(sequence.ids) + len(between)
             if size > form.most_completion or len(prompt_ids) + size >= form.most_tokens:
                 break
-            talked.sequence = sequence = sequence.extended(messages, between, [0.0] * len(between), mask=0)
+            talked.sequence = sequence = sequence.by_others(messages, between)
             if notes.failed is not None:
                 break
             prefix = [*prompt_ids, *sequence.ids]
             turn = ask(prefix)
             notes.turns += 1
-            own = turn.ids[: form.most_completion - size]
-            if not own:
+            turn = turn.cut(form.most_completion - size)
+            if not turn.ids:
                 break
-            message = self._message(own, prefix, schemas)
-            talked.sequence = sequence = sequence.extended(
-                [message], own, turn.logprobs and turn.logprobs[: len(own)], mask=1
-            )
+            message = self._message(turn.ids, prefix, schemas)
+            talked.sequence = sequence = sequence.extended([message], turn)
         if dialogue is not None and dialogue.closing is not None:
-            talked.sequence = talked.sequence.extended([dialogue.closing], [], [], mask=0)
+            talked.sequence = talked.sequence.by_others([dialogue.closing], [])
         return talked
 
     def _dialogue(self, row: Example, place: int, calls: ToolCalls, notes: ConversationNotes) -> Dialogue | None:
@@ -311,6 +311,7 @@ class ToolTurns:
             sampled,
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             calls=[record.calls for record in records],
+            versions=[each.sequence.versions for each in talked],
         )
 
 

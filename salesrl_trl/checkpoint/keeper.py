@@ -130,7 +130,7 @@ class Keeper:
             if sampled is not None and self.args.save_rollouts and not any(sampled.generated[6] or ()):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
-                rollouts[first] = {**content, "sampled": tokens}
+                rollouts[first] = {**content, "sampled": {**tokens, "versions": [*sampled.versions]}}
             elif moved:
                 rollouts[first] = {**content, "sampled": None}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)

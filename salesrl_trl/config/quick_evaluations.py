@@ -1,10 +1,9 @@
 """Settings of quick evaluations, and the interface for your own metrics."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import REWARD
 from salesrl_trl.types import Answered
 
@@ -47,25 +46,3 @@ class QuickEvalSettings:
     keeps no policy."""
     figures: tuple[Figure, ...] = ()
     """Your own metrics, in addition to the built-in ones."""
-
-
-def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
-    """Metrics from objects, or from classes instantiated without arguments. Raises `ConfigError` if one is not a
-    `Figure`, its name is not an identifier or is taken, e.g. by a branch, or its `form` is invalid."""
-    figures: list[Figure] = []
-    taken = {*TAKEN, *branches}
-    for item in objects:
-        try:
-            made = item() if isinstance(item, type) else item
-            if not isinstance(made, Figure):
-                raise TypeError("it lacks one of `name`, `form` and `__call__`")
-            format(0.5, made.form)
-        except (TypeError, ValueError) as error:
-            needs = "a class without arguments that has `name`, a `form` such as '.2f', and `__call__(answers)`"
-            raise ConfigError(f"`quick_eval_figures` contains {item!r}: {error}. Expected {needs}.") from error
-        if not str(made.name).isidentifier() or made.name in taken:
-            expected = f"Expected letters, digits and underscores, and none of: {', '.join(sorted(taken))}."
-            raise ConfigError(f"`quick_eval_figures`: {item!r} has the name {made.name!r}. {expected}")
-        taken.add(made.name)
-        figures.append(made)
-    return tuple(figures)

@@ -14,7 +14,17 @@ from trl import GRPOConfig
 from salesrl_trl.config.checks import RESHAPING, TRAINING, check, check_names, check_ranges, entry_of, load_object
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import cache_dir, installed
-from salesrl_trl.update.correction import AHEAD, BOUNDED, BYPASS, REJECTIONS, WEIGHTS, CorrectionSettings, bounds_of
+from salesrl_trl.update.correction import (
+    AHEAD,
+    BOUNDED,
+    BYPASS,
+    NONE,
+    NORMALIZED,
+    REJECTIONS,
+    WEIGHTS,
+    CorrectionSettings,
+    bounds_of,
+)
 
 if TYPE_CHECKING:
     from salesrl_trl.generation.sampler import Sampler, Upstream
@@ -33,14 +43,6 @@ def check_numbers(args: GRPOConfig) -> None:
     expected = f"Expected at least 1, or -1 to use `num_train_epochs`. {_WITHOUT_UPDATES}"
     steps = args.max_steps
     check(isinstance(steps, int) and (steps == -1 or steps > 0), f"`max_steps` is {steps!r}. {expected}")
-
-
-def check_evaluation(args: GRPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
-    batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
-    found = f"{batch} completions ({args.per_device_eval_batch_size} per device x {processes} processes)"
-    expected = f"Expected whole groups of `num_generations_eval` {group}. Change it, or `per_device_eval_batch_size`."
-    check(batch % group == 0, f"an evaluation batch has {found}. {expected}")
 
 
 QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
@@ -65,7 +67,8 @@ def reshaped_sampling(args: GRPOConfig) -> list[str]:
 
 def compares_with_sampler(args: GRPOConfig) -> bool:
     """Whether the loss uses vLLM's own log-probs."""
-    return bool(args.vllm_importance_sampling_correction) or args.off_policy_mask_threshold is not None
+    corrects = args.vllm_importance_sampling_correction and parsed_correction(args).is_used
+    return bool(corrects) or args.off_policy_mask_threshold is not None
 
 
 def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: float) -> None:
@@ -100,9 +103,7 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         "comparable. Expected 'processed_logprobs': remove it.",
     )
     reshaped = ", ".join(reshaped_sampling(args))
-    sequences = corrects and (
-        parsed_correction(args).reject or args.vllm_importance_sampling_mode.startswith("sequence_")
-    )
+    sequences = corrects and parsed_correction(args).multiplies(args.vllm_importance_sampling_mode)
     if lookahead:
         effect = "does not correct for `rollout_lookahead`"
     else:
@@ -131,6 +132,16 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         check_names("rollout_correction.reject", self.reject, REJECTIONS)
         self.bounds()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the ratio of policy to sampler has an effect."""
+        return self.weights != NONE or bool(self.reject)
+
+    def multiplies(self, mode: str) -> bool:
+        """Whether ratios of a completion's tokens are combined. `mode` only matters to weights that it bounds."""
+        by_mode = self.weights in (BOUNDED, NORMALIZED) and mode.startswith("sequence_")
+        return by_mode or any(name.startswith("seq_") for name in self.reject)
 
     def bounds(self) -> dict[str, tuple[float, float]]:
         return {name: bounds_of(name, threshold) for name, threshold in self.reject.items()}
@@ -282,16 +293,3 @@ def compile_into(folder: Path) -> None:
         remedy = "Name another folder, or remove the setting, so that each library uses its own cache."
         raise ConfigError(f"`compile_cache_dir` resolves to {folder}, which is not writable. {remedy}")
     os.environ |= {name: str(each) for name, each in folders.items()}
-
-
-def device_line(device: torch.device, processes: int) -> str:
-    """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
-    several = f"{processes} processes" if processes > 1 else "1 process"
-    if device.type == "cpu":
-        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-        return f"{several} on the CPU: {cores} cores, {threads} threads each; {gib:.0f} GiB of memory"
-    if device.type != "cuda":
-        return f"{several} on {device.type}"
-    properties = torch.cuda.get_device_properties(device)
-    return f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"

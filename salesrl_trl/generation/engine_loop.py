@@ -2,7 +2,6 @@
 transformers' `generate`. docs/background/architecture.md documents the contract ("The engine loop")."""
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from threading import Condition, Semaphore, Thread
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
+from salesrl_trl.generation.turns import NO_TURN, EngineLabels, Turn, refusal, turn_of
 from salesrl_trl.ground.process import patched
 
 
@@ -25,14 +25,6 @@ class Prompt(TypedDict):
 
 class GivenUp(BaseException):
     """Raised in a cancelled conversation. Not caught by `except Exception`."""
-
-
-class Turn(NamedTuple):
-    ids: list[int]
-    logprobs: list[float] | None  # the sampler's, for the sampled tokens; `None` if it returns none
-
-
-NO_TURN = Turn([], None)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,9 +166,10 @@ class TaskBatch:
 
 
 class CompletionTasks(TaskBatch):
-    """One task per prompt. `finished` is called with place and token ids of each completion, one at a time."""
+    """One task per prompt. `finished` is called with place and token ids of each completion, one at a time, and with
+    why it `failed` if it is excluded from training."""
 
-    def __init__(self, size: int, loop: TurnLoop, finished: Callable[[int, Sequence[int]], None]) -> None:
+    def __init__(self, size: int, loop: TurnLoop, finished: Callable[..., None]) -> None:
         super().__init__(size, loop)
         self._finished = finished
         self._turns = [NO_TURN] * size
@@ -198,7 +191,8 @@ class CompletionTasks(TaskBatch):
             try:
                 turn = answer.result()
                 if 0 <= place < len(self):
-                    self._finished(place, turn.ids)
+                    reason = refusal(turn.versions)
+                    self._finished(place, turn.ids, **({} if reason is None else {"failed": reason}))
                     self._turns[place] = turn
             except Exception as error:
                 self._fail(error)
@@ -219,11 +213,11 @@ LINGER_S = 0.05
 class EngineLoop(TurnLoop):
     """The loop over a colocated vLLM `LLM`, called only by the trainer's thread. Others' `LLM.generate` does not
     see its tasks. After a weight push, pending tasks resume with the new weights on top of old keys and values, which
-    a `cache_salt` separates from later requests."""
+    a `cache_salt` separates from later requests. `labels`: of the weights, if vLLM reports them."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, labels: EngineLabels | None = None) -> None:
         super().__init__()
-        self._llm, self._salt = llm, 0  # pushes after which the prefix cache could not be reset
+        self._llm, self._labels, self._salt = llm, labels, 0  # pushes after which the prefix cache could not be reset
         self.under_way: dict[str, Task] = {}  # by request id
         self._adding: deque[Task] = deque()
         engine = llm.llm_engine
@@ -259,11 +253,13 @@ class EngineLoop(TurnLoop):
         """One step of vLLM's engine. Returns the outputs of other requests. An exception fails all pending tasks."""
         try:
             outputs = self._step()  # of finished requests: vLLM returns no others
+            if self._labels is not None:
+                self._labels.stepped()
             others = [output for output in outputs if output.request_id not in self.under_way]
             for output in outputs:
                 if output.finished and (task := self.under_way.pop(output.request_id, None)) is not None:
                     task.prompt_ids = output.prompt_token_ids
-                    task.answer.set_result(_turn_of(output))
+                    task.answer.set_result(turn_of(output, self._labels))
         except BaseException as error:
             self._abort([*self.under_way], error)
             raise
@@ -316,16 +312,6 @@ def _drop(tasks: Iterable[Task], error: BaseException | None) -> None:
             task.answer.set_exception(error)
         else:
             task.answer.cancel()
-
-
-def _turn_of(output: Any) -> Turn:
-    """The turn in a vLLM output. NaN becomes `None` as in TRL, whose `extract_logprobs` is ten times slower."""
-    sampled = output.outputs[0]
-    ids, flat = list(sampled.token_ids), sampled.logprobs
-    if flat is None:
-        return Turn(ids, None)
-    logprobs = [flat.logprobs[start] for start in flat.start_indices]
-    return Turn(ids, [None if math.isnan(each) else each for each in logprobs])  # type: ignore[misc]
 
 
 MOST_REQUESTS = 1024
@@ -384,7 +370,8 @@ class ServerLoop(TurnLoop):
         send, arguments = task.params
         output = send(prompts=[task.ids], **arguments)
         [ids], logprobs = output["completion_ids"], output["logprobs"]
-        return Turn(list(ids), None if logprobs is None else [token[0] for token in logprobs[0]])
+        logprobs = logprobs and [token[0] for token in logprobs[0]]
+        return Turn(list(ids), logprobs, output.get("versions"))
 
     def cancel(self, batch: TaskBatch, place: int | None = None) -> None:
         with self.changed:

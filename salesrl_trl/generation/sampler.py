@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import compress
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -61,6 +62,8 @@ class Sampled:
     """TRL's metrics of this generation, logged with the step that trains on the batch."""
     tokens: int = 0  # prompt and completion tokens on all ranks, as counted by TRL
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, if recorded
+    versions: Sequence[Sequence[int] | None] = ()
+    """Of each completion's tokens (`generation.turns`), 0 for those of others; `None` if the engine reports none."""
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -77,6 +80,12 @@ class Sampled:
     @property
     def logprobs(self) -> list[list[float]] | None:
         return self.generated[4]  # type: ignore[no-any-return]
+
+    def own_versions(self, place: int) -> list[int]:
+        """The versions of a completion's tokens which the policy wrote; empty if unreported."""
+        masks = self.generated[2]
+        versions = (self.versions[place] if self.versions else None) or ()
+        return [*versions] if masks is None else [*compress(versions, masks[place])]
 
     def padded(self, pad_token_id: int, multiple: int | None, device: torch.device) -> dict[str, torch.Tensor]:
         """Prompts and completions padded as by TRL: `prompt_ids`, `prompt_mask` (B, P), `completion_ids`,

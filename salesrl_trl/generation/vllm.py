@@ -4,7 +4,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import trl.generation.vllm_generation as upstream_vllm
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
+from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -19,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
+from salesrl_trl.generation.turns import EngineLabels, ServerLabels
 from salesrl_trl.ground.process import allow_files, patched
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,9 @@ class SalesVLLMGeneration(VLLMGeneration):
     enable_sleep_mode: bool
     processing_class: PreTrainedTokenizerBase = None
     loop: EngineLoop | ServerLoop
+    labels: EngineLabels | ServerLabels | None = None
+    """Of the weights, if vLLM reports which ones sampled a token."""
+    steps_done: Callable[[], int]  # the trainer's optimizer steps
     batch: TaskBatch | None = None
     _merges_beside = False
 
@@ -73,14 +79,23 @@ class SalesVLLMGeneration(VLLMGeneration):
         with patched(upstream_vllm, "LLM", build):
             super()._init_vllm()
         if self.mode != "server":
-            self.loop = EngineLoop(self.llm)
+            from vllm.outputs import CompletionOutput
+
+            reports = hasattr(CompletionOutput, "weight_versions")  # from vLLM 0.33
+            self.labels = labels = EngineLabels(self.llm.llm_engine) if reports else None
+            self.loop = EngineLoop(self.llm, labels)
             return
-        addresses = [self.vllm_client.base_url if self.accelerator.is_main_process else None]
-        broadcast_object_list(addresses)
-        if not self.accelerator.is_main_process:
-            self.vllm_client = upstream_vllm.VLLMClient(addresses[0], connection_timeout=self.server_timeout)
-        allow_files(2 * MOST_REQUESTS)
+        shared = ["", ""]  # the address, and a name for the weights if the server reports it
+        if is_main := self.accelerator.is_main_process:
+            address = self.vllm_client.base_url
+            release = self.vllm_client._get(f"{address}/version")["version"]
+            shared = [address, secrets.token_hex(4) if Version(release) >= Version("0.33") else ""]
+        broadcast_object_list(shared)
+        if not is_main:
+            self.vllm_client = upstream_vllm.VLLMClient(shared[0], connection_timeout=self.server_timeout)
         client = self.vllm_client
+        self.labels = ServerLabels(client, shared[1]) if shared[1] else None
+        allow_files(2 * MOST_REQUESTS)
         client.session.get_adapter(client.base_url).init_poolmanager(1, MOST_REQUESTS)
         self.loop = ServerLoop()
 
@@ -97,6 +112,8 @@ class SalesVLLMGeneration(VLLMGeneration):
                 if self._reads_pictures and self.accelerator.is_main_process:
                     address = f"{self.vllm_client.base_url}/reset_encoder_cache"
                     self.vllm_client.session.post(address).raise_for_status()
+                if self.labels is not None and self.accelerator.is_main_process:
+                    self.labels.pushed(self.steps_done())
                 self.accelerator.wait_for_everyone()  # no process sends requests before the weights have arrived
                 return
             with self.loop.pushing():
@@ -109,6 +126,8 @@ class SalesVLLMGeneration(VLLMGeneration):
                     reload_all(self.llm, self._iter_named_params())
             if self._reads_pictures:  # TRL only resets the prefix cache, not the encoder cache
                 self.llm.llm_engine.reset_encoder_cache()
+            if self.labels is not None:
+                self.labels.pushed(self.steps_done())
 
     def settle(self) -> None:
         if isinstance(self.loop, ServerLoop):
@@ -161,7 +180,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         self, batch: TaskBatch, prompts: list[list[int]], images: list[object] | None, group: int, profiler: object
     ) -> tuple[object, ...]:
         first = self.accelerator.process_index * len(prompts)
-        send = self.vllm_client.generate
+        send = self.vllm_client.generate if not isinstance(self.labels, ServerLabels) else self.labels.generate
 
         def begin(
             *, prompts: list[list[int]], features: list[object] | None, generation_kwargs: Mapping[str, Any],

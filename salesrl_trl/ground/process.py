@@ -14,12 +14,9 @@ import logging
 import os
 import resource
 import shutil
-import stat
 import sys
 from pathlib import Path
 from unittest import mock
-
-from salesrl_trl.errors import ConfigError
 
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # NVIDIA, AMD
 NO_ACCELERATOR = {**dict.fromkeys(VISIBLE_DEVICES, "-1"), "JAX_PLATFORMS": "cpu"}
@@ -28,7 +25,6 @@ empty string as all GPUs. bm25s imports JAX if installed, which reserves 75 % of
 
 patched = mock.patch.object
 """`with patched(owner, "name", value)`: temporarily replaces an attribute of another object."""
-MOST_BYTES = 4096  # maximum size of a key file. Tokens with embedded claims have about a thousand characters.
 
 _GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between collections of each generation
 _GC_USUAL = gc.get_threshold()
@@ -87,16 +83,6 @@ def cache_dir() -> Path:
     if "SALESRL_CACHE_DIR" in os.environ:
         return Path(os.environ["SALESRL_CACHE_DIR"])
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "salesrl_trl"
-
-
-def stat_of(pid: int) -> tuple[str, int, str] | None:
-    """A process's state, parent and start time from the kernel; `None` if it does not exist, or outside Linux. State Z
-    is a process not yet reaped by its parent. The start time, in ticks, distinguishes processes that reuse an id."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[1]), fields[19]
 
 
 def child_environment() -> dict[str, str]:
@@ -168,36 +154,6 @@ def _exchanged(folder: Path, other: Path) -> bool:
     rename, at, exchange = getattr(ctypes.CDLL(None), "renameat2", None), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = (os.fsencode(folder), os.fsencode(other))
     return rename is not None and rename(at, names[0], at, names[1], exchange) == 0
-
-
-def find_key(variable: str) -> str | None:
-    """The key from the environment variable, or from the file named by `<variable>_FILE`; `None` if neither is set.
-
-    Raises `ConfigError` if both are set, or if the file is unreadable, readable by others, empty or too large. The
-    message shows neither key nor path, as users who confuse the variables put the key into the path.
-    """
-    key, path = os.environ.get(variable), os.environ.get(f"{variable}_FILE")
-    if not path:
-        return key or None
-    if key:
-        raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
-    where = f"the file that the environment variable {variable}_FILE names"
-    try:
-        # non-blocking: don't wait for the writer of a named pipe
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with only the key.") from None
-    fault = None
-    if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
-        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can read the key"
-    elif not content.strip() or len(content) > MOST_BYTES:
-        fault = "is empty" if len(content) <= MOST_BYTES else f"exceeds {MOST_BYTES} bytes"
-    if fault is not None:
-        more = f'Expected only the key, in a file readable only by its owner: chmod 600 "${variable}_FILE"'
-        raise ConfigError(f"{where} {fault}. {more}")
-    return content.decode("utf-8", errors="replace").strip()
 
 
 _TORCH: contextvars.ContextVar[tuple[int | None, object]] = contextvars.ContextVar("salesrl_trl_torch")

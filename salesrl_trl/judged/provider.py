@@ -17,8 +17,8 @@ from salesrl_trl.judged import verdict
 from salesrl_trl.judged.budget import FREE, Price
 from salesrl_trl.judged.cache import cache_key
 from salesrl_trl.service.breaker import Bill
+from salesrl_trl.service.error_bodies import WITHHELD_MARKS
 from salesrl_trl.service.http import HttpClient, form_of, read_json, refuse_stated_error
-from salesrl_trl.service.statuses import WITHHELD_MARKS
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import Answer, ProviderUsage, SalesRow, Verdict
 

@@ -1,14 +1,15 @@
 """The banner: lines about the parts of a run at its start, and the lines at its end."""
 
+import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from salesrl_trl.config.rollouts import why_not_partial
-from salesrl_trl.config.trl_settings import device_line
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.ground.own_code import code
 from salesrl_trl.ground.process import installed
@@ -132,3 +133,16 @@ def _judge(reward: RewardConfig) -> str:
 def _replay(replay: ReplaySettings) -> str:
     record = "the built-in record" if replay.run == CASSETTE else f"the record of {replay.run}"
     return f"rewards from {record}; for other completions: on_miss {replay.on_miss}"
+
+
+def device_line(device: torch.device, processes: int) -> str:
+    """`2 processes, NVIDIA H200 (140 GiB) each`, or the CPU's cores, threads and memory."""
+    several = f"{processes} processes" if processes > 1 else "1 process"
+    if device.type == "cpu":
+        gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+        return f"{several} on the CPU: {cores} cores, {threads} threads each; {gib:.0f} GiB of memory"
+    if device.type != "cuda":
+        return f"{several} on {device.type}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{several}, {properties.name} ({properties.total_memory / 2**30:.0f} GiB) each"

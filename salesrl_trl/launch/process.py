@@ -27,7 +27,6 @@ from pathlib import Path
 
 from salesrl_trl.errors import SalesRLError
 from salesrl_trl.ground import shutdown
-from salesrl_trl.ground.process import stat_of
 from salesrl_trl.ground.shutdown import print_line
 from salesrl_trl.launch import signals
 
@@ -257,6 +256,16 @@ def _launcher() -> int | None:
         return None
     launchers = ("accelerate", "torchrun", "torch.distributed.run")
     return parent if any(Path(part).name.startswith(launchers) for part in argv[:3]) else None
+
+
+def stat_of(pid: int) -> tuple[str, int, str] | None:
+    """A process's state, parent and start time from the kernel; `None` if it does not exist, or outside Linux. State Z
+    is a process not yet reaped by its parent. The start time, in ticks, distinguishes processes that reuse an id."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), fields[19]
 
 
 def _started(pid: int | None) -> str:

@@ -26,11 +26,12 @@ from salesrl_trl.config.checks import (
     load_object,
 )
 from salesrl_trl.config.keys import FORMER, with_entries
-from salesrl_trl.config.quick_evaluations import WORST_BRANCH, QuickEvalSettings, checked_figures
+from salesrl_trl.config.quick_evaluations import WORST_BRANCH, QuickEvalSettings
 from salesrl_trl.data.files import DEMO, DEMO_PICTURES, nearest_file, read_yaml, unreadable
 from salesrl_trl.demo.packaged import PACKAGED, POLICY_OF
 from salesrl_trl.errors import ConfigError, SalesRLError
 from salesrl_trl.launch import coming_from
+from salesrl_trl.launch.evaluation.quick_record import checked_figures
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.recipes import FULL, RECIPES
 from salesrl_trl.launch.settings_help import answer_help, settings

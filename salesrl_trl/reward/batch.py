@@ -282,13 +282,15 @@ class RewardBatch:
         self._settle(sample.place, reward)
 
     def start_all(
-        self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Example] = ()
-    ) -> None:
+        self, completions: Sequence[Completion], token_ids: Sequence[Sequence[int]] = (), rows: Sequence[Example] = (),
+        failed: Sequence[str | None] = (),
+    ) -> None:  # fmt: skip
         """Start scoring every completion not scored yet, one per place. `rows` replace those with which the batch was
-        created, provided nothing has started yet."""
+        created, provided nothing has started yet. `failed`: as in `start`, or empty."""
         self.rows = list(rows) or self.rows
         for place, completion in zip(range(len(self)), completions, strict=True):
-            self.start(place, completion, token_ids[place] if token_ids else ())
+            own_ids, reason = token_ids[place] if token_ids else (), failed[place] if failed else None
+            self.start(place, completion, own_ids, failed=reason)
 
     def take(self, parts: Sequence[tuple["RewardBatch", range]], waits: Sequence[tuple[float, float]]) -> None:
         """Adopt these settled completions, with their stages, from other batches. The trainer waited for them jointly:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from salesrl_trl.generation.sampler import Handle, Sampled
+from salesrl_trl.generation.turns import UNKNOWN
 from salesrl_trl.kl.penalty import MicroBatch
 from salesrl_trl.reward.batch import BatchResult, Completion, RewardBatch
 from salesrl_trl.types import Example
@@ -166,6 +167,16 @@ class Rollout:
     def newest(self) -> int:
         return max(self.steps, default=-1)
 
+    def ages(self, update: int) -> list[tuple[float, float]]:
+        """The mean and the maximum age in optimizer steps of each completion's tokens; NaN if unknown. Unreported ones
+        are as old as the launch. `update`: optimizer steps done."""
+        ages = []
+        for place, step in enumerate(self.steps):
+            own = (self.sampled and self.sampled.own_versions(place)) or [step]
+            mean, oldest = sum(own) / len(own), min(own)
+            ages.append((math.nan, math.nan) if oldest == UNKNOWN else (update - mean, float(update - oldest)))
+        return ages
+
     @property
     def is_complete(self) -> bool:
         return self.groups is None or self.groups.complete
@@ -254,7 +265,8 @@ def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figur
         return [entry for value, group in zip(values, groups, strict=True) for entry in group.cut(value)]
 
     columns = tuple(column(values) for values in zip(*(batch.generated for batch in sampled), strict=True))
-    return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens)
+    versions = column([batch.versions for batch in sampled]) if all(batch.versions for batch in sampled) else ()
+    return Sampled(generated=columns, metrics=figures.metrics, tokens=figures.tokens, versions=versions)
 
 
 def keys_of(inputs: Sequence[Example]) -> list[int]:

@@ -10,6 +10,7 @@ from trl.data_utils import is_conversational, prepare_multimodal_messages
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Finished, Handle, Ready, Sampled, Sampler
+from salesrl_trl.generation.turns import refusal
 from salesrl_trl.names import Phase
 from salesrl_trl.reward.batch import Completion, Origin
 from salesrl_trl.reward.reward_loop import RewardLoop
@@ -139,7 +140,8 @@ class Launcher:
                 for place, row in enumerate(rows or rollout.inputs)
             ]
         made = self._rows(rows) if rows else ()
-        self.reward_loop.post(rollout.rewards.start_all, sampled.completions, sampled.completion_ids, made)
+        failed = [refusal(sampled.own_versions(place)) for place in range(len(sampled.versions))]
+        self.reward_loop.post(rollout.rewards.start_all, sampled.completions, sampled.completion_ids, made, failed)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:
         """The rows with images in their prompts, and with the extra arguments of reward functions."""

@@ -185,11 +185,10 @@ class RolloutScoring:
             self._leave_out_failed(rollout, output)
         # 3. staleness, and the effect of the importance correction
         if is_complete:
-            ages = [float(update - step) for step in rollout.steps]
-            if self.pipeline.buffer.chooses:  # each rank has its own
-                ages = gather(torch.tensor(ages, device=self.device)).tolist()
-            self.ledger.add(rollout.mode, STALENESS, sum(ages), len(ages))
-            self.ledger.add(rollout.mode, STALENESS_MAX, max(ages))
+            ages = gather(torch.tensor(rollout.ages(update), device=self.device))  # (world size x B, 2)
+            known = ages[~ages.isnan().any(dim=1)].tolist()
+            self.ledger.add(rollout.mode, STALENESS, sum(mean for mean, _ in known), len(known))
+            self.ledger.add(rollout.mode, STALENESS_MAX, max((most for _, most in known), default=0.0), bool(known))
             if rollout.turnover:
                 turnover = reduce(torch.tensor(rollout.turnover, device=self.device), "sum").tolist()
                 for place, name in enumerate(TURNOVER):

@@ -25,6 +25,7 @@ from aiohttp.tracing import Trace
 from salesrl_trl import errors
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.service import statuses
+from salesrl_trl.service.error_bodies import read_error
 from salesrl_trl.service.event_loop import PerLoop
 from salesrl_trl.telemetry.completion_record import CallNote
 
@@ -219,7 +220,7 @@ class HttpClient:
                 if response.status == 200:
                     return await self._read(response), response
                 body = await _read_at_most(response, MAX_ERROR_BODY_BYTES) if response.status in _READ_STATUS else b""
-                said = statuses.read_error(body or b"", fields)
+                said = read_error(body or b"", fields)
                 raise statuses.status_error(self.service, response.status, response.headers, said)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             # `from None`, here and below: the client's message may contain a header or part of the body
@@ -294,7 +295,7 @@ def refuse_stated_error(service: str, answer: object, sent: Collection[str] = ()
     stated += [name for name, code in codes.items() if type(code) is int and 400 <= code < 600]
     if not stated:
         return
-    said = statuses.read_error(answer, sent)
+    said = read_error(answer, sent)
     known = {*statuses.OVERLOAD_STATUS, *statuses.DENIED_STATUS, 403, *([400] if said.refused else [])}
     if said.status in known or said.marks & statuses.QUOTA_MARKS or (said.status or 0) >= 500:
         raise statuses.status_error(service, said.status or 429, {}, said)

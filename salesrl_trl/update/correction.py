@@ -31,8 +31,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 AHEAD = "token_truncate"
 """The mode with a lookahead. TRL's default, `sequence_mask`, drops whole completions: with old weights mostly long
 ones."""
-BOUNDED, NORMALIZED, BYPASS = "bounded", "normalized", "bypass"
-WEIGHTS = (BOUNDED, NORMALIZED, "none", BYPASS)
+BOUNDED, NORMALIZED, NONE, BYPASS = WEIGHTS = ("bounded", "normalized", "none", "bypass")
 REJECTIONS = (*(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
               "seq_max_k2", "seq_max_k3")  # fmt: skip
 """verl's `rollout_rs`. `seq_mean_k1` is the geometric mask."""

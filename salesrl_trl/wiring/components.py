@@ -120,6 +120,7 @@ class Components:
         trl.accelerator.backward = phased(self.timeline, Phase.BACKWARD, trl.accelerator.backward)
         if args.use_vllm:
             engine: Any = trl.engine
+            engine.steps_done = trl.step
             engine.sync_weights = phased(self.timeline, Phase.WEIGHT_PUSH, engine.sync_weights)
             engine.settle = phased(self.timeline, Phase.GENERATION, engine.settle)
         else:

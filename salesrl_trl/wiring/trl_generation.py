@@ -5,7 +5,7 @@ import functools
 from asyncio import AbstractEventLoop
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,7 +169,8 @@ class TRLGeneration(TRLEngine):
             turns = batch.results()
             logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
             tokens = [turn.ids for turn in turns], logprobs or None
-            return self.sample(prompts, sampler.Made(encoded=encoded, tokens=lambda *_: tokens))
+            sampled = self.sample(prompts, sampler.Made(encoded=encoded, tokens=lambda *_: tokens))
+            return replace(sampled, versions=[turn.versions for turn in turns])
 
         return self.begin(batch, encoded, sample, ahead)
 

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
 from salesrl_trl.agents import tool_turns
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
-from salesrl_trl.generation.engine_loop import Turn
+from salesrl_trl.generation.turns import Turn
 
 TURNS = int(os.environ.get("TURNS", "100"))
 """Of each template. 10,000 were tried: benchmarks/log/2026-11-26-generation-and-tools.md."""

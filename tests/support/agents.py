@@ -6,6 +6,7 @@ import openai
 from transformers import AutoTokenizer
 
 from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm
+from salesrl_trl.generation.turns import Turn
 from support.keyed import make_calling_policy
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"word": "找"}}\n</tool_call>'
@@ -22,8 +23,9 @@ def chat_tokenizer(folder):
 class Policy:
     """Samples texts by turns, as tokens that their text is not encoded to: one for each character."""
 
-    def __init__(self, tokenizer, texts, most_completion=1000):
+    def __init__(self, tokenizer, texts, most_completion=1000, versions=None):
         self.tokenizer, self.texts, self.asked, self.sampled = tokenizer, iter(texts), [], []
+        self.versions = versions and iter(versions)  # of each turn's tokens, if the engine reports them
         ends = frozenset([tokenizer.eos_token_id])
         form = ChatForm.of(tokenizer, None, kwargs={}, ends=ends, most_tokens=4000, most_completion=most_completion)
         self.calls = AgentCalls(form, self.turn)
@@ -36,7 +38,8 @@ class Policy:
         own.append(self.tokenizer.eos_token_id)
         self.asked.append(ids)
         self.sampled.append(own)
-        return own, [-len(self.asked) - place / 100 for place in range(len(own))]
+        logprobs = [-len(self.asked) - place / 100 for place in range(len(own))]
+        return Turn(own, logprobs, None if self.versions is None else [next(self.versions)] * len(own))
 
     def talk(self, endpoint, agent):
         """What `agent` returns, a coroutine function of a client."""

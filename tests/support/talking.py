@@ -8,7 +8,7 @@ from salesrl_trl.agents.chat_turns import ForeignText
 from salesrl_trl.agents.partner import Partner, Reply
 from salesrl_trl.agents.tool_turns import ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.generation.engine_loop import Turn
+from salesrl_trl.generation.turns import Turn
 
 PROMPT = [{"role": "user", "content": "Hello."}]
 
@@ -52,15 +52,17 @@ class Talks:
         own = [token for piece in pieces for token in self.tokenizer(piece)["input_ids"]]
         return [*own, self.tokenizer.eos_token_id]
 
-    def talk(self, texts, row=None, place=0):
-        """One conversation, and the tokens that its policy sampled, a list for each turn."""
+    def talk(self, texts, row=None, place=0, versions=None):
+        """One conversation, and the tokens that its policy sampled, a list for each turn. `versions`: of each turn's
+        tokens, if the engine reports them."""
         row = {"prompt": PROMPT} if row is None else row
         left, sampled = iter(texts), []
 
         def turn():
             ids = self.ids_of(next(left))
             sampled.append(ids)
-            return Turn(ids, [-len(sampled) - at / 1000 for at in range(len(ids))])
+            reported = None if versions is None else [versions[len(sampled) - 1]] * len(ids)
+            return Turn(ids, [-len(sampled) - at / 1000 for at in range(len(ids))], reported)
 
         prompt_ids = self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         return self.turns.talk(place, prompt_ids, turn(), lambda ids: turn(), self.calls, row), sampled

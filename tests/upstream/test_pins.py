@@ -123,6 +123,9 @@ PINS = {
     # `gather_object`, after it completions are handed out by `broadcast_object_list`; of `accelerator` two attributes
     # are read
     (VLLMClient, "generate"): "0af0aaf71253",
+    # generation.turns.ServerLabels: `generate` posts once by `_post`, with `json` by keyword, and reads `choices`
+    (VLLMClient, "_post"): "47ecd265bf46",
+    (VLLMClient, "_generate_from_features"): "4f1f07d803db",
     # ... and a colocated engine adds a request for each prompt, in order, through `llm_engine.add_request`, each with
     # an id of its own (the second: vLLM 0.32, where `priority` may be one number)
     (LLM, "generate"): ("a487fe76dc2f", "2164eba66738"),

@@ -16,8 +16,8 @@ from salesrl_trl.errors import (
     ServiceUnavailable,
     nearest,
 )
+from salesrl_trl.service.error_bodies import UNKNOWN_MODEL
 from salesrl_trl.service.http import HttpClient, read_json, refuse_stated_error
-from salesrl_trl.service.statuses import UNKNOWN_MODEL
 
 logger = logging.getLogger(__name__)
 

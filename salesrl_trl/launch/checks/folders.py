@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.ground.process import stat_of
+from salesrl_trl.launch.process import stat_of
 from salesrl_trl.names import LOCK_FILE
 
 logger = logging.getLogger(__name__)

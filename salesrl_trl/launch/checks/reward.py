@@ -1,7 +1,9 @@
 """Checks of the reward's settings against the branches, the environment and the services' addresses."""
 
 import logging
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +18,6 @@ from salesrl_trl.data.files import load_documents
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL
 from salesrl_trl.errors import ConfigError, ServiceError
-from salesrl_trl.ground.process import find_key
 from salesrl_trl.judged.judge import Judge, load_rubrics, packaged_rubrics
 from salesrl_trl.judged.rag_client import ENDPOINTS, RagBackend
 from salesrl_trl.judged.scoring import COMPONENTS, OTHER_RUBRIC, RewardStage, Scoring
@@ -29,6 +30,7 @@ from salesrl_trl.types import DEFAULT_FORMAT, JUDGE, MCP, SALES, SEARCH
 
 logger = logging.getLogger(__name__)
 
+MOST_BYTES = 4096  # maximum size of a key file. Tokens with embedded claims have about a thousand characters.
 MEANINGLESS = "THE SCORES MEAN NOTHING"  # marks lines about embedded services that score unknown data
 
 
@@ -197,11 +199,19 @@ def check_stand_ins(config: RewardConfig, branches: Sequence[str], own_rows: str
 
 
 def read_key(variable: str | None, setting: str) -> str | None:
-    """Read a key as `find_key` does; `None` without a variable. Messages never show the key, even if the setting
-    contains it instead of a name."""
+    """The key from the environment variable, or from the file named by `<variable>_FILE`; `None` without a variable.
+
+    Raises `ConfigError` if neither or both are set, if the key is no ASCII, or if the file is unreadable, readable by
+    others, empty or too large. The message shows neither key nor path, as users who confuse the variables put the key
+    into the path, nor the variable if the setting may contain the key instead of its name.
+    """
     if variable is None:
         return None
-    key = find_key(variable)
+    key = os.environ.get(variable)
+    if path := os.environ.get(f"{variable}_FILE"):
+        if key:
+            raise ConfigError(f"{variable} and {variable}_FILE are both set. Expected one of them. Unset the other.")
+        key = _key_in(path, variable)
     if not key:
         is_name = re.fullmatch("[A-Z][A-Z0-9_]*", variable) is not None  # else it may be the key itself
         named = f"the environment variable {variable}" if is_name else "an environment variable (not shown)"
@@ -211,6 +221,26 @@ def read_key(variable: str | None, setting: str) -> str | None:
         where = f"the environment variable {variable} (`{setting}`)"
         raise ConfigError(f"the key in {where} or its file holds {fault}. Expected printable ASCII characters.")
     return key
+
+
+def _key_in(path: str, variable: str) -> str:
+    where = f"the file that the environment variable {variable}_FILE names"
+    try:
+        # non-blocking: don't wait for the writer of a named pipe
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(MOST_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{where} can't be read ({error.strerror}). Expected a file with only the key.") from None
+    fault = None
+    if status.st_mode & 0o077 and stat.S_ISREG(status.st_mode):
+        fault = f"has the permissions {stat.S_IMODE(status.st_mode):03o}, so that other users can read the key"
+    elif not content.strip() or len(content) > MOST_BYTES:
+        fault = "is empty" if len(content) <= MOST_BYTES else f"exceeds {MOST_BYTES} bytes"
+    if fault is not None:
+        more = f'Expected only the key, in a file readable only by its owner: chmod 600 "${variable}_FILE"'
+        raise ConfigError(f"{where} {fault}. {more}")
+    return content.decode("utf-8", errors="replace").strip()
 
 
 def _rubric_names(weights: Mapping[str, Mapping[str, float]], branches: Sequence[str]) -> tuple[str, ...]:

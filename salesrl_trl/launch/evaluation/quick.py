@@ -15,12 +15,17 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from salesrl_trl import names
-from salesrl_trl.config.quick_evaluations import BETA, OWN_FIGURES, checked_figures
+from salesrl_trl.config.quick_evaluations import BETA, OWN_FIGURES
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground.process import put_in_place
 from salesrl_trl.kl.penalty import penalty
-from salesrl_trl.launch.evaluation.quick_record import QuickEvalHistory, QuickEvaluation, evaluation_of
+from salesrl_trl.launch.evaluation.quick_record import (
+    QuickEvalHistory,
+    QuickEvaluation,
+    checked_figures,
+    evaluation_of,
+)
 from salesrl_trl.names import Phase
 from salesrl_trl.types import Answered, Example, Outcome
 from salesrl_trl.wiring.part import Part, PartContext

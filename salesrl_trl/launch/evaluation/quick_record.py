@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from salesrl_trl.config.quick_evaluations import BETA, OWN_FIGURES, SCORE, WORST_BRANCH, Figure
+from salesrl_trl.config.quick_evaluations import BETA, OWN_FIGURES, SCORE, TAKEN, WORST_BRANCH, Figure
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import mean, pareto_front
 from salesrl_trl.ground.texts import NOT_KNOWN, number
@@ -21,6 +22,28 @@ SHOWN_ON_FRONT = 5  # latest evaluations on the front to show
 def mean_reward(answers: Iterable[Answered]) -> float | None:
     """Mean reward of the scored answers; `None` without any."""
     return mean([answer.reward.value for answer in answers if answer.reward.value is not None])
+
+
+def checked_figures(objects: Iterable[object], branches: Sequence[str] = ()) -> tuple[Figure, ...]:
+    """Metrics from objects, or from classes instantiated without arguments. Raises `ConfigError` if one is not a
+    `Figure`, its name is not an identifier or is taken, e.g. by a branch, or its `form` is invalid."""
+    figures: list[Figure] = []
+    taken = {*TAKEN, *branches}
+    for item in objects:
+        try:
+            made = item() if isinstance(item, type) else item
+            if not isinstance(made, Figure):
+                raise TypeError("it lacks one of `name`, `form` and `__call__`")
+            format(0.5, made.form)
+        except (TypeError, ValueError) as error:
+            needs = "a class without arguments that has `name`, a `form` such as '.2f', and `__call__(answers)`"
+            raise ConfigError(f"`quick_eval_figures` contains {item!r}: {error}. Expected {needs}.") from error
+        if not str(made.name).isidentifier() or made.name in taken:
+            expected = f"Expected letters, digits and underscores, and none of: {', '.join(sorted(taken))}."
+            raise ConfigError(f"`quick_eval_figures`: {item!r} has the name {made.name!r}. {expected}")
+        taken.add(made.name)
+        figures.append(made)
+    return tuple(figures)
 
 
 def measure(figure: Figure, answers: Sequence[Answered]) -> float | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from salesrl_trl.agents.customer import Persona
 from salesrl_trl.checkpoint.identity import check_identity, identity_of, rows_of
 from salesrl_trl.checkpoint.whole import find
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import LORA, check, check_ranges, without_effect
-from salesrl_trl.config.trl_settings import check_evaluation
 from salesrl_trl.demo.packaged import POLICY_OF, PROMPT_STYLE, VISION_POLICY
 from salesrl_trl.errors import ConfigError, ModelNotFoundError
 from salesrl_trl.judged.judge_reward import needs_of
@@ -75,6 +75,14 @@ def _check_sources(plan: Plan, findings: Findings) -> None:
         training.kl_targets()
 
 
+def _check_evaluation(args: SalesGRPOConfig, processes: int) -> None:
+    """Raise `ConfigError` unless an evaluation batch consists of whole groups."""
+    batch, group = args.per_device_eval_batch_size * processes, args.num_generations_eval or args.num_generations
+    found = f"{batch} completions ({args.per_device_eval_batch_size} per device x {processes} processes)"
+    expected = f"Expected whole groups of `num_generations_eval` {group}. Change it, or `per_device_eval_batch_size`."
+    check(batch % group == 0, f"an evaluation batch has {found}. {expected}")
+
+
 def _check_settings(plan: Plan, findings: Findings) -> None:
     """Check settings that depend on each other or on files. `config` checks single settings."""
     config, training, model, reward = plan.config, plan.config.training, plan.config.model, plan.config.reward
@@ -85,7 +93,7 @@ def _check_settings(plan: Plan, findings: Findings) -> None:
     config.telemetry.check_branches(training.branches)
     check_weights(training.reward_weights, len(reward.reward_funcs or [SALES]))
     if training.held_out_eval:
-        check_evaluation(training, training.world_size)
+        _check_evaluation(training, training.world_size)
     _check_small_policy(plan)
     if model.use_peft:
         check_ranges(model, LORA)

@@ -66,6 +66,15 @@ def test_sampled_tokens_train_and_the_partners_do_not_whatever_it_says(talks, to
     assert turns == 30 * 7
 
 
+def test_each_turn_of_a_conversation_over_a_push_has_its_own_version(talks):
+    made = talks(Scripted(lambda row, messages: "Really?", max_turns=3))
+    talked, sampled = made.talk(["600", "550", "500"], versions=[4, 4, 5])
+    sequence = talked.sequence
+    own = [version for version, is_own in zip(sequence.versions, sequence.mask, strict=True) if is_own]
+    assert own == [version for version, ids in zip((4, 4, 5), sampled, strict=True) for _ in ids]
+    assert made.talk(["600", "550", "500"])[0].sequence.versions is None  # unreported
+
+
 def test_calls_of_tools_and_replies_alternate(talks):
     partner = Scripted(lambda row, messages: DEAL if len(messages) > 4 else "Really?")
     talked, _ = talks(partner, tools=[look], schemas=[LOOK]).talk([CALL, "600 yuan", "480 yuan"])

@@ -80,7 +80,7 @@ def test_a_streamed_turn_is_the_turn_in_one_event(endpoint, tokenizer):
 
 
 def test_a_rewritten_history_is_a_sequence_of_its_own_and_that_with_most_tokens_trains(endpoint, tokenizer):
-    policy = Policy(tokenizer, ["A long answer.", "Short.", "Again.", "Other tools."])
+    policy = Policy(tokenizer, ["A long answer.", "Short.", "Again.", "Other tools."], versions=[4, 5, 6, 7])
 
     async def agent(create):
         first = (await create(model="any", messages=ASKED)).choices[0].message.content
@@ -95,6 +95,11 @@ def test_a_rewritten_history_is_a_sequence_of_its_own_and_that_with_most_tokens_
     assert [token for token, one in zip(ends[0].ids, ends[0].mask, strict=True) if one] == [
         *policy.sampled[0], *policy.sampled[2],
     ]  # fmt: skip
+    row = ends[0].followed_by(ends[1]).followed_by(ends[2])  # each of its tokens keeps its version
+    assert len(row.versions) == len(row.logprobs) == len(row.ids)
+    versions = [version for version, one in zip(row.versions, row.mask, strict=True) if one]
+    turns = [0, 2, *(policy.sampled.index([*end.ids]) for end in ends[1:])]
+    assert versions == [4 + turn for turn in turns for _ in policy.sampled[turn]]
 
 
 def test_of_equal_requests_the_one_that_is_continued_is_the_sequence(endpoint, tokenizer):

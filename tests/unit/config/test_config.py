@@ -5,6 +5,7 @@ import json
 import math
 import re
 import typing
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace, UnionType
 
@@ -14,7 +15,13 @@ from transformers import Qwen2Config
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import Range, entry_of, load_object
-from salesrl_trl.config.rollouts import correction_of, why_in_trls_order, why_in_turn, why_not_divisible
+from salesrl_trl.config.rollouts import (
+    correction_of,
+    sampling_warnings,
+    why_in_trls_order,
+    why_in_turn,
+    why_not_divisible,
+)
 from salesrl_trl.config.training import KLSettings, RecordSettings
 from salesrl_trl.config.trl_settings import reshaped_sampling
 from salesrl_trl.errors import ConfigError
@@ -131,6 +138,35 @@ def test_sampling_that_biases_every_ratio_is_refused_where_ratios_are_needed(giv
         training(use_vllm=True, vllm_importance_sampling_mode="sequence_mask", **given)
     training(use_vllm=True, vllm_importance_sampling_correction=False, **given)
     training(**given, rollout_lookahead=1)  # without vLLM both sides are of the whole vocabulary
+
+
+@pytest.mark.parametrize(
+    ("correction", "mode", "is_refused", "ahead_too"),
+    [
+        ({}, "token_mask", False, True),
+        ({"reject": {"token_k1": [0.5, 2.0]}}, "token_truncate", False, True),  # by token, as `token_mask`
+        ({"reject": {"token_k3": 1.0, "seq_max_k2": 1.0}}, "token_truncate", True, True),
+        ({"weights": "normalized"}, "token_truncate", False, True),
+        ({"weights": "normalized"}, "sequence_mask", True, True),
+        # TRL's mode by default, sequence_mask, bounds neither of these weights
+        ({"weights": "bypass"}, None, False, True),
+        ({"weights": "bypass", "reject": {"seq_mean_k1": [0.9, 1.1]}}, None, True, True),
+        ({"weights": "none", "reject": {"token_k2": 1.0}}, None, False, True),
+        ({"weights": "none"}, None, False, False),  # nothing uses the ratio
+    ],
+)
+def test_what_combines_a_completion_s_biased_ratios_is_refused_and_nothing_else(
+    correction, mode, is_refused, ahead_too
+):
+    given = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "rollout_correction": correction, "top_p": 0.8}
+    for lookahead, refused, words in (
+        (0, is_refused, "multiplied over a completion"),
+        (1, ahead_too, "does not correct for `rollout_lookahead`"),
+    ):
+        with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+            training(**given, rollout_lookahead=lookahead)
+    warned = sampling_warnings(training(**given)) if not is_refused else [""]
+    assert len(warned) == (correction != {"weights": "none"})
 
 
 def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_says_so_once():

@@ -14,7 +14,8 @@ from support.seconds import check_seconds, until
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
 from salesrl_trl.agents.tools import ToolCalls
 from salesrl_trl.generation import engine_loop
-from salesrl_trl.generation.engine_loop import NO_TURN, CompletionTasks, ServerLoop
+from salesrl_trl.generation.engine_loop import CompletionTasks, ServerLoop
+from salesrl_trl.generation.turns import NO_TURN
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import allow_files
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from salesrl_trl.errors import AccessDenied, ErrorInAnswer, ServiceOverloaded, ServiceRejected, ServiceUnavailable
+from salesrl_trl.service.error_bodies import UNKNOWN_MODEL, WITHHELD_MARKS, read_error
 from salesrl_trl.service.http import refuse_stated_error
-from salesrl_trl.service.statuses import UNKNOWN_MODEL, WITHHELD_MARKS, read_error
 
 SENT = ("model", "messages", "max_completion_tokens", "temperature", "response_format", "seed", "top_p")
 

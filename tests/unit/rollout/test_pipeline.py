@@ -1,8 +1,10 @@
 """Rollouts are launched when the schedule lets them, each completion's reward starts when it is finished, and no row
 is lost by a step that is undone."""
 
+import math
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.sampler import Ready, Sampled
+from salesrl_trl.generation.turns import UNKNOWN
 from salesrl_trl.record.recorder import batch_of
 from salesrl_trl.reward.batch import RewardBatch
 from salesrl_trl.reward.stage_times import StageTimes
@@ -49,10 +52,11 @@ class Rewards:
 
     def start(self, place, text, token_ids=(), row=None, failed=None):
         self.started.append((self.rows[place]["row"], text))
+        self.failed = {**getattr(self, "failed", {}), place: failed}
 
-    def start_all(self, completions, token_ids, rows):
+    def start_all(self, completions, token_ids, rows, failed):
         for place, text in enumerate(completions):
-            self.start(place, text)
+            self.start(place, text, failed=failed[place] if failed else None)
 
     def take(self, parts, waits):
         assert self.rows == [batch.rows[place] for batch, places in parts for place in places]
@@ -172,6 +176,52 @@ def test_a_completion_is_scored_from_the_moment_it_is_finished():
     run = Run(Now())
     run.begin()
     assert run.loop.started == [(0, "[7]"), (0, "answer to p0")]  # reported, then with the whole batch
+
+
+def versioned(*versions, mask=None):
+    """A rollout of the completions' reported versions, launched after five steps."""
+    size = max(len(versions), 2)
+    made = replace(sampled(["p"] * size), versions=versions)
+    made = replace(made, generated=(*made.generated[:2], mask, *made.generated[3:]))
+    run = Run(SimpleNamespace(start=lambda *_, ahead: Ready(made)))
+    return run.buffer.launch(examples(*range(size)), 5)
+
+
+def test_the_age_of_a_completion_is_that_of_its_tokens_where_the_engine_reports_it():
+    # sampled at step 5, and a push after 7 steps; the second one began after the push
+    rollout = versioned([5, 5, 5, 7], [7, 7], [], None)
+    assert rollout.ages(8) == [(2.5, 3), (1, 1), (3, 3), (3, 3)]  # the last two: no tokens, not reported
+    assert rollout.steps == [5] * 4  # what bounds staleness counts from the launch
+    assert versioned().ages(8) == [(3, 3)] * 2
+
+
+def test_tokens_of_others_have_no_age():
+    rollout = versioned([5, 0, 0, 7], [0, 6], mask=[[1, 0, 0, 1], [0, 1]])
+    assert rollout.ages(8) == [(2, 3), (2, 2)]
+    assert rollout.rewards.failed == {0: None, 1: None}
+
+
+def test_a_completion_of_unknown_weights_is_unscored_and_has_no_age():
+    rollout = versioned([5, UNKNOWN], [5, 5])
+    assert rollout.rewards.failed == {0: "unknown_weights", 1: None}
+    (mean, oldest), known = rollout.ages(8)
+    assert math.isnan(mean) and math.isnan(oldest) and known == (3, 3)
+
+
+def test_versions_stay_with_groups_that_train_together_and_with_checkpoints(tmp_path):
+    given = iter([[5, UNKNOWN], [6, 7]])
+    start = SimpleNamespace(start=lambda prompts, *_, ahead: Ready(
+        replace(sampled(prompts, [[0.0]]), versions=[next(given)])))  # fmt: skip
+    run = Run(start, lookahead=1, policy=ByArrival(4))
+    run.begin()
+    groups = [group for rollout in run.pipeline.turns.launched().values() for group in rollout.groups_left]
+    kept = KeptRollouts.of(groups, groups[0].rollout.sampled)
+    assert kept.sampled.versions == [[5, UNKNOWN], [6, 7]]
+    saves, loads = (keeper(tmp_path, [1], run.buffer) for _ in range(2))
+    run.buffer.in_flight = lambda *_: {0: kept}
+    saves.add_parts(tmp_path, 1, 1, [])
+    loads.load_parts(tmp_path, 1)
+    assert loads.drain_rollouts()[0].sampled.versions == [[5, UNKNOWN], [6, 7]]
 
 
 def test_a_rollout_of_the_background_is_collected_when_it_is_trained_on():
