@@ -121,7 +121,7 @@ class Setup:
         copies = math.ceil(batch / training.num_generations)
         tokens = batch * self.completion_tokens + copies * self.prompt_tokens
         most = most or unasked_tokens(self.shape.parameters, padded, is_light=self.compute_bytes == 2)
-        return tokens * max(1, min(most // tokens, training.gradient_accumulation_steps))
+        return tokens * max(1, min(most // tokens, int(training.gradient_accumulation_steps)))
 
     def weighed(self, dtype: str | None, optim: str) -> "Estimate":
         """The estimate with another number format and optimizer, by its name in transformers."""
