@@ -119,7 +119,7 @@ class Setup:
         if training.shared_prompts == "off" or not training.gradient_checkpointing:
             return max(padded, most or 0)
         copies = math.ceil(batch / training.num_generations)
-        tokens = batch * self.completion_tokens + copies * self.prompt_tokens
+        tokens: int = batch * self.completion_tokens + copies * self.prompt_tokens
         most = most or unasked_tokens(self.shape.parameters, padded, is_light=self.compute_bytes == 2)
         return tokens * max(1, min(most // tokens, int(training.gradient_accumulation_steps)))
 
