@@ -126,8 +126,7 @@ def test_a_slow_machine_is_waited_for_and_a_server_gets_the_weights_of_both(laun
     pushed = json.loads((tmp_path / "pushed.json").read_text())
     assert pushed["from"] == FIRST and len(set(pushed["digests"])) == len(pushed["digests"]) == 4
     assert len(pushed["asked"]) == 2  # each machine asks for its own completions
-    slow = [step["step_time"] for step in steps]
-    assert sum(each > 0.8 * SLOW_S for each in slow) == 1, slow
+    assert steps[2]["step_time"] > 0.8 * SLOW_S  # the first machine has waited for the second one's disk
     # on a shared disk either machine may be the one that removes an old checkpoint
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
 
