@@ -18,6 +18,7 @@ from salesrl_trl.data.branches import Branches
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import IDENTITY_FILE
 
+PROMPTS = "prompts in a generation batch"
 UNDER_WAY = "processes x batch, steps x iterations of the generation batch under way"
 """Name of an input not stored in checkpoints between two generation batches, where it does not matter."""
 _PER_WEIGHT = 32
@@ -76,7 +77,7 @@ def identity_of(
         "branches": ", ".join(args.branches),
         "seed": args.seed,
         "shuffle_dataset": args.shuffle_dataset,
-        "prompts in a generation batch": batch // group,
+        PROMPTS: batch // group,
         "generation batches an optimizer step": str(Fraction(args.gradient_accumulation_steps, steps * iterations)),
         UNDER_WAY: f"{args.world_size} x {args.per_device_train_batch_size}, {steps} x {iterations}",
         "weights of the model": shape,
@@ -121,9 +122,11 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> str |
         ) from None
     differences = "; ".join(f"{name} was {was}, is {now}" for name, was, now in pairs if now != was)
     if differences and not allowed:
+        sizes = {Fraction(f"{was}/{now}") for name, was, now in pairs if name == PROMPTS and was != now}
+        factor = "".join(f", or multiply `gradient_accumulation_steps` by {size}" for size in sizes)
         raise ConfigError(
-            f"{checkpoint} belongs to another run: {differences}. Expected the same inputs. Use the earlier ones; or "
-            "start from the beginning, without `resume_from_checkpoint` and in another `output_dir`; or set "
-            "`allow_changed_resume: true`, which may repeat or skip prompts."
+            f"{checkpoint} belongs to another run: {differences}. Expected the same inputs. Use the earlier ones"
+            f"{factor}; or start from the beginning, without `resume_from_checkpoint` and in another `output_dir`; or "
+            "set `allow_changed_resume: true`, which may repeat or skip prompts."
         )
     return f"resuming from {checkpoint}, which belongs to another run: {differences}" if differences else None

@@ -167,9 +167,7 @@ class Keeper:
     def _load_part(self, folder: Path, name: str) -> dict[str, Any] | None:
         """This process's part; `None` on all ranks if any lacks one with this arrangement; a collective."""
         path = folder / name.format(rank=self.args.process_index)
-        state: dict[str, Any] | None = None
-        if path.is_file():
-            state = torch.load(path, map_location=self.args.device, weights_only=True)
+        state = torch.load(path, map_location=self.args.device, weights_only=True) if path.is_file() else None
         is_usable = state is not None and state["arrangement"] == self.args.arrangement
         return None if on_any_rank(not is_usable, self.args.device) else state
 
@@ -219,20 +217,19 @@ class Keeper:
         if state.best_model_checkpoint == str(fresh):
             state.best_model_checkpoint = str(folder)
             state.save_to_json(str(fresh / STATE_FILE))
-        has_optimizer = not self.args.save_only_model
-        seal(fresh, PartialState().num_processes, has_optimizer, self._output_dir, self.run)
+        seal(fresh, PartialState().num_processes, not self.args.save_only_model, self._output_dir, self.run)
         put_in_place(fresh, folder)
 
     def _rotate(self, best: str | None) -> None:
-        limit = self.args.save_total_limit or 0
-        if limit <= 0:
+        if (limit := self.args.save_total_limit or 0) <= 0:
             return
         known = whole(self._output_dir)
         old = [folder for folder in known if folder != self._last and str(folder) != best]
         for folder in old[: max(len(known) - limit, 0)]:
             gone = self._output_dir / SAVING_FOLDER / folder.name
             gone.parent.mkdir(exist_ok=True)
-            folder.rename(gone)  # first, because a partly deleted folder looks like a damaged one
+            with contextlib.suppress(FileNotFoundError):  # another machine did, on a shared disk
+                folder.rename(gone)  # first, because a partly deleted folder looks like a damaged one
             shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -253,9 +250,8 @@ def choose_on_all_ranks(
     """`whole.find` on all ranks, then `check_identity`; a collective. Each machine's first process verifies digests,
     the others compare sizes; all follow rank 0's choice. Raises `ConfigError` on all ranks if any rejects the
     checkpoint."""
-    with_digests = args.local_process_index == 0
-    allowed = args.allow_changed_resume
-    chosen = agreed(find, asked, args.output_dir, with_digests=with_digests, without_manifest=allowed)
+    is_first, allowed = args.local_process_index == 0, args.allow_changed_resume
+    chosen = agreed(find, asked, args.output_dir, with_digests=is_first, without_manifest=allowed)
     if chosen is None:
         return None
     note = agreed(check_identity, chosen, identity, allowed)

@@ -2,6 +2,7 @@
 an H200 (benchmarks/log). The formulas follow transformers 5 decoders, TRL 1.16's tiled log-probs and vLLM 0.31,
 without DeepSpeed and FSDP."""
 
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from trl import ModelConfig
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.launch.checks.model import empty_model, positions_of, put_adapter
+from salesrl_trl.rollout.model_passes import unasked_tokens
 from salesrl_trl.shared_prompts.shared_passes import MOST_TOKENS
 from salesrl_trl.telemetry.device import GIB
 
@@ -37,6 +39,7 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int  # width of a block's MLP
+    heads: int
     query: int  # width of a token's queries, over all heads
     key_value: int  # width of a token's keys, over all key heads; the same for its values
     vocabulary: int
@@ -68,6 +71,7 @@ def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        heads=heads,
         query=heads * width,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=text.vocab_size,
@@ -103,9 +107,21 @@ class Setup:
         self.completion_tokens = training.max_completion_length or 1
         self.length = self.prompt_tokens + self.completion_tokens
         self.rollouts = int(training.per_device_train_batch_size * training.steps_per_generation)
-        # in a forward and backward pass; shared prompts need hardly more
-        self.tokens = int(max(training.per_device_train_batch_size * self.length, training.pass_tokens or 0))
+        self.tokens = self._pass_tokens()
         self.has_engine = bool(training.use_vllm) and training.vllm_mode == "colocate"
+
+    def _pass_tokens(self) -> int:
+        """Tokens of a forward and backward pass. With shared prompts it has as many whole micro-batches as fit its
+        limit, each with one copy of every prompt. Without gradient checkpointing PyTorch keeps what the comparison
+        with TRL's padded pass took at first."""
+        training, batch = self.training, int(self.training.per_device_train_batch_size)
+        padded, most = batch * self.length, training.pass_tokens
+        if training.shared_prompts == "off" or not training.gradient_checkpointing:
+            return max(padded, most or 0)
+        copies = math.ceil(batch / training.num_generations)
+        tokens: int = batch * self.completion_tokens + copies * self.prompt_tokens
+        most = most or unasked_tokens(self.shape.parameters, padded, is_light=self.compute_bytes == 2)
+        return tokens * max(1, min(most // tokens, int(training.gradient_accumulation_steps)))
 
     def weighed(self, dtype: str | None, optim: str) -> "Estimate":
         """The estimate with another number format and optimizer, by its name in transformers."""
@@ -278,13 +294,18 @@ def _activations(setup: Setup) -> tuple[float, float]:
 
     A block saves the float32 inputs of two norms; queries, repeated keys and values, the attention output and a mask;
     the MLP's gate, its activation and up projection; inputs of the norms and of the linear layers. With gradient
-    checkpointing a block saves only its input and recomputes the rest.
+    checkpointing a block saves only its input and recomputes the rest. Eager attention saves its scores.
     """
     shape, computed, stream, hidden = setup.shape, setup.compute_bytes, setup.weight_bytes, setup.shape.hidden
     block: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
     block += (3 if setup.lora else 4) * computed * shape.intermediate
     block += (3 * computed if setup.lora else 2 * (stream + computed)) * hidden
-    working: float = 3 * computed * shape.intermediate + 2 * stream * hidden
+    gradients = 3 * computed * shape.intermediate
+    if setup.model.attn_implementation == "eager":  # the scores of every pair of tokens, and their gradients
+        scores = shape.heads * setup.length
+        block += (4 + computed) * scores
+        gradients = max(gradients, (4 + 4 * (computed == 2) + computed) * scores)
+    working: float = gradients + 2 * stream * hidden
     last = hidden * (4 + 2 * stream)
     if setup.training.gradient_checkpointing:
         return setup.tokens * (shape.layers * stream * hidden + last), setup.tokens * (working + block)

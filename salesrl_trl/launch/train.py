@@ -21,6 +21,7 @@ collect_seldom()
 remember_packages()
 
 from accelerate import PartialState
+from torch import distributed
 
 from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.demo.services.launcher import EmbeddedServices
@@ -64,6 +65,7 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
             with start.phase(StartUp.CHECKS):
                 config = parse(argv, default_recipe)
                 set_log_level(config.training.log_level)
+                _limit_waits(config)
                 if config.training.mode == "rewards":
                     raise SystemExit(_score_made_up(config, default_recipe, argv))
                 check_output_dir(config.training.output_dir)
@@ -91,6 +93,12 @@ def main(default_recipe: Path, argv: Sequence[str] | None = None) -> None:
             run(plan, services, start)
         except (Exception, KeyboardInterrupt) as error:
             exit_with(error, EXIT_FAILED)  # or 75 if the run is resumable
+
+
+def _limit_waits(config: RunConfig) -> None:
+    """On CPUs, transformers doesn't pass `ddp_timeout` to the process group, whose default is 30 minutes."""
+    if config.training.device.type == "cpu" and distributed.is_initialized():
+        distributed.distributed_c10d._set_pg_timeout(config.training.ddp_timeout_delta)
 
 
 def _score_made_up(config: RunConfig, default_recipe: Path, argv: Sequence[str]) -> int:

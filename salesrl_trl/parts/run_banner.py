@@ -4,6 +4,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedModel
+
 from salesrl_trl.checkpoint.keeper import agreed
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.training import FIXED
@@ -17,6 +20,7 @@ from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields of transformers' configurations
 TOGETHER = "the completions of a prompt are scored in one call"
 Line = tuple[str, str]  # an aspect of the run, and its description
 
@@ -33,6 +37,9 @@ class Banner(Part):
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         agreed(self._log)  # may fail, as reading a damaged spending account raises
+        warning = experts_warning(self._run.trl.model(), self._run.args)
+        if warning is not None and not self._run.args.process_index:
+            logger.warning(warning)
 
     def _log(self) -> None:
         run, args = self._run, self._run.args
@@ -63,6 +70,24 @@ class Banner(Part):
         for package in packages():
             if not package.is_met:
                 logger.warning(f"{package.finding} Other versions are untested and may fail or train wrongly.")
+
+
+def experts_warning(model: PreTrainedModel, args: SalesGRPOConfig) -> str | None:
+    """What differs between vLLM's and the trainer's routing in a mixture of experts; `None` for other models, without
+    vLLM, or in float32, where experts agree. The numbers are in benchmarks/log/2026-11-29-mixtures-of-experts.md."""
+    text, in_16_bits = model.config.get_text_config(), args.bf16 or args.fp16 or model.dtype != torch.float32
+    if not (args.use_vllm and in_16_bits and any(getattr(text, name, None) for name in EXPERTS)):
+        return None
+    remedy = "Use `vllm_importance_sampling_mode: token_truncate`, which limits single tokens."
+    if not args.vllm_importance_sampling_correction:
+        remedy = "Set `vllm_importance_sampling_correction: true`."
+    elif args.vllm_importance_sampling_mode == "token_truncate":
+        remedy = "The correction limits the weight of these tokens (`token_truncate`)."
+    return (
+        "[Weights] the policy is a mixture of experts in 16 bits. vLLM and the trainer round differently, so some "
+        "tokens go to other experts: in small random models 4 to 8 % of all choices, and log-probs differed 2 to 3 "
+        f"times as much as a dense model's. `sampling/sampling_logp_difference/mean` shows this run's. {remedy}"
+    )
 
 
 def budget_text(budget: SharedBudget | None) -> str:

@@ -131,8 +131,7 @@ class Stopping(TrainerCallback):
     def watched(self) -> Iterator[None]:
         """Inside the block, a request on one process reaches all others. All processes must enter it equally often."""
         key, over = f"salesrl_trl/stop/{next(_runs)}", threading.Event()
-        store = _store()
-        if store is None:
+        if (store := _store()) is None:
             yield
             return
 
@@ -155,7 +154,7 @@ class Stopping(TrainerCallback):
             yield
         finally:
             over.set()
-            thread.join()
+            thread.join(PATIENCE.total_seconds())  # calls to the store of a lost machine don't return
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         self._snapshot = self.trl.capture()
@@ -276,15 +275,17 @@ def _store() -> distributed_c10d.Store | None:
 def all_arrive(step: int) -> bool:
     """Whether all processes arrive here within `PATIENCE`, after the same number of optimizer steps. Not a collective:
     after an error on this process alone, the others may be waiting in one."""
-    number = next(_runs)
-    try:
-        store = _store()
-        if store is None:
-            return True
-        ranks = range(torch.distributed.get_world_size())
-        keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in ranks]
-        store.set(keys[torch.distributed.get_rank()], str(step))
-        store.wait(keys, PATIENCE)
-        return {store.get(key) for key in keys} == {str(step).encode()}
-    except RuntimeError:  # timed out, or the process with the store is gone
-        return False
+    arrived: list[bool] = []
+    thread = threading.Thread(target=_arrive, args=(step, next(_runs), arrived), name="arrival", daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE.total_seconds())
+    return arrived == [True]
+
+
+def _arrive(step: int, number: int, arrived: list[bool]) -> None:
+    with contextlib.suppress(RuntimeError):  # timed out, or the process with the store is gone
+        if (store := _store()) is not None:
+            keys = [f"salesrl_trl/arrived/{number}/{rank}" for rank in range(torch.distributed.get_world_size())]
+            store.set(keys[torch.distributed.get_rank()], str(step))
+            store.wait(keys, PATIENCE)
+        arrived.append(store is None or {store.get(key) for key in keys} == {str(step).encode()})

@@ -40,6 +40,8 @@ COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
 """Python, which imports what it needs."""
 _FOLDER = "FOLDER_OF_FORKS"
 """Environment variable with the folder of the session's server: its socket, and the command that stands for Python."""
+NAMESPACE = "NETWORK_NAMESPACE"
+"""Environment variable with the name of a fork's network namespace; the processes that it starts are in it too."""
 _PATHS = (str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"))
 _NUMBER = 4
 """Bytes of a process id, and of an exit status as `waitpid` gives it."""
@@ -254,6 +256,9 @@ def _become(request, descriptors, folder, set_by_imports):
         import torch._dynamo
 
         torch._dynamo.config.disable = request["environment"].get("TORCHDYNAMO_DISABLE") == "1"  # as its import has it
+    if namespace := request["environment"].get(NAMESPACE):
+        with open(f"/run/netns/{namespace}") as file:
+            assert not ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0), os.strerror(ctypes.get_errno())
     sys.executable = f"{folder}/python"
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
         registry._SUBPROCESS_COMMAND[0] = sys.executable

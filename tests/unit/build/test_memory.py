@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config
 
+from benchmarks.common import SHAPES
 from benchmarks.memory import Row, estimate_of, figures_of, settings_of
+from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.launch import memory_estimate, software
 from salesrl_trl.launch.checks.outcome import Findings, StageVerdict
@@ -141,6 +143,12 @@ def test_an_evaluation_has_its_own_batch(weigh):
         (Row("7b", lora=True), 17.04),
         (Row("7b", lora=True, checkpointing=False), 33.97),
         (Row("7b", lora=False, dtype="float32", reference=False), 131.74),
+        (Row("0.5b", lora=True, attention="eager"), 5.83),
+        (Row("7b", lora=True, attention="eager"), 18.03),
+        (Row("0.5b", lora=True, shared=True), 3.01),
+        (Row("0.5b", lora=False, dtype="float32", shared=True), 13.13),
+        (Row("7b", lora=True, shared=True), 16.83),
+        (Row("7b", lora=False, dtype="float32", reference=False, shared=True), 131.31),
     ],
     ids=lambda each: each.name if isinstance(each, Row) else "",
 )
@@ -148,6 +156,28 @@ def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, t
     args, model = settings_of(row, torch.device("cpu"), tmp_path)
     args.bf16 = row.bf16_passes  # a CPU's settings have none
     assert estimate_of(row, args, model, 140.0).needed_gib == pytest.approx(used_gib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gib", "preset", "own", "found"),
+    [
+        (22.4, "24gb", (), "does not fit the weights and one completion of full length"),
+        (22.4, "24gb", ("--use_vllm", "false"), "(passes without gradients, ±10%), the GPU has 22.4"),
+        (74.5, "80gb", (), None),
+    ],
+)
+def test_7b_with_completions_of_4096_tokens_is_refused_on_24_gb_before_it_is_loaded(
+    gib, preset, own, found, tmp_path, monkeypatch
+):
+    Qwen2Config(**SHAPES["7b"], architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path)
+    packaged_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(software, "card_here", lambda device: software.Card("a card", gib, 0.0))
+    given = ["--model_name_or_path", str(tmp_path), "--preset", preset, "--max_completion_length", "4096"]
+    given += ["--vllm_max_model_length", "8192", "--output_dir", str(tmp_path / "run"), "--bf16", "true", *own]
+    findings = Findings()
+    memory.check_memory(Plan(parse(given, ROOT / "recipes/full.yaml")), findings)
+    assert findings.verdict is (PASSED if found is None else FAILED), findings
+    assert found is None or found in findings.items[0].text
 
 
 def weigh_on(card_gib, *, exact_gib, rounded_gib):
