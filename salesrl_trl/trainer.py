@@ -278,18 +278,18 @@ class SalesGRPOTrainer(SavingTrainer):
         return components.scoring.train_on(inputs, self._step, step, in_groups, components.passes.in_order)
 
     def _generate(self, prompts):
-        """Returns the rollout's completions, which already exist unless TRL had to set up environments first."""
-        rollout = self.components.scoring.current
-        if rollout.sampled is None:
-            self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
-        assert rollout.sampled is not None
+        """Returns the rollout's completions, which already exist unless TRL's scoring generates."""
+        rollout, launcher = self.components.scoring.current, self.components.pipeline.launcher
+        sampled = rollout.sampled or launcher.generate_inside(rollout, prompts, self.environments)
+        if seats := sampled.seats:
+            self.environments, prompts[:] = [seat.environment for seat in seats], [seat.prompt for seat in seats]
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
         for name, values in measured.items():
             metrics[name].extend(values)
         self.state.num_input_tokens_seen += tokens
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        return rollout.sampled.generated
+        return sampled.generated
 
     def _tokenize_prompts(self, prompts):
         return self._made.encoded or super()._tokenize_prompts(prompts)
@@ -416,10 +416,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
 
 class RolloutTrainer(SalesGRPOTrainer):
-    """The trainer of `mode: rollouts`: generates and scores as in training, without updates.
-
-    Without forward passes there are neither gradients nor optimizer state.
-    """
+    """The trainer of `mode: rollouts`: generates and scores as in training, without updates or optimizer state."""
 
     updates = False
 

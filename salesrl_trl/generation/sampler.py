@@ -61,6 +61,7 @@ class Sampled:
     """TRL's metrics of this generation, logged with the step that trains on the batch."""
     tokens: int = 0  # prompt and completion tokens on all ranks, as counted by TRL
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, if recorded
+    seats: Sequence[Any] = ()  # of B conversations with environments: `agents.environments.Seat`
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -254,8 +255,3 @@ class Made:
     tokens: TokenSource | None = None  # instead of TRL's engines
     talked: tuple[object, ...] | None = None  # result for `_tool_call_loop`
     rollout: Mapping[str, object] | None = None  # result for `rollout_func`
-
-
-class ToolsOf(NamedTuple):
-    schemas: list[object]  # as passed to the chat template
-    functions: Sequence[Callable[..., object]]  # the callables

@@ -260,6 +260,8 @@ def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figur
 def keys_of(inputs: Sequence[Example]) -> list[int]:
     """A number for each row by which it can be identified later."""
     return [
-        example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
+        row
+        if isinstance(row := example.get("row"), int)
+        else zlib.crc32(repr(example.get("prompt", example)).encode())
         for example in inputs
     ]

@@ -38,10 +38,9 @@ class Hooks(TRLGeneration):
             trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
         )  # or the policy's own generation settings
         self.has_rollout_func = trainer.rollout_func is not None
-        has_environments = trainer.environment_factories is not None
         self.partner = trainer.partner
-        own = "a partner" if self.partner is not None else None
-        self.tools = "an environment" if has_environments else "tools" if trainer.tools else own
+        own = "tools" if trainer.tools else "a partner" if self.partner is not None else None
+        self.tools = own if trainer.environment_factories is None else "an environment"
         """What completions may call while TRL generates them, if anything."""
         self.tool_names = [each.__name__ for each in trainer.tools]
         self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer

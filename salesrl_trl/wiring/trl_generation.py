@@ -142,14 +142,20 @@ class TRLEngine:
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=accelerator.device)
         return dict(zip(mine, accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
-    def tools_of(self, place: int) -> sampler.ToolsOf:
-        """The tools of the conversation at this place in the batch."""
+    def take_environments(self, prepared: type, rewards_of: Callable[[type], object]) -> tuple[Any, ...]:
+        """TRL's environments, by name: factories, instances and tools. TRL gets `prepared` in their place, and for
+        each class with a reward the function `rewards_of` it."""
         trainer = self._trainer
-        if trainer.environment_factories is None:
-            return sampler.ToolsOf(trainer.tools, trainer._standalone_tools)
-        name = trainer._batch_environments[place]  # created by TRL for the batch
-        own = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
-        return sampler.ToolsOf(trainer._env_tools[name], own)
+        factories, instances = trainer.environment_factories, trainer._environment_pool
+        kinds = dict.fromkeys(type(probe) for [probe] in instances.values() if hasattr(probe, "get_reward"))
+        trainer.reward_funcs[len(trainer.reward_funcs) - len(kinds) :] = map(rewards_of, kinds)
+        trainer.environment_factories = dict.fromkeys(factories, prepared)
+        trainer._environment_pool = {name: [] for name in factories}
+        return factories, instances, trainer._env_tools
+
+    def use_environments(self, names: Sequence[str | None]) -> None:
+        """Encode and parse the next batch with the tools of these environments, one per conversation."""
+        self._trainer._batch_environments = [*names]
 
 
 class TRLGeneration(TRLEngine):
