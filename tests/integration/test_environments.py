@@ -170,10 +170,10 @@ DOWN = ServiceUnavailable("down", "shelf_http_503")
 FAILURES = [
     ({"reset": fails_once(KeyError("number"), reset)}, "tool_reset_raised_KeyError"),
     ({"reset": fails_once(DOWN, reset)}, "shelf_http_503"),
-    ({"reset": tool(deadline_s=0.3)(fails_once(None, reset))}, "tool_reset_timeout"),
-    ({"put": tool(deadline_s=0.3)(fails_once(None, put, 2 * GROUP))}, "tool_put_timeout"),
+    ({"reset": tool(deadline_s=4)(fails_once(None, reset))}, "tool_reset_timeout"),
+    ({"put": tool(deadline_s=4)(fails_once(None, put, 2 * GROUP))}, "tool_put_timeout"),
     ({"get_reward": fails_once(ValueError("no items"), get_reward)}, "tool_get_reward_raised_ValueError"),
-    ({"get_reward": tool(deadline_s=0.3)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
+    ({"get_reward": tool(deadline_s=4)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
 ]
 
 
@@ -187,14 +187,14 @@ def test_a_failure_excludes_its_conversation_alone(policy, tmp_path, methods, re
         return [float(len(getattr(environment, "items", ()))) for environment in environments]
 
     factory = shelves(**{"get_reward": get_reward, **methods})
-    trainer = run(policy, tmp_path, [items], factory, rollout_lookahead=ahead, max_steps=3)
+    trainer = run(policy, tmp_path, [items], factory, rollout_lookahead=ahead, max_steps=4)
     lines, history = steps_of(trainer), trainer.state.log_history
-    assert [line["outcome/infra"] for line in lines] == [0.25] * 3
+    assert [line["outcome/infra"] for line in lines] == [0.25] * 4
     reasons = Counter()
     for line in history:
         reasons.update({name: value for name, value in line.items() if name.startswith("failures/reason/")})
     assert set(reasons) == {f"failures/reason/{reason}"}
-    assert reasons.total() == 3
+    assert reasons.total() == 4
     assert all(line["rewards/Shelf/mean"] > 0 for line in lines)
     # an instance whose call failed is not used again
     assert len(factory.made) > GROUP * (1 + ahead)
