@@ -359,8 +359,7 @@ class SalesGRPOTrainer(SavingTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Sends a group's prompt through the model once. Caches old and reference log-probs while TRL repeats a
-        batch."""
+        """Sends a group's prompt through the model once. Caches log-probs while TRL repeats a batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
         if inputs is not None:
@@ -399,8 +398,7 @@ class SalesGRPOTrainer(SavingTrainer):
                 Trainer.log(self, {**failures})
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
-        """Generates later batches while rewards are pending. Excludes batches without a scored completion from the
-        loss."""
+        """Generates later batches while rewards are pending. The loss excludes batches without a scored completion."""
         dataloader = LoaderAhead(dataloader, self.components.pipeline, self.state.global_step)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"

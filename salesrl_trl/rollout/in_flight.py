@@ -131,8 +131,7 @@ class Rollout:
     behaviour_logps: torch.Tensor | None = None
     """Log-probs of the sampling policy, shape (B, C), if needed and not returned by the sampler."""
     logps: dict[bool, torch.Tensor] = field(default_factory=dict)
-    """Log-probs computed by TRL, shape (B, C), keyed by whether they are the reference's. Reused while the batch
-    repeats."""
+    """TRL's log-probs, shape (B, C), by whether they are the reference's. Reused while the batch repeats."""
     is_corrected_at_step: bool = False
     """Whether the training forward pass provides the old log-probs, which are NaN until then."""
     groups: ScoredGroups | None = None  # set while the batch is trained on in parts
@@ -179,8 +178,7 @@ class Rollout:
 
 
 class PromptGroup(NamedTuple):
-    """Completions of one prompt, at these places of a rollout; a rank's whole batch if prompts' completions span
-    ranks."""
+    """Completions of one prompt, at these places of a rollout; a whole batch if prompts' completions span ranks."""
 
     rollout: Rollout
     places: range

@@ -79,8 +79,7 @@ class Launcher:
             )
 
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
-        """A rollout from an earlier start of the run, with its completions. Its rewards are computed again, from the
-        cache."""
+        """A rollout from an earlier start of the run. Its rewards are computed again, from the cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
         rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)

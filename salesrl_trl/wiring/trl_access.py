@@ -130,8 +130,7 @@ class Hooks(TRLGeneration):
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """While active, the policy is in evaluation mode with one completion per prompt; other metrics and tables are
-        unaffected."""
+        """While active, the policy is in evaluation mode, one completion per prompt, with metrics and tables apart."""
         trainer, was_training = self._trainer, self._trainer.model.training
         trainer.model.eval()
         try:

@@ -53,12 +53,15 @@ class TRLEngine:
         self.chat_template: str | None = trainer.chat_template
         self.most_turns: int = trainer.max_tool_calling_iterations  # turns after which tools may be called
         self.has_logprobs: bool = trainer.use_vllm
-        self.keeps_records = bool(trainer.args.record)
+        args, reward = trainer.args, trainer.components.reward_loop.reward
+        self.keeps_records = bool(args.record)
+        talks = bool(trainer.tools or trainer.partner) and args.vllm_mode == "colocate" and not args.most_lookahead
+        self._in_rounds: bool = talks and (reward.is_replay or args.parsed_record()[2])
 
     @functools.cached_property
     def loop(self) -> TurnLoop:
         trainer = self._trainer
-        if trainer.use_vllm:
+        if trainer.use_vllm and not self._in_rounds:
             return trainer.vllm_generation.loop
         most = functools.partial(highest, device=trainer.accelerator.device) if trainer.args.is_sharded else int
         return Rounds(trainer._generate_single_turn, most)
@@ -99,7 +102,7 @@ class TRLEngine:
         trainer = self._trainer
         batch.ahead = ahead
         with batch.cancelled_by_errors():
-            if trainer.use_vllm:
+            if not isinstance(batch.loop, Rounds):
                 with patched(trainer.vllm_generation, "batch", batch):
                     trainer._generate_single_turn(*encoded, self.group())
             else:
