@@ -85,6 +85,7 @@ class SalesGRPOTrainer(SavingTrainer):
     train_dataset: Dataset
     eval_dataset: Dataset
     beta: float | BranchPenalty
+    environments: list[Any] | None
     _timeline: Timeline
     _logs: dict[str, Any]
     _made = Made()  # precomputed results, while TRL's `_generate` runs around them

@@ -88,7 +88,7 @@ class Environments:
         kind, tools = type(environment), list[Tool]()
         for tool in self._tools[name]:  # of the first instance
             is_own = type(getattr(tool, "__self__", None)) is kind
-            tools.append(MethodType(tool.__func__, environment) if is_own else tool)  # type: ignore[attr-defined]
+            tools.append(MethodType(tool.__func__, environment) if is_own else tool)
         prompt = row.get("prompt", [{"role": "user", "content": ""}])  # an environment may provide it
         seat = Seat(
             name=name, environment=environment, prompt=prompt, notes=ConversationNotes(), schemas=self._tools[name],

@@ -189,7 +189,9 @@ class ToolTurns:
         sequence = empty.extended([message], first.ids, first.logprobs, mask=1)
         dialogue = None if row is None else self._dialogue(row, place, calls, notes)
         talked = Talked(first=first, notes=notes, sequence=sequence, dialogue=dialogue)
-        while notes.failed is None and (messages := self._answered(talked, message.get("tool_calls"), tools, calls)):
+        while talked.notes.failed is None and (
+            messages := self._answered(talked, message.get("tool_calls"), tools, calls)
+        ):
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
@@ -234,7 +236,7 @@ class ToolTurns:
         talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
         return messages
 
-    def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
+    def _message(self, ids: list[int], prefix: list[int], schemas: Sequence[object]) -> Message:
         if not schemas:
             return self._form.read(ids, prefix, None)
         with self._form.lock:
