@@ -57,8 +57,8 @@ class AgentsPart(Part):
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
-        has_environments = run.trl.tools == "an environment" and not run.pipeline.launcher.inside_trl
-        self._environments = Environments(run.trl) if has_environments else None
+        self._has_environments = run.trl.tools == "an environment" and not run.pipeline.launcher.inside_trl
+        self._environments: Environments | None = None  # TRL's own until the first batch
 
     def converse(
         self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool,
@@ -66,6 +66,8 @@ class AgentsPart(Part):
     ) -> Handle:  # fmt: skip
         """Start a conversation for each prompt; its turns may call tools. With `rows`, the partner answers them, or
         each has its own environment."""
+        if self._has_environments and self._environments is None:
+            self._environments = Environments(access)
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner, self._environments)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state
@@ -78,7 +80,7 @@ class AgentsPart(Part):
     def play(self, access: "TRLEngine", rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
         """Start an episode for each row on the reward's event loop, or its conversation with a partner or in an
         environment."""
-        if self._trl.partner is not None or self._environments is not None:
+        if self._trl.partner is not None or self._has_environments:
             return self.converse(access, [row.get("prompt") for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access

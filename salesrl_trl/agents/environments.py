@@ -83,7 +83,7 @@ class Environments:
         name = None if None in self._factories else row.get("environment")
         if name not in self._factories:
             known = ", ".join(map(str, self._factories))
-            raise DataError(f"a row's `environment` is {name!r}. Expected one of `environment_factory`: {known}.")
+            raise DataError(f"a row has {name!r}, which is not among the environments. Expected one of: {known}.")
         environment = self._free[name].pop(0) if self._free[name] else self._factories[name]()
         kind, tools = type(environment), list[Tool]()
         for tool in self._tools[name]:  # of the first instance

@@ -228,7 +228,7 @@ def test_rows_choose_among_several_environments(policy, tmp_path):
     lines = steps_of(run(policy, tmp_path, [kinds], factory, rows, rollout_lookahead=1))
     assert {(name, of % 2) for name, of in seen} == {("Shelf", 0), ("Box", 1)}
     assert all(line["rewards/kinds/mean"] == 1.0 and line["outcome/ok"] == 1.0 for line in lines)
-    with pytest.raises(DataError, match="`environment` is 'table'"):
+    with pytest.raises(DataError, match="a row has 'table', which is not among the environments"):
         run(policy, tmp_path / "other", [kinds], factory, [{**row, "environment": "table"} for row in rows])
 
 
