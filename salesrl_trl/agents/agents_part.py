@@ -64,8 +64,7 @@ class AgentsPart(Part):
         self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool,
         rows: Sequence[Example] | None = None,
     ) -> Handle:  # fmt: skip
-        """Start a conversation for each prompt; its turns may call tools. With `rows`, the partner answers them, or
-        each has its own environment."""
+        """Start a conversation for each prompt; its turns may call tools. `rows`: of partners or environments."""
         if self._has_environments and self._environments is None:
             self._environments = Environments(access)
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner, self._environments)
@@ -78,8 +77,7 @@ class AgentsPart(Part):
         return self._tool_turns.start(prompts, finished, ahead, calls, rows)
 
     def play(self, access: "TRLEngine", rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Start an episode for each row on the reward's event loop, or its conversation with a partner or in an
-        environment."""
+        """Start an episode for each row on the reward's event loop, or one with a partner or an environment."""
         if self._trl.partner is not None or self._has_environments:
             return self.converse(access, [row.get("prompt") for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start

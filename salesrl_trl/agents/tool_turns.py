@@ -130,8 +130,7 @@ class ToolTurns:
         self._access, self._partner, self._environments = access, partner, environments
         self._partner_tool = None if partner is None else partner_tool(partner)
         of_environments = [] if environments is None else environments.functions
-        self.functions = [*access.functions, *filter(None, [self._partner_tool]), *of_environments]
-        """Those whose calls are counted."""
+        self.functions = [*access.functions, *filter(None, [self._partner_tool]), *of_environments]  # counted
         tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
         if partner is None:
             self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
