@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 ENVIRONMENT = os.environ.get("VERIFIERS_ENV", "gsm8k-v1")
+TASKSET = json.loads(os.environ.get("VERIFIERS_TASKSET", "{}"))  # its settings, e.g. {"game": "Hangman-v0"}
 PYTHON = os.environ.get("VERIFIERS_PYTHON", sys.executable)
 MODEL = os.environ.get("MODEL", "Qwen/Qwen3-0.6B")
 MOST_ROWS = 1000
@@ -61,11 +62,13 @@ class Player:
 
 
 def build_env():
-    """In the other process."""
-    import verifiers.v1 as vf
+    """In the other process: the taskset's own environment, whose roles are all played by the policy."""
+    from verifiers.v1.configs.env import agent_config_fields
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": ENVIRONMENT}, "agent": agent}))
+    taskset, role = {"id": ENVIRONMENT, **TASKSET}, {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    roles = agent_config_fields(resolve_env_config({"taskset": {**taskset}}))
+    return load_environment(resolve_env_config({"taskset": taskset, **dict.fromkeys(roles, role)}))
 
 
 def list_rows():

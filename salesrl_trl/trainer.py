@@ -85,6 +85,7 @@ class SalesGRPOTrainer(SavingTrainer):
     train_dataset: Dataset
     eval_dataset: Dataset
     beta: float | BranchPenalty
+    environments: list[Any] | None
     _timeline: Timeline
     _logs: dict[str, Any]
     _made = Made()  # precomputed results, while TRL's `_generate` runs around them
@@ -278,18 +279,18 @@ class SalesGRPOTrainer(SavingTrainer):
         return components.scoring.train_on(inputs, self._step, step, in_groups, components.passes.in_order)
 
     def _generate(self, prompts):
-        """Returns the rollout's completions, which already exist unless TRL had to set up environments first."""
-        rollout = self.components.scoring.current
-        if rollout.sampled is None:
-            self.components.pipeline.launcher.generate_inside(rollout, prompts, self.environments)
-        assert rollout.sampled is not None
+        """Returns the rollout's completions, which already exist unless TRL's scoring generates."""
+        rollout, launcher = self.components.scoring.current, self.components.pipeline.launcher
+        sampled = rollout.sampled or launcher.generate_inside(rollout, prompts, self.environments)
+        if seats := sampled.seats:
+            self.environments, prompts[:] = [seat.environment for seat in seats], [seat.prompt for seat in seats]
         measured, tokens = rollout.drain_metrics()
         metrics = self._metrics[rollout.mode]
         for name, values in measured.items():
             metrics[name].extend(values)
         self.state.num_input_tokens_seen += tokens
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        return rollout.sampled.generated
+        return sampled.generated
 
     def _tokenize_prompts(self, prompts):
         return self._made.encoded or super()._tokenize_prompts(prompts)
@@ -359,8 +360,7 @@ class SalesGRPOTrainer(SavingTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        """Sends a group's prompt through the model once. Caches old and reference log-probs while TRL repeats a
-        batch."""
+        """Sends a group's prompt through the model once. Caches log-probs while TRL repeats a batch."""
         components, inputs = self.components, self._loss_inputs
         upstream = super()._get_per_token_logps_and_entropies
         if inputs is not None:
@@ -399,8 +399,7 @@ class SalesGRPOTrainer(SavingTrainer):
                 Trainer.log(self, {**failures})
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
-        """Generates later batches while rewards are pending. Excludes batches without a scored completion from the
-        loss."""
+        """Generates later batches while rewards are pending. The loss excludes batches without a scored completion."""
         dataloader = LoaderAhead(dataloader, self.components.pipeline, self.state.global_step)
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         name = f"{metric_key_prefix}_loss"
@@ -416,10 +415,7 @@ class SalesGRPOTrainer(SavingTrainer):
 
 
 class RolloutTrainer(SalesGRPOTrainer):
-    """The trainer of `mode: rollouts`: generates and scores as in training, without updates.
-
-    Without forward passes there are neither gradients nor optimizer state.
-    """
+    """The trainer of `mode: rollouts`: generates and scores as in training, without updates or optimizer state."""
 
     updates = False
 

@@ -126,8 +126,7 @@ class SalesRow(RequestIds):
 
     @property
     def context(self) -> str:
-        """The conversation as text, one line per turn: `"customer: ...\\nseller: ..."`; the prompt if there is
-        none."""
+        """The conversation as text, a line per turn: `"customer: ...\\nseller: ..."`; else the prompt."""
         if self.conversation or self.prompt is None:
             return "\n".join(f"{message.role}: {message.content}" for message in self.conversation)
         if isinstance(self.prompt, str):

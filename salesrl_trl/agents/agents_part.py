@@ -5,7 +5,7 @@ An episode requests all its turns from the policy endpoint and yields one row, w
 
 import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from salesrl_trl.agents import mcp_tools
 from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
+from salesrl_trl.agents.environments import Environments
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
@@ -21,6 +22,7 @@ from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.generation.turns import Turn, refusal
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
+from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.rollout.several_sequences import SEQUENCES
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import Part, PartContext, lacking
@@ -56,13 +58,17 @@ class AgentsPart(Part):
         self._under_way: WeakSet[ToolCalls | Playing] = WeakSet()
         self._endpoint: PolicyEndpoint | None = None  # created by the first episode
         self._tool_turns: ToolTurns | None = None
+        self._has_environments = run.trl.tools == "an environment" and not run.pipeline.launcher.inside_trl
+        self._environments: Environments | None = None  # TRL's own until the first batch
 
     def converse(
         self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool,
         rows: Sequence[Example] | None = None,
     ) -> Handle:  # fmt: skip
-        """Start a conversation for each prompt; its turns may call tools. With `rows`, the partner answers them."""
-        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner)
+        """Start a conversation for each prompt; its turns may call tools. `rows`: of partners or environments."""
+        if self._has_environments and self._environments is None:
+            self._environments = Environments(access)
+        self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner, self._environments)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state
         replay = reward if reward.is_replay and not has_state else None
@@ -72,9 +78,9 @@ class AgentsPart(Part):
         return self._tool_turns.start(prompts, finished, ahead, calls, rows)
 
     def play(self, access: "TRLEngine", rows: Sequence[Example], finished: Finished, ahead: bool) -> Handle:
-        """Start an episode for each row on the reward's event loop, or its conversation with a partner."""
-        if self._trl.partner is not None:
-            return self.converse(access, [row["prompt"] for row in rows], finished, ahead, rows)
+        """Start an episode for each row on the reward's event loop, or one with a partner or an environment."""
+        if self._trl.partner is not None or self._has_environments:
+            return self.converse(access, [row.get("prompt") for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
             self._form = ChatForm.of(access.thread_tokenizer, access.chat_template, **access.form)
@@ -144,6 +150,11 @@ class AgentsPart(Part):
         metrics = {episode_figure(name): [value] for name, value in zip(EPISODE_FIGURES, numbers, strict=True)}
         versions = [sequence.versions for sequence in trained]
         return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, versions=versions)
+
+    def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
+        if self._environments is not None and batch.rollout.sampled is not None:
+            self._environments.release(batch.rollout.sampled.seats)
+        return {}
 
     def cancel(self, reason: str) -> None:
         for calls in list(self._under_way):

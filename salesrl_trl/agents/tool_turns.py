@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from trl.chat_template_utils import parse_response
 
 from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
+from salesrl_trl.agents.environments import Environments, Seat
 from salesrl_trl.agents.partner import Dialogue, Partner, dialogue_figures, partner_tool
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.errors import ConfigError
@@ -123,10 +124,14 @@ class Talked:
 
 
 class ToolTurns:
-    def __init__(self, access: "TRLEngine", foreign: ForeignText, partner: Partner | None = None) -> None:
-        self._access, self._partner = access, partner
+    def __init__(
+        self, access: "TRLEngine", foreign: ForeignText, partner: Partner | None = None,
+        environments: Environments | None = None,
+    ) -> None:  # fmt: skip
+        self._access, self._partner, self._environments = access, partner, environments
         self._partner_tool = None if partner is None else partner_tool(partner)
-        self.functions = [*access.functions, *filter(None, [self._partner_tool])]  # whose calls are counted
+        of_environments = [] if environments is None else environments.functions
+        self.functions = [*access.functions, *filter(None, [self._partner_tool]), *of_environments]  # counted
         tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
         if partner is None:
             self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
@@ -142,36 +147,52 @@ class ToolTurns:
         self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls,
         rows: Sequence[Example] | None = None,
     ) -> Handle:  # fmt: skip
-        access = self._access
+        access, environments = self._access, self._environments
+        seats: list[Seat] = []
+        if environments is not None and rows is not None:
+            seats = run_coroutine_threadsafe(environments.seated(rows, calls, not ahead), access.tools_loop).result()
+            prompts = [seat.prompt for seat in seats]
+            access.use_environments([seat.name for seat in seats])
         encoded = access.encode(prompts)
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
-            row = None if rows is None else rows[place]
-            talked = self.talk(place, encoded.ids[place], first, ask, calls, row)
+            row, seat = None if rows is None else rows[place], seats[place] if seats else None
+            talked, columns = self.talk(place, encoded.ids[place], first, ask, calls, row, seat), None
+            if seat is not None:
+                run_coroutine_threadsafe(seat.score(calls), access.tools_loop).result()
+                columns = {"prompt": seat.prompt, "environments": seat.environment}
             if not batch.is_cancelled:
                 failed = talked.notes.failed or refusal(talked.sequence.versions)
-                finished(place, talked.sequence.ids, talked.sequence.messages, failed)
+                finished(place, talked.sequence.ids, talked.sequence.messages, failed, columns)
             return talked
 
+        def sampled() -> Sampled:
+            talked = batch.results()
+            access.use_environments([seat.name for seat in seats])
+            return replace(self._sampled(prompts, encoded, calls, talked), seats=seats)
+
         batch = Conversations(len(prompts), access.loop, talk, calls)
-        return access.begin(batch, encoded, lambda: self._sampled(prompts, encoded, calls, batch.results()), ahead)
+        return access.begin(batch, encoded, sampled, ahead)
 
     def talk(
-        self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls, row: Example | None = None
-    ) -> Talked:
-        """Run one conversation in its thread, with the partner if a `row` is given. A failed call that excludes it
-        from training ends it."""
+        self, place: int, prompt_ids: list[int], first: Turn, ask: Ask, calls: ToolCalls, row: Example | None = None,
+        seat: Seat | None = None,
+    ) -> Talked:  # fmt: skip
+        """Run one conversation in its thread, with the partner if a `row` is given, or in the environment of its
+        `seat`. A failed call that excludes it from training ends it."""
         access, form = self._access, self._form
-        record = CompletionRecord() if access.keeps_records else None
-        notes = ConversationNotes(record=record, turns=1)
-        schemas, functions = access.tools_of(place)
-        tools = {tool.__name__: tool for tool in functions}
+        notes = ConversationNotes() if seat is None else seat.notes  # its reset may have failed
+        notes.turns, notes.record = 1, notes.record or (CompletionRecord() if access.keeps_records else None)
+        schemas = access.functions if seat is None else seat.schemas
+        tools = {tool.__name__: tool for tool in (access.functions if seat is None else seat.tools)}
         message = self._message(first.ids, prompt_ids, schemas)
         empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
         sequence = empty.extended([message], first)
         dialogue = None if row is None else self._dialogue(row, place, calls, notes)
         talked = Talked(first=first, notes=notes, sequence=sequence, dialogue=dialogue)
-        while messages := self._answered(talked, message.get("tool_calls"), tools, calls):
+        while talked.notes.failed is None and (
+            messages := self._answered(talked, message.get("tool_calls"), tools, calls)
+        ):
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
@@ -214,7 +235,7 @@ class ToolTurns:
         talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
         return messages
 
-    def _message(self, ids: list[int], prefix: list[int], schemas: list[object]) -> Message:
+    def _message(self, ids: list[int], prefix: list[int], schemas: Sequence[object]) -> Message:
         if not schemas:
             return self._form.read(ids, prefix, None)
         with self._form.lock:

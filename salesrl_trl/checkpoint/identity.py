@@ -90,8 +90,7 @@ def identity_of(
 def identity_of_run(
     args: SalesGRPOConfig, dataset: object, branches: Branches, weights: str | None, shape: str
 ) -> Identity:
-    """The identity of a run on this dataset. Only includes rows of a `datasets.Dataset`; others cannot be read
-    twice."""
+    """The identity of a run on this dataset, with the rows of a `datasets.Dataset`; others can't be read twice."""
     rows = None
     if isinstance(dataset, Dataset) and "prompt" in dataset.column_names:
         rows = rows_of(dataset["prompt"], branches.of_rows(dataset))

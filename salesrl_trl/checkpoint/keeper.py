@@ -127,7 +127,7 @@ class Keeper:
         for first, rollout in flying.items():
             content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
             sampled = rollout.sampled
-            if sampled is not None and self.args.save_rollouts and not any(sampled.generated[6] or ()):
+            if sampled and self.args.save_rollouts and not (sampled.seats or any(sampled.generated[6] or ())):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
                 rollouts[first] = {**content, "sampled": {**tokens, "versions": [*sampled.versions]}}

@@ -50,8 +50,7 @@ def check_rewards(args: SalesGRPOConfig, inside_trl: str | None, answered: Seque
 
 
 def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
-    """Reject a lookahead if old log-probs could not be computed. `reads_pictures`: whether TRL's engine processes
-    images."""
+    """Reject a lookahead without old log-probs. `reads_pictures`: whether TRL's engine processes images."""
     effect = "but transformers returns no log-probs. Expected `use_vllm: true`, or `rollout_lookahead: 0`."
     is_possible = not (reads_pictures and args.most_lookahead) or args.use_vllm
     check(is_possible, f"a vision policy is trained with a lookahead, {effect}")
@@ -237,8 +236,7 @@ def buffer_policy_of(
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """vLLM's `compilation_config` for CUDA graphs of whole decoding steps, without compiling."""
 _FOR_SERVERS_TOO = {"enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "dtype"}
-"""Options that are harmless with a server, which decides them itself; a recipe may set them for another
-`vllm_mode`."""
+"""Options that a server decides itself; harmless, as a recipe may set them for another `vllm_mode`."""
 
 
 def engine_options(args: SalesGRPOConfig, model: PreTrainedModel) -> dict[str, object]:

@@ -103,6 +103,7 @@ class RecordSettings:
 
     gib: Positive = 4.0
     filter: str | None = None
+    rounds: bool = False  # turns of conversations are generated in a fixed order, which a replay repeats
 
     @property
     def clean(self) -> Callable[[str], str] | None:
@@ -207,7 +208,8 @@ class SalesGRPOConfig(GRPOConfig):
     record: dict[str, object] | str | None = None
     """Whether to record every completion and its reward in `OUTPUT_DIR/record`, including customers' texts. `true`, or
     `{gib: 4, filter: my_package.privacy.mask}`: the maximum size of each process's file, beyond which the oldest steps
-    are deleted, and the dotted path of a text-to-text function applied to every text."""
+    are deleted, and the dotted path of a text-to-text function applied to every text. `rounds: true` makes
+    conversations repeatable: vLLM generates each turn of a batch together, without a lookahead."""
     held_out_examples: int = 0
     """Number of held-out conversations shown at the end, with the policy's answers before and after training. They
     quote customers."""
@@ -245,7 +247,8 @@ class SalesGRPOConfig(GRPOConfig):
         is_possible = self.max_staleness == 0 or self.max_staleness >= self.most_lookahead
         check(is_possible, "`max_staleness` is below the lookahead. Expected 0, or at least the lookahead.")
         trl_settings.load_sampler(self.sampler)
-        self.parsed_record()
+        *_, in_rounds = self.parsed_record()
+        check(not in_rounds or not self.most_lookahead, "`record.rounds` needs `rollout_lookahead: 0`.")
         self.is_introduced = False
         """Whether a banner has already described the run."""
         self.beside = dict[str, object]()
@@ -368,10 +371,10 @@ class SalesGRPOConfig(GRPOConfig):
         """The maximum number of optimizer steps that rollouts may be ahead of training."""
         return max(self.rollout_lookahead, self.max_rollout_lookahead)
 
-    def parsed_record(self) -> tuple[float, Callable[[str], str] | None]:
-        """The maximum size of a process's record in GiB, and the filter for recorded texts."""
+    def parsed_record(self) -> tuple[float, Callable[[str], str] | None, bool]:
+        """The maximum size of a process's record in GiB, the filter for recorded texts, and `rounds`."""
         settings = entry_of("record", RecordSettings, {} if self.record in (None, *_SWITCH.values()) else self.record)
-        return settings.gib, settings.clean
+        return settings.gib, settings.clean, settings.rounds
 
     def parsed_engine_kwargs(self) -> dict[str, object]:
         """`vllm_engine_kwargs` as Python values, without null ones."""

@@ -64,6 +64,7 @@ class Sampled:
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, if recorded
     versions: Sequence[Sequence[int] | None] = ()
     """Of each completion's tokens (`generation.turns`), 0 for those of others; `None` if the engine reports none."""
+    seats: Sequence[Any] = ()  # of B conversations with environments: `agents.environments.Seat`
 
     @property
     def prompt_ids(self) -> list[list[int]]:
@@ -263,8 +264,3 @@ class Made:
     tokens: TokenSource | None = None  # instead of TRL's engines
     talked: tuple[object, ...] | None = None  # result for `_tool_call_loop`
     rollout: Mapping[str, object] | None = None  # result for `rollout_func`
-
-
-class ToolsOf(NamedTuple):
-    schemas: list[object]  # as passed to the chat template
-    functions: Sequence[Callable[..., object]]  # the callables

@@ -110,7 +110,7 @@ def training_lines(args: SalesGRPOConfig, staleness: int, refill: int, partial: 
 def record_line(args: SalesGRPOConfig) -> tuple[str, str]:
     if not args.record:
         return "record", "off: completions are not kept (record: true keeps them, with customers' texts)"
-    gib, clean = args.parsed_record()
+    gib, clean, _ = args.parsed_record()
     filtered = f", filtered by {clean.__module__}.{clean.__qualname__}" if clean else ", with customers' texts"
     folder = Path(args.output_dir) / RECORD_FOLDER
     return "record", f"{folder}: every completion{filtered}, up to {gib:g} GiB a process"

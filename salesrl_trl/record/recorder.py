@@ -39,7 +39,7 @@ class RecorderPart(Part):
         folder, after = Path(args.output_dir), None
         if resumed is not None and Path(resumed).resolve().parent == folder.resolve():
             after = TrainerState.load_from_json(str(Path(resumed, STATE_FILE))).global_step
-        gib, clean = args.parsed_record()
+        gib, clean, _ = args.parsed_record()
         gone = [path for path in record_files(folder) if (rank_of(path) or 0) >= args.world_size]
         self._recorder = Recorder(
             record_file(folder, args.process_index),

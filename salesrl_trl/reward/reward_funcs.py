@@ -23,7 +23,7 @@ class RewardFuncs:
     reward_loop: RewardLoop
     functions: list[object]  # for TRL, in the order of `reward_funcs`: the loop's columns, and reward models
     weights: list[float]
-    has_models: bool
+    has_models: bool  # or environments with rewards
 
     @classmethod
     def of(
@@ -44,13 +44,13 @@ class RewardFuncs:
         check_weights(weights, count)
         weights = [1.0] * count if weights is None else list(weights)
         if isinstance(alone, RewardLoop):
-            return cls(alone, list(alone.functions), weights, has_models=False)
+            return cls(alone, list(alone.functions), weights, has_models=has_more)
         models = [isinstance(function, str | torch.nn.Module) for function in given]
         called = [place for place, is_model in enumerate(models) if not is_model]
         rewards, of_called = [reward_of(given[place]) for place in called], [weights[place] for place in called]
         reward_loop = RewardLoop(combined(rewards, of_called, apart, are_all=not (has_more or any(models))))
         functions = dict(enumerate(given)) | dict(zip(called, reward_loop.functions, strict=True))
-        return cls(reward_loop, [*functions.values()], weights, any(models))
+        return cls(reward_loop, [*functions.values()], weights, has_more or any(models))
 
     @property
     def recorded_weights(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class RewardFuncs:
         if tools is not None:
             return f"TRL regenerates completions with {tools} when it iterates over a batch again"
         if self.has_models:
-            return "a reward model scores a whole batch"
+            return "a reward model or an environment scores a whole batch"
         if size > group and self.reward_loop.reward.names.together.size(group, size) == size:
             return "a reward function scores a whole batch; `@per_completion` and `@per_group` would not wait for it"
         return None

@@ -132,8 +132,7 @@ class Rollout:
     behaviour_logps: torch.Tensor | None = None
     """Log-probs of the sampling policy, shape (B, C), if needed and not returned by the sampler."""
     logps: dict[bool, torch.Tensor] = field(default_factory=dict)
-    """Log-probs computed by TRL, shape (B, C), keyed by whether they are the reference's. Reused while the batch
-    repeats."""
+    """TRL's log-probs, shape (B, C), by whether they are the reference's. Reused while the batch repeats."""
     is_corrected_at_step: bool = False
     """Whether the training forward pass provides the old log-probs, which are NaN until then."""
     groups: ScoredGroups | None = None  # set while the batch is trained on in parts
@@ -190,8 +189,7 @@ class Rollout:
 
 
 class PromptGroup(NamedTuple):
-    """Completions of one prompt, at these places of a rollout; a rank's whole batch if prompts' completions span
-    ranks."""
+    """Completions of one prompt, at these places of a rollout; a whole batch if prompts' completions span ranks."""
 
     rollout: Rollout
     places: range
@@ -272,6 +270,8 @@ def _sampled_of(groups: Sequence[PromptGroup], sampled: Sequence[Sampled], figur
 def keys_of(inputs: Sequence[Example]) -> list[int]:
     """A number for each row by which it can be identified later."""
     return [
-        example["row"] if isinstance(example.get("row"), int) else zlib.crc32(repr(example["prompt"]).encode())
+        row
+        if isinstance(row := example.get("row"), int)
+        else zlib.crc32(repr(example.get("prompt", example)).encode())
         for example in inputs
     ]

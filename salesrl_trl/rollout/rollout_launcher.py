@@ -36,8 +36,7 @@ class Launcher:
     timeline: Timeline
     decoder: PreTrainedTokenizerBase  # decodes completions, in the thread in which the sampler reports them
     trl: Generation
-    inside_trl: bool = False
-    """Whether TRL's scoring generates: for prompts from an environment, and tools called in whole batches."""
+    inside_trl: bool = False  # whether TRL's scoring generates, and calls tools in whole batches
     plays: bool = False  # whether an episode is played for each row, instead of sampling a completion
 
     def prepare(self, inputs: Sequence[Example]) -> None:
@@ -81,8 +80,7 @@ class Launcher:
             )
 
     def restore(self, kept: KeptRollouts, inputs: list[Example], sampled: Sampled, step: int) -> Rollout:
-        """A rollout from an earlier start of the run, with its completions. Its rewards are computed again, from the
-        cache."""
+        """A rollout from an earlier start of the run. Its rewards are computed again, from the cache."""
         rollout = self._begun(inputs, max(kept.steps, default=step))
         rollout.handle, rollout.behaviour_logps, rollout.steps = Ready(sampled), kept.behaviour_logps, kept.steps
         self._keep(rollout, sampled)
@@ -90,13 +88,14 @@ class Launcher:
 
     def generate_inside(
         self, rollout: Rollout, prompts: Sequence[object], environments: Sequence[object] | None
-    ) -> None:
+    ) -> Sampled:
         rows = [{**example, "prompt": prompt} for example, prompt in zip(rollout.inputs, prompts, strict=True)]
         if environments is not None:
             rows = [{**row, "environments": own} for row, own in zip(rows, environments, strict=True)]
         with self.timeline.phase(Phase.GENERATION):
             sampled = self.sampler.start(prompts, self._starts(rollout, rows), ahead=False).result()
         self._keep(rollout, sampled, rows)
+        return sampled
 
     def _begun(
         self, inputs: list[Example], step: int, *, is_trained_on: bool = True, group: int | None = None

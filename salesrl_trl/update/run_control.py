@@ -154,8 +154,7 @@ class RunControl:
             )
 
     def stop(self, step: int, *, is_new: bool) -> None:
-        """End the run after `step` optimizer steps, on request or because the budget is spent. `is_new`: it did some
-        steps."""
+        """End the run after `step` optimizer steps, by request or without budget. `is_new`: it did some steps."""
         if self.requested is not None:
             self.error = RunStopped(self.stopped_by(self.requested, step, is_new=is_new))
             return

@@ -152,6 +152,7 @@ class Components:
             "`sampler` is a custom engine, which generates whole batches": has_own_engine,
             "the policy's processor encodes the images of a whole batch": trl.reads_pictures,
             "tensor parallelism generates a batch across processes": splits,
+            "`rollout_func` generates whole batches": trl.tools == "an environment" and trl.has_rollout_func,
         })  # fmt: skip
         if self.reward.is_played:
             rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
@@ -161,7 +162,7 @@ class Components:
         self.converses = reason is None and bool(trl.tool_names or trl.partner)  # an environment may lack tools
         if reason is not None:
             logger.info(f"off: independent turns of conversations with tools, because {reason}")
-        return reason or ("environments provide the prompts" if trl.tools == "an environment" else None)
+        return reason
 
     def _connect_rollouts(
         self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: str | None
@@ -172,8 +173,8 @@ class Components:
         self.least_lookahead = int(is_served or self.partial_rollouts > 0)
         # Tokenizers are not thread-safe: a copy decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
-        inside, plays = inside_trl is not None, self.reward.is_played or trl.partner is not None
-        launcher = from_fields(Launcher, self, decoder=decoder, inside_trl=inside, plays=plays)
+        plays = self.reward.is_played or trl.partner is not None or trl.tools == "an environment"
+        launcher = from_fields(Launcher, self, decoder=decoder, inside_trl=inside_trl is not None, plays=plays)
         self.pipeline = Pipeline(
             launcher, window=args.window, lookahead=args.rollout_lookahead, most_lookahead=args.most_lookahead,
             seed=args.seed,

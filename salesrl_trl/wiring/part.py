@@ -172,8 +172,7 @@ def built_in(run: PartContext) -> list[Part]:
 
 
 def layer(module: str, asked_by: str = "") -> ModuleType:
-    """Imports a module of a layer, or an optional one. Raises `ConfigError` if its layer or a dependency is not
-    installed."""
+    """Imports a module of a layer, or an optional one. Raises `ConfigError` if it or a dependency is missing."""
     try:
         return importlib.import_module(f"salesrl_trl.{module}")
     except ModuleNotFoundError as error:

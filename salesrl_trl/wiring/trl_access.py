@@ -38,10 +38,9 @@ class Hooks(TRLGeneration):
             trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
         )  # or the policy's own generation settings
         self.has_rollout_func = trainer.rollout_func is not None
-        has_environments = trainer.environment_factories is not None
         self.partner = trainer.partner
-        own = "a partner" if self.partner is not None else None
-        self.tools = "an environment" if has_environments else "tools" if trainer.tools else own
+        own = "tools" if trainer.tools else "a partner" if self.partner is not None else None
+        self.tools = own if trainer.environment_factories is None else "an environment"
         """What completions may call while TRL generates them, if anything."""
         self.tool_names = [each.__name__ for each in trainer.tools]
         self.tokenizer: PreTrainedTokenizerBase = trainer._tokenizer
@@ -131,8 +130,7 @@ class Hooks(TRLGeneration):
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """While active, the policy is in evaluation mode with one completion per prompt; other metrics and tables are
-        unaffected."""
+        """While active, the policy is in evaluation mode, one completion per prompt, with metrics and tables apart."""
         trainer, was_training = self._trainer, self._trainer.model.training
         trainer.model.eval()
         try:

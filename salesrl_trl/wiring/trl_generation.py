@@ -53,12 +53,15 @@ class TRLEngine:
         self.chat_template: str | None = trainer.chat_template
         self.most_turns: int = trainer.max_tool_calling_iterations  # turns after which tools may be called
         self.has_logprobs: bool = trainer.use_vllm
-        self.keeps_records = bool(trainer.args.record)
+        args, reward = trainer.args, trainer.components.reward_loop.reward
+        self.keeps_records = bool(args.record)
+        talks = bool(trainer.tools or trainer.partner) and args.vllm_mode == "colocate" and not args.most_lookahead
+        self._in_rounds: bool = talks and (reward.is_replay or args.parsed_record()[2])
 
     @functools.cached_property
     def loop(self) -> TurnLoop:
         trainer = self._trainer
-        if trainer.use_vllm:
+        if trainer.use_vllm and not self._in_rounds:
             return trainer.vllm_generation.loop
         most = functools.partial(highest, device=trainer.accelerator.device) if trainer.args.is_sharded else int
         return Rounds(trainer._generate_single_turn, most)
@@ -99,7 +102,7 @@ class TRLEngine:
         trainer = self._trainer
         batch.ahead = ahead
         with batch.cancelled_by_errors():
-            if trainer.use_vllm:
+            if not isinstance(batch.loop, Rounds):
                 with patched(trainer.vllm_generation, "batch", batch):
                     trainer._generate_single_turn(*encoded, self.group())
             else:
@@ -142,14 +145,20 @@ class TRLEngine:
         table = torch.tensor([*mine.values()], dtype=torch.float32, device=accelerator.device)
         return dict(zip(mine, accelerator.reduce(table, reduction="sum").tolist(), strict=True))
 
-    def tools_of(self, place: int) -> sampler.ToolsOf:
-        """The tools of the conversation at this place in the batch."""
+    def take_environments(self, prepared: type, rewards_of: Callable[[type], object]) -> tuple[Any, ...]:
+        """TRL's environments, by name: factories, instances and tools. TRL gets `prepared` in their place, and for
+        each class with a reward the function `rewards_of` it."""
         trainer = self._trainer
-        if trainer.environment_factories is None:
-            return sampler.ToolsOf(trainer.tools, trainer._standalone_tools)
-        name = trainer._batch_environments[place]  # created by TRL for the batch
-        own = [*trainer._sync_tool_dicts[place].values(), *trainer._async_tool_dicts[place].values()]
-        return sampler.ToolsOf(trainer._env_tools[name], own)
+        factories, instances = trainer.environment_factories, trainer._environment_pool
+        kinds = dict.fromkeys(type(probe) for [probe] in instances.values() if hasattr(probe, "get_reward"))
+        trainer.reward_funcs[len(trainer.reward_funcs) - len(kinds) :] = map(rewards_of, kinds)
+        trainer.environment_factories = dict.fromkeys(factories, prepared)
+        trainer._environment_pool = {name: [] for name in factories}
+        return factories, instances, trainer._env_tools
+
+    def use_environments(self, names: Sequence[str | None]) -> None:
+        """Encode and parse the next batch with the tools of these environments, one per conversation."""
+        self._trainer._batch_environments = [*names]
 
 
 class TRLGeneration(TRLEngine):

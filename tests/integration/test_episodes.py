@@ -248,6 +248,7 @@ def on_vllm(tmp_path_factory):
     [
         ("episodes", STEPS * 4 * TURNS, {"episode_http_503": 2}),
         ("tools", STEPS * 4 * TURNS - 1, {"tool_look_http_503": 1}),  # a tool fails in its second turn
+        ("environments", STEPS * 4 * TURNS - 1, {"tool_look_http_503": 1}),  # with each reward of its own environment
     ],
 )
 def test_a_run_on_vllm_trains_while_others_are_out_on_exactly_what_was_sampled(on_vllm, kind, turns, reasons):
@@ -264,7 +265,7 @@ def test_a_run_on_vllm_trains_while_others_are_out_on_exactly_what_was_sampled(o
     assert max(told["differences"]) < 0.02
     # 3. the failed ones are left out by their reason, the others have their numbers
     assert told["reasons"] == reasons
-    if kind == "tools":
+    if kind != "episodes":
         assert all(line["tools/look/calls"] > 0 for line in told["lines"])
         assert sum(line["tools/look/failures"] for line in told["lines"]) == 1
 
@@ -287,7 +288,7 @@ def main(policy, out):
         return made
 
     engine_loop._turn_of = turn
-    for name, run in (("episodes", with_episodes), ("tools", with_tools)):
+    for name, run in KINDS.items():
         args = SalesGRPOConfig(**settings(
             out / name, beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2,
             use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.2, vllm_max_model_length=1024,
@@ -384,6 +385,43 @@ def with_tools(step):
 
     upstream.parse_response = tool_turns.parse_response = parse
     return spans, length, {"tools": [look]}
+
+
+def with_environments(step):
+    """The same of each call of an environment's tool. A reward fails unless it sees its own environment."""
+    from salesrl_trl import per_completion, tool
+
+    spans, _, own = with_tools(step)
+    [look] = own["tools"]
+
+    class Room:
+        def reset(self, number, **row):
+            self.number, self.calls = number, 0
+            return f" Room {number}."
+
+        @tool(deadline_s=60)
+        def look(self, word: str) -> str:
+            """Looks a word up.
+
+            Args:
+                word: The word.
+            """
+            self.calls += 1
+            found = look(word)
+            return f"{self.number} {self.calls} {found}"
+
+    @per_completion
+    async def length(prompt, completion, number, environments):
+        told = [message["content"] for message in completion if message["role"] == "tool"]
+        assert [text.split()[:2] for text in told] == [[str(number), str(call)] for call in range(1, TURNS)]
+        assert (environments.number, environments.calls) == (number, TURNS - 1)
+        assert prompt[-1]["content"] == f"What is {number}? Room {number}."
+        return float(len(completion))
+
+    return spans, length, {"environment_factory": Room}
+
+
+KINDS = {"episodes": with_episodes, "tools": with_tools, "environments": with_environments}
 
 
 if __name__ == "__main__":

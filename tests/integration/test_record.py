@@ -75,7 +75,7 @@ def test_settings_name_record_and_replay(recorded_run, tmp_path):
     folder = str(recorded_run[1])
     given = {"output_dir": str(tmp_path), "use_cpu": True}
     config = SalesGRPOConfig(**given, record={"gib": 0.5, "filter": "html.escape"})
-    gib, clean = config.parsed_record()
+    gib, clean, _ = config.parsed_record()
     assert (gib, clean("<")) == (0.5, "&lt;")
     assert RewardConfig(replay={"run": folder, "on_miss": "nearest", "delays": True}).asks_nobody
     assert not RewardConfig(replay=f'{{"run": "{folder}", "on_miss": "live"}}').asks_nobody

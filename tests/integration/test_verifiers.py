@@ -14,25 +14,34 @@ from support.scripted import steps_of
 EXAMPLE = Path(__file__).parents[2] / "examples/verifiers_environment.py"
 STAND_IN = """
 import types
-import openai
-
-class SingleAgentEnvConfig:
-    @classmethod
-    def model_validate(cls, given):
-        assert given["taskset"] == {"id": "sums"}
-        return cls()
 
 class ModelContext(types.SimpleNamespace):
     pass
 
 EvalClientConfig = ModelContext
+"""
+CONFIGS = """
+def agent_config_fields(config):
+    return {"player": None}
+"""
+LOADERS = """
+import types
+import openai
+
+def resolve_env_config(given):
+    assert given["taskset"] == {"id": "sums", "most": 4}
+    return given
+
+def load_environment(config):
+    assert config["player"]["harness"] == {"id": "null"}
+    return SingleAgentEnv(config["taskset"]["most"])
 
 def task(idx):
     return types.SimpleNamespace(data=types.SimpleNamespace(idx=idx, prompt=f"What is {idx}?"))
 
 class SingleAgentEnv:
-    def __init__(self, config):
-        self.taskset = [task(idx) for idx in range(4)]
+    def __init__(self, most):
+        self.taskset = [task(idx) for idx in range(most)]
 
     def serving(self):
         import contextlib
@@ -65,11 +74,15 @@ def trained(tmp_path, monkeypatch):
 
 
 def test_the_example_trains_on_the_environments_rewards_and_leaves_failed_episodes_out(tmp_path, monkeypatch):
-    (tmp_path / "verifiers").mkdir()
-    (tmp_path / "verifiers/__init__.py").touch()
-    (tmp_path / "verifiers/v1.py").write_text(STAND_IN)
+    package = tmp_path / "verifiers/v1"
+    for folder in (package / "configs", package / "utils"):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    (package / "configs/env.py").write_text(CONFIGS)
+    (package / "utils/loaders.py").write_text(LOADERS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("VERIFIERS_ENV", "sums")
+    monkeypatch.setenv("VERIFIERS_TASKSET", '{"most": 4}')
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
     trainer = trained(tmp_path, monkeypatch)
     lines = steps_of(trainer)

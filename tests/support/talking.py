@@ -32,7 +32,7 @@ class Scripted(Partner):
 class Talks:
     """`ToolTurns` on a loop of its own, with a policy whose turns are given as texts."""
 
-    def __init__(self, tokenizer, partner, tools=(), most_completion=4000, most_turns=3, schemas=()):
+    def __init__(self, tokenizer, partner, tools=(), most_completion=4000, most_turns=3):
         self.tokenizer, self.loop = tokenizer, asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -40,7 +40,7 @@ class Talks:
                 "most_tokens": 10 * most_completion}  # fmt: skip
         access = SimpleNamespace(
             thread_tokenizer=tokenizer, chat_template=None, form=form, functions=list(tools), most_turns=most_turns,
-            keeps_records=True, tools_loop=self.loop, tools_of=lambda place: ([*schemas], [*tools]),
+            keeps_records=True, tools_loop=self.loop, use_environments=list,
         )  # fmt: skip
         self.turns = ToolTurns(access, ForeignText(tokenizer, None), partner)
         self.calls = ToolCalls(each.__name__ for each in self.turns.functions)

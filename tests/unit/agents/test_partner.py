@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 import pytest
-from support.agents import CALL, LOOK, chat_tokenizer
+from support.agents import CALL, chat_tokenizer
 from support.talking import PROMPT, Scripted, Talks
 
 from salesrl_trl.agents.partner import Partner, Reply, dialogue_figures, partner_tool
@@ -41,7 +41,11 @@ def talks(tokenizer):
 
 
 async def look(word: str) -> str:
-    """Looks."""
+    """Looks.
+
+    Args:
+        word: What for.
+    """
     return f"found {word}"
 
 
@@ -77,7 +81,7 @@ def test_each_turn_of_a_conversation_over_a_push_has_its_own_version(talks):
 
 def test_calls_of_tools_and_replies_alternate(talks):
     partner = Scripted(lambda row, messages: DEAL if len(messages) > 4 else "Really?")
-    talked, _ = talks(partner, tools=[look], schemas=[LOOK]).talk([CALL, "600 yuan", "480 yuan"])
+    talked, _ = talks(partner, tools=[look]).talk([CALL, "600 yuan", "480 yuan"])
     roles = [message["role"] for message in talked.sequence.messages]
     assert roles == ["assistant", "tool", "assistant", "user", "assistant", "user"]
     assert talked.sequence.messages[-1] == {
