@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import logging
+import resource
 import secrets
 import threading
 import time
@@ -55,16 +56,27 @@ class PolicyEndpoint:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="policy endpoint", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        host, port = self._runner.addresses[0]
-        self.address = f"http://{host}:{port}/v1"
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
-    async def _listen(self) -> None:
+    async def _listen(self) -> asyncio.Server:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return await self._loop.create_server(self._connection, "127.0.0.1", 0)
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """The handler of a new connection. Of more than half of the files that the process may open, the oldest are
+        closed, those without a request first."""
+        server, most = self._runner.server, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        assert server is not None
+        opened = [each for each in server.connections if each.transport is not None]
+        surplus = len(opened) + 1 - most if most > 0 else 0
+        for oldest in sorted(opened, key=lambda each: each._request_in_progress)[: max(surplus, 0)]:
+            oldest.force_close()
+        return server()
 
     def close(self) -> None:
         """Stop within seconds, even if agents left requests open."""
+        self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

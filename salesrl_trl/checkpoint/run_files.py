@@ -60,7 +60,7 @@ def _move(paths: Iterable[Path], folder: Path, what: str) -> Path:
     for path in sorted(paths):
         place = aside / path.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(place)
+        shutil.move(path, place)  # a folder may be a link to another disk
     logger.warning(f"[Run] moved {what} in {folder} to {aside}")
     return aside
 

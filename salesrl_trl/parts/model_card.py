@@ -34,6 +34,7 @@ class ModelCard(Part):
     def connect(self, run: PartContext) -> None:
         self._run = run
         self._model = run.trl.model()
+        self._folder = str(Path(run.args.output_dir).resolve())  # while a checkpoint is saved, `output_dir` is another
 
     def on_policy_saved(self, folder: Path, state: TrainerState, given: Mapping[str, Any]) -> None:
         with spared("the model card"):
@@ -52,7 +53,7 @@ class ModelCard(Part):
         place, names = model.name_or_path, run.reward_loop.reward.names
         base = hub_name(place)
         if name in (None, SAVING_FOLDER):  # TRL passes the latter for a checkpoint being written
-            name = (args.hub_model_id or str(Path(args.output_dir).resolve())).rpartition("/")[2]
+            name = (args.hub_model_id or self._folder).rpartition("/")[2]
         metadata = ModelCardData(
             base_model=base if base == place else None,
             datasets=dataset if dataset and dataset == hub_name(dataset) else None,

@@ -109,6 +109,7 @@ def test_a_push_uploads_whole_policies_and_nothing_else_of_the_folder(
     assert all(commit.keys() >= POLICY for commit in hub.commits)
     assert set(hub.files) == POLICY | more
     assert all(CUSTOMER.encode() not in content for commit in hub.commits for content in commit.values())
+    assert all(b"model_name: policy\n" in commit["README.md"] for commit in hub.commits)
     assert not [*folder.glob(".pushing-*")]
     assert "[Run] hub          policy (private, if new) gets weights, tokenizer" in caplog.text
     card = hub.commits[-1]["README.md"].decode()

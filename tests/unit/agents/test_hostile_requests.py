@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import resource
 import socket
 import time
 
@@ -163,6 +164,32 @@ FIELDS = sorted({*policy_endpoint._READ, *policy_endpoint._REFUSED, "anything"})
 def test_any_body_is_answered_or_refused(agent, body):
     status, answer = agent.ask(body)
     assert status in (200, 400), answer
+
+
+def still_open(connection):
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+def test_connections_are_bounded_and_those_of_requests_outlive_idle_ones(agent, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, limits[1]))
+    opened = []
+    for _ in range(12):
+        opened += [agent.connect(agent.head()[:40]) for _ in range(5)]
+        assert agent.ask(asking())[0] == 200
+    ends = time.monotonic() + 10.0
+    while sum(is_open := [*map(still_open, opened)]) > 25 and time.monotonic() < ends:
+        time.sleep(0.02)
+    for each in opened:
+        each.close()
+    assert sum(is_open) <= 25  # half of the files, and those that were accepted together with the last one
+    assert not any(is_open[:20])  # the oldest were closed
 
 
 def test_a_connection_without_a_request_is_closed_and_one_without_a_body_refused(monkeypatch, tokenizer):

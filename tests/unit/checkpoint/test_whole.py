@@ -1,5 +1,6 @@
 """Which folders are whole checkpoints, which of them a run goes on from, and which files move when another begins."""
 
+import errno
 import itertools
 import json
 import logging
@@ -11,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from salesrl_trl.checkpoint import run_files
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.checkpoint.run_files import one_policy, put_run_aside
 from salesrl_trl.checkpoint.whole import fault_of, find, newest, seal
 from salesrl_trl.errors import CheckpointError, ConfigError
 from salesrl_trl.ground import process
 from salesrl_trl.ground.process import write_whole
-from salesrl_trl.names import MANIFEST_FILE, SAVING_FOLDER
+from salesrl_trl.names import IDENTITY_FILE, KL_STATE_FILE, MANIFEST_FILE, PARTS_STATE_FILE, SAVING_FOLDER
 
 FILES = {"model.safetensors": 9000, "optimizer.pt": 5000, "trainer_state.json": 300, "global_step3/mp_rank_00.pt": 700}
 
@@ -269,6 +271,24 @@ def test_an_earlier_runs_files_move_whole_and_those_of_others_stay(tmp_path, cap
     write_named(tmp_path, "start_up.json")
     put_run_aside(tmp_path, tmp_path / "run-1/checkpoint-2")  # of the run before
     assert names(tmp_path / "run-2") == {"config.yaml", "run.json", "start_up.json", *OF_ALL_RUNS}
+
+
+def test_an_earlier_runs_files_move_from_a_record_that_is_on_another_disk(tmp_path, monkeypatch):
+    write_named(tmp_path / "disk", "rank-0.sqlite")
+    write_named(tmp_path / "run", "trace.json")
+    (tmp_path / "run/record").symlink_to(tmp_path / "disk")
+
+    def across_disks(source, target):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "rename", across_disks)
+    put_run_aside(tmp_path / "run", None)
+    assert names(tmp_path / "run") == {"run-1/trace.json", "run-1/record/rank-0.sqlite"}
+    assert not names(tmp_path / "disk")
+
+
+def test_a_pushed_checkpoint_has_the_packages_own_state():
+    assert {KL_STATE_FILE, PARTS_STATE_FILE, IDENTITY_FILE} <= {*run_files.FILES["state"]}
 
 
 @pytest.mark.parametrize("needed", ["", "best", "checkpoint-2"])
