@@ -61,6 +61,12 @@ def write_dies(word: str) -> str:
 
 
 @server.tool()
+def dies(word: str) -> str:
+    """Dies each time."""
+    os._exit(1)
+
+
+@server.tool()
 def slow(word: str) -> str:
     """Never answers in time."""
     time.sleep(30)
