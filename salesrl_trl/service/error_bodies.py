@@ -44,6 +44,10 @@ _NO_MODEL = re.compile(
     r"|(?:invalid|unknown) model",
     re.IGNORECASE | re.DOTALL,
 )
+_NO_CREDIT = re.compile(
+    r"(?:credit|account) balance\b.{0,40}\b(?:low|insufficient|exhausted)|insufficient (?:credit|balance|funds)",
+    re.IGNORECASE,
+)
 _WORDS = ("message", "msg", "error", "errors", "detail", "details", "title", "description", "raw", "type", "code")
 """Fields with the error's message. `input`, `failed_generation` and `flagged_input` quote a customer or a model."""
 _ECHO = re.compile(r"['\"]?\b(?:input|input_value|failed_generation|flagged_input)['\"]?[:=]")
@@ -69,6 +73,8 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     text = _ECHO.split(value if isinstance(value, str) else text)[0]
     if _NO_MODEL.search(text) or "deploymentnotfound" in marks:
         marks |= {UNKNOWN_MODEL}
+    if _NO_CREDIT.search(text[:SHOWN_CHARS]):
+        marks |= {"insufficient_balance"}  # some providers answer a plain 400
     named = _named(objects, text, frozenset(sent) - {"model", "messages"})
     refused = frozenset() if marks & WITHHELD_MARKS else named
     is_of_value = _OF_VALUE.search(text) or not (_REFUSES.search(text) or any(map(_REFUSES.search, marks)))

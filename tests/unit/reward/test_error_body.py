@@ -93,6 +93,11 @@ STATED = {
     "rights": ({"error": {"status": "PERMISSION_DENIED"}}, ServiceRejected, None),
     "a quota": ({"error": {"type": "insufficient_quota"}}, AccessDenied, None),
     "LiteLLM's": (said("over budget", type="budget_exceeded", code="400"), AccessDenied, None),
+    "Anthropic's credit": (
+        said("Your credit balance is too low to access the API.", type="invalid_request_error", code=400),
+        AccessDenied,
+        None,
+    ),
     "a fault": ({"code": 503}, ServiceUnavailable, None),
     "a refused field": (said("x", code=400, param="seed"), ServiceRejected, None),
     "nothing known": ({"error": "boom"}, ErrorInAnswer, None),
