@@ -45,6 +45,7 @@ _tell = functools.cache(logger.warning)  # logs each line once
 
 START_S = 60.0  # longest wait for a server to start, be initialised and list its tools
 CLOSE_S = 10.0  # the SDK waits 2 s before it ends a server by SIGTERM, and 2 s more before SIGKILL
+RESTART_S = 10.0  # calls wait this long for a server that was lost
 MOST_CALLS = 64  # concurrent calls of one tool
 MOST_ATTEMPTS = 3
 MOST_PAGES = 100  # of a list of tools
@@ -111,6 +112,7 @@ class MCPServer:
         Raises `ServiceError`, by `service` in its code.
         """
         from mcp import MCPError
+        from pydantic import ValidationError
 
         self._loops.add(asyncio.get_running_loop())
         session = self._sessions.get()
@@ -136,17 +138,17 @@ class MCPServer:
                 text = f"{service}: the MCP server rejects a call that fits its own schema ({error.code})"
                 raise ServiceRejected(text, f"{service}_refused") from None
             failure: ServiceError = ServiceUnavailable(f"{service}: connection lost", f"{service}_unavailable")
-        except RuntimeError:  # the SDK's, for a result that lacks the structure which its schema promises
+            session.leave(opened)
+        except (RuntimeError, ValidationError):  # the SDK's, for a result unlike the schema or the protocol
             session.answered = now()
             text = f"{service}: the result does not fit the schema that the MCP server lists"
             raise BadServiceResponse(text, f"{service}_bad_result") from None
         except Exception as error:
             failure = failure_of(service, error)
+            session.leave(opened)
         finally:
             opened.calls -= 1
             session.end_unused(opened)
-        session.leave(opened)
-        opened.end.set()
         failure.worth_retrying = failure.worth_retrying and again
         raise failure
 
@@ -244,7 +246,7 @@ class MCPTool(dict[str, Any]):
         self._again = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
         transport = Transport(
             self._service, max_concurrency=MOST_CALLS, attempt_timeout_s=deadline_s / (2 if self._again else 1),
-            max_attempts=MOST_ATTEMPTS, hedge_fraction=0.0,
+            max_attempts=MOST_ATTEMPTS, hedge_fraction=0.0, outage_patience_s=min(RESTART_S, deadline_s / 2),
         )  # fmt: skip
         transport.notes = False  # a replay answers the call as a whole
         tool(transport=transport, deadline_s=deadline_s, on_failure=on_failure)(self)
