@@ -88,7 +88,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         shared = ["", ""]  # the address, and a name for the weights if the server reports it
         if is_main := self.accelerator.is_main_process:
             address = self.vllm_client.base_url
-            release = self.vllm_client._get(f"{address}/version")["version"]
+            release = self.vllm_client._get(f"{address}/version").get("version", "0")
             shared = [address, secrets.token_hex(4) if Version(release) >= Version("0.33") else ""]
         broadcast_object_list(shared)
         if not is_main:

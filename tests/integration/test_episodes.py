@@ -277,17 +277,17 @@ def main(policy, out):
     from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
     from salesrl_trl.generation import engine_loop
 
-    sampled, told, built, turn_of = [], {}, [], engine_loop._turn_of
+    sampled, told, built, turn_of = [], {}, [], engine_loop.turn_of
 
     def step():
         return built[-1].state.global_step
 
-    def turn(output):
-        made = turn_of(output)
-        sampled.append((list(output.prompt_token_ids), made[0]))
+    def turn(output, labels):
+        made = turn_of(output, labels)
+        sampled.append((list(output.prompt_token_ids), made.ids))
         return made
 
-    engine_loop._turn_of = turn
+    engine_loop.turn_of = turn
     for name, run in KINDS.items():
         args = SalesGRPOConfig(**settings(
             out / name, beta=0.0, max_steps=STEPS, per_device_train_batch_size=4, num_generations=2,

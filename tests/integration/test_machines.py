@@ -234,6 +234,7 @@ def run_recipe(argv):
     torch.set_num_threads(1)
     rank, trainer = int(os.environ["RANK"]), salesrl_trl.trainer.SalesGRPOTrainer
     begin, whole, slow = trainer.__init__, keeper.whole, chain([SLOW_S], repeat(0))
+    seen = Path(argv[argv.index("--output_dir") + 1]).parent / "seen"
 
     class Lines(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
@@ -251,7 +252,11 @@ def run_recipe(argv):
 
     def listed(output_dir):
         found = whole(output_dir)
-        time.sleep(next(slow) if len(found) == 2 and rank == 1 else 0)  # meanwhile the other machine removes the old
+        if len(found) == 2 and rank == 1:
+            seen.touch()
+            time.sleep(next(slow))  # meanwhile the other machine removes the old one
+        elif len(found) == 2:
+            until(seen.exists, 30)
         return found
 
     trainer.__init__, keeper.whole = begun, listed
