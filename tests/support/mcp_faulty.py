@@ -61,12 +61,6 @@ def write_dies(word: str) -> str:
 
 
 @server.tool()
-def dies(word: str) -> str:
-    """Dies each time."""
-    os._exit(1)
-
-
-@server.tool()
 def slow(word: str) -> str:
     """Never answers in time."""
     time.sleep(30)

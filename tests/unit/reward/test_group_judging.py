@@ -255,7 +255,7 @@ async def test_whole_conversations_are_judged_by_their_branchs_rubric(services, 
                 seen.append(text)
                 scores[name.removeprefix("candidate_")] = float(re.findall(r"^seller: (.*)$", text, re.MULTILINE)[-1])
         if len(scores) == 1:
-            return {"candidate": next(iter(scores.values())), "reference": None, "reason": ""}
+            return {"candidate": [*scores.values()][0], "reference": None, "reason": ""}
         named = [{"name": name, "score": score} for name, score in scores.items()]
         return {"candidates": named, "reference": None, "reason": ""}
 
