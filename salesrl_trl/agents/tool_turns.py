@@ -23,7 +23,7 @@ from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Samp
 from salesrl_trl.generation.turns import NO_TURN, Turn, refusal
 from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure, tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import Example
+from salesrl_trl.types import SELLER, Example
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
@@ -212,7 +212,7 @@ class ToolTurns:
             talked.sequence = sequence = sequence.extended([message], turn)
         if dialogue is not None and dialogue.closing is not None:
             talked.sequence = talked.sequence.by_others([dialogue.closing], [])
-        return talked
+        return talked if dialogue is None else _with_speakers(talked)
 
     def _dialogue(self, row: Example, place: int, calls: ToolCalls, notes: ConversationNotes) -> Dialogue | None:
         if self._partner is None or self._partner_tool is None:
@@ -334,6 +334,13 @@ class ToolTurns:
             calls=[record.calls for record in records],
             versions=[each.sequence.versions for each in talked],
         )
+
+
+def _with_speakers(talked: Talked) -> Talked:
+    """The policy's messages get a `name`. So one that no reply followed isn't taken for the text of a conversation."""
+    messages = talked.sequence.messages
+    named = [each | {"name": SELLER} if each["role"] == "assistant" else each for each in messages]
+    return replace(talked, sequence=replace(talked.sequence, messages=named))
 
 
 async def _unknown(name: str) -> None:

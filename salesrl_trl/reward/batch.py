@@ -395,20 +395,20 @@ async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], objec
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion; of its last message, if it is a list of messages; all of a conversation with a
-    partner, whose messages have its `name`."""
-    if not isinstance(completion, str) and any(each.get("name") and each.get("role") == "user" for each in completion):
+    """The text of a completion, of its last message, or of a conversation with a partner, whose sides have names."""
+    if not isinstance(completion, str) and any(each.get("name") and each.get("role") != "tool" for each in completion):
         return "\n".join(map(_line, completion))
     return completion if isinstance(completion, str) else str(completion[-1].get("content", "") if completion else "")
 
 
 def _line(message: Mapping[str, object]) -> str:
     """`"customer: That is too expensive."`. Further lines of a message are indented: none can pass for another's."""
-    speaker = "seller" if message.get("role") == "assistant" else message.get("name", message.get("role"))
+    name = "".join(each if each.isalnum() else "_" for each in str(message.get("name") or message.get("role")))
+    speaker = {"assistant": "seller", "tool": f"tool_{name}"}.get(str(message.get("role")), name)
     asked: Sequence[Mapping[str, object]] = message.get("tool_calls") or ()  # type: ignore[assignment]
     calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in asked]
     text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
-    return f"{speaker}: {text}".replace("\n", "\n  ")
+    return "\n  ".join(f"{speaker}: {text}".splitlines())
 
 
 def conversation_of(completion: Completion) -> Sequence[Mapping[str, object]] | None:

@@ -91,7 +91,8 @@ def test_calls_of_tools_and_replies_alternate(talks):
     assert "prompt" not in partner.asked[0][0]
     assert (talked.dialogue.turns, talked.calls, talked.notes.turns) == (2, 1, 3)
     assert completion_text(talked.sequence.messages).splitlines()[1:] == [
-        "look: found 找", "seller: 600 yuan", "customer: Really?", "seller: 480 yuan", "customer: Fine, I'll take it."
+        "tool_look: found 找", "seller: 600 yuan", "customer: Really?", "seller: 480 yuan",
+        "customer: Fine, I'll take it.",
     ]  # fmt: skip
 
 
