@@ -133,13 +133,13 @@ def test_each_reward_sees_its_own_conversations_environment(policy, tmp_path, ah
     assert sum(factory.used.values()) == 6 * GROUP
 
 
-def fails_once(error, method, every=GROUP):
+def fails_once(error, method):
     """The method, which fails in every fourth call."""
     calls = itertools.count()
 
     @functools.wraps(method)
     def failing(self, *args, **kwargs):
-        if next(calls) % every == 1:
+        if next(calls) % GROUP == 1:
             if error is None:
                 time.sleep(30)
             raise error
@@ -170,10 +170,9 @@ DOWN = ServiceUnavailable("down", "shelf_http_503")
 FAILURES = [
     ({"reset": fails_once(KeyError("number"), reset)}, "tool_reset_raised_KeyError"),
     ({"reset": fails_once(DOWN, reset)}, "shelf_http_503"),
-    ({"reset": tool(deadline_s=4)(fails_once(None, reset))}, "tool_reset_timeout"),
-    ({"put": tool(deadline_s=4)(fails_once(None, put, 2 * GROUP))}, "tool_put_timeout"),
+    ({"reset": tool(deadline_s=2)(fails_once(None, reset))}, "tool_reset_timeout"),
     ({"get_reward": fails_once(ValueError("no items"), get_reward)}, "tool_get_reward_raised_ValueError"),
-    ({"get_reward": tool(deadline_s=4)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
+    ({"get_reward": tool(deadline_s=2)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
 ]
 
 
