@@ -30,7 +30,7 @@ from salesrl_trl.service.breaker import Breaker
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.trainer import SalesGRPOTrainer
 
-MANY = int(os.environ.get("CONVERSATIONS", "80"))
+MANY = int(os.environ.get("CONVERSATIONS", "120"))
 AT_ONCE = 1250
 DEADLINE_S = 5.0
 """Of the verdict on a conversation. A verdict that is not late needs milliseconds."""
