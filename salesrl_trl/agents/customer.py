@@ -172,7 +172,7 @@ async def played(model: ProviderClient, persona: Persona, messages: Sequence[Mes
             price = float(said["price"]) if decision == "accept" else persona.reservation
             if not 0 < price < math.inf:
                 raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise JudgeInvalid("the customer's reply has another form than asked for", "judge_no_reply") from None
         outcomes = {"accept": agreed(persona, price), "refuse": {"end": REFUSAL}}
         return Reply(text=reply, outcome=outcomes.get(decision))

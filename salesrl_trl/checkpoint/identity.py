@@ -122,7 +122,8 @@ def check_identity(checkpoint: Path, identity: Identity, allowed: bool) -> str |
     differences = "; ".join(f"{name} was {was}, is {now}" for name, was, now in pairs if now != was)
     if differences and not allowed:
         sizes = {Fraction(f"{was}/{now}") for name, was, now in pairs if name == PROMPTS and was != now}
-        factor = "".join(f", or multiply `gradient_accumulation_steps` by {size}" for size in sizes)
+        whole = [size for size in sizes if size.denominator == 1 and size > 0]
+        factor = "".join(f", or multiply `gradient_accumulation_steps` by {size}" for size in whole)
         raise ConfigError(
             f"{checkpoint} belongs to another run: {differences}. Expected the same inputs. Use the earlier ones"
             f"{factor}; or start from the beginning, without `resume_from_checkpoint` and in another `output_dir`; or "

@@ -1,5 +1,6 @@
 """Training settings added to TRL's `GRPOConfig`: branches and their KL, rollouts, vLLM."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from salesrl_trl.kl.branched import WindowSettings
 from salesrl_trl.kl.law import AdaptiveLaw, KLLaw, KLTarget, check_law
 from salesrl_trl.kl.penalty import ESTIMATORS, LARGEST_CLAMP, PenaltySettings
 from salesrl_trl.types import ALL
-from salesrl_trl.update.correction import MODES, CorrectionSettings
+from salesrl_trl.update.correction import BYPASS, MODES, CorrectionSettings
 
 KL_SETTINGS = "settings"  # an entry of `branch_kl` that is not a branch
 FIXED = "fixed"  # a controller that keeps the coefficients constant
@@ -358,12 +359,15 @@ class SalesGRPOConfig(GRPOConfig):
 
     def kl_penalty(self) -> PenaltySettings:
         """The per-token KL estimator and its weight in the loss."""
+        given = self.correction
+        bound = given.high if given is not None and given.weights == BYPASS else None
         return PenaltySettings(
             estimator=self.kl_settings.estimator,
             clamp=self.kl_settings.clamp,
             bias_correction=self.use_bias_correction_kl,
             level=self.importance_sampling_level,
             off_policy=self.most_lookahead > 0,
+            bound=math.log(bound) if bound else math.inf,
         )
 
     @property

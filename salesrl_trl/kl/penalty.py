@@ -17,6 +17,7 @@ The expected gradient of each depends on whether it is multiplied by the importa
     k3        gradient of the KL      gradient of KL(pi_ref || pi)
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,8 @@ class PenaltySettings:
     level: str = "token"  # TRL's `importance_sampling_level`: `token` or `sequence`
     off_policy: bool = False
     """Whether completions may come from earlier weights. Penalty and KL are then multiplied by the ratio to them."""
+    bound: float = math.inf
+    """Maximum log-ratio of policy to sampler, in nats, where the sampler's log-probs are the old ones."""
 
 
 class BranchPenalty:
@@ -152,6 +155,7 @@ class BranchPenalty:
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
         self._log_ratio = self.inputs["ref_per_token_logps"] - logps
         importance = log_importance(logps, self.inputs.get("old_per_token_logps"), self._mask, settings.level)
+        importance = importance.clamp(max=settings.bound)
         ratio = importance if settings.bias_correction else None
         self._penalty = penalty(self._log_ratio, ratio, settings.estimator, settings.clamp)
         self._weight = torch.ones_like(logps)

@@ -16,6 +16,7 @@ from salesrl_trl.kl.law import KLTarget
 from salesrl_trl.names import RECORD_FOLDER, REPORT_PAGE_FILE
 from salesrl_trl.service.breaker import SharedBudget
 from salesrl_trl.types import ALL
+from salesrl_trl.update.correction import BYPASS
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ def experts_warning(model: PreTrainedModel, args: SalesGRPOConfig) -> str | None
     remedy = "Use `vllm_importance_sampling_mode: token_truncate`, which limits single tokens."
     if not args.vllm_importance_sampling_correction:
         remedy = "Set `vllm_importance_sampling_correction: true`."
+    elif args.correction is not None and args.correction.weights == BYPASS:
+        remedy = "The loss clips the ratio of these tokens."
     elif args.vllm_importance_sampling_mode == "token_truncate":
         remedy = "The correction limits the weight of these tokens (`token_truncate`)."
     return (

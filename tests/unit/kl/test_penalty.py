@@ -203,6 +203,17 @@ def test_the_ratio_to_the_sampler_by_hand():
     assert on_policy[0].tolist() == pytest.approx([0.3068528] * 3 + [0.0], abs=1e-6)  # TRL's own: no such ratio
 
 
+def test_a_ratio_to_the_sampler_in_the_loss_itself_is_bounded_too():
+    """Old log-probs of the sampler, 4 nats below the policy's: as if the ratio were 3."""
+    inputs = batch(full(LN2 - 3), old=full(-7.0), importance_sampling_ratio=torch.ones(2, 1))
+    for bias_correction in (True, False):
+        settings = PenaltySettings(off_policy=True, bound=math.log(3.0), bias_correction=bias_correction)
+        term, gradient, penalty = penalise(full(-3.0), inputs, betas=(1.0, 1.0), settings=settings)
+        assert term[0, 0].item() == pytest.approx(3 * 0.3068528, abs=1e-6)
+        assert gradient[0, 0].item() == pytest.approx(3 * (1 - 2), abs=1e-5)  # k3's own, 1 - e^x
+        assert penalty.sums()[0, 4].item() == pytest.approx(3 * penalty.sums()[0, 3].item())
+
+
 def test_half_precision_log_probs_are_subtracted_in_float32():
     # Neighbours in bfloat16: x = -2^-7. k3 = x^2 / 2 + x^3 / 6 + ... = 0.00003051758 - 0.00000007947 = 0.0000304381;
     # in bfloat16, e^x - x - 1 would be 127/128 + 1/128 - 1 = 0.

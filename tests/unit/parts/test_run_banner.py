@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from salesrl_trl.parts.run_banner import experts_warning
+from salesrl_trl.update.correction import CorrectionSettings
 
 SMALL = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "intermediate_size": 8, "head_dim": 4}  # fmt: skip
@@ -22,12 +23,13 @@ QWEN = Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_p
 DENSE = Qwen2ForCausalLM, Qwen2Config(**SMALL)
 
 
-def warned(kind, dtype=torch.bfloat16, **given):
+def warned(kind, dtype=torch.bfloat16, weights="bounded", **given):
     build, config = kind
     with torch.device("meta"):
         model = build(config).to(dtype)
     usual = {"use_vllm": True, "bf16": False, "fp16": False, "vllm_importance_sampling_correction": True,
-             "vllm_importance_sampling_mode": "sequence_mask"}  # fmt: skip
+             "vllm_importance_sampling_mode": "sequence_mask",
+             "correction": CorrectionSettings(mode="sequence_mask", weights=weights)}  # fmt: skip
     return experts_warning(model, SimpleNamespace(**usual | given))
 
 
@@ -37,6 +39,7 @@ def warned(kind, dtype=torch.bfloat16, **given):
         (MIXTRAL, {}, "Use `vllm_importance_sampling_mode: token_truncate`"),
         (QWEN, {"dtype": torch.float32, "bf16": True}, "Use `vllm_importance_sampling_mode: token_truncate`"),
         (QWEN, {"vllm_importance_sampling_mode": "token_truncate"}, "The correction limits"),
+        (QWEN, {"weights": "bypass"}, "The loss clips the ratio"),
         (QWEN, {"vllm_importance_sampling_correction": False}, "Set `vllm_importance_sampling_correction: true`"),
         (QWEN, {"dtype": torch.float32}, None),  # float32 on both sides: the same experts
         (QWEN, {"use_vllm": False}, None),
