@@ -73,8 +73,8 @@ def read_error(content: bytes | object, sent: Collection[str] = ()) -> ErrorBody
     text = _ECHO.split(value if isinstance(value, str) else text)[0]
     if _NO_MODEL.search(text) or "deploymentnotfound" in marks:
         marks |= {UNKNOWN_MODEL}
-    if _NO_CREDIT.search(text[:SHOWN_CHARS]):
-        marks |= {"insufficient_balance"}  # some providers answer a plain 400
+    if _NO_CREDIT.search(text[:120]):  # not what it may echo; some providers answer a plain 400
+        marks |= {"insufficient_balance"}
     named = _named(objects, text, frozenset(sent) - {"model", "messages"})
     refused = frozenset() if marks & WITHHELD_MARKS else named
     is_of_value = _OF_VALUE.search(text) or not (_REFUSES.search(text) or any(map(_REFUSES.search, marks)))

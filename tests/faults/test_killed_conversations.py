@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.forked import Program
+from support.forked import Program, killed_at_end
 from support.providers import completion
 from werkzeug import Response
 
@@ -65,12 +65,8 @@ def started(out, customer, **own):
     words = [part for name, value in given.items() for part in (f"--{name}", *_written(value))]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     process = Program([RECIPE, *words], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    with process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    with killed_at_end(process):
+        yield process
 
 
 def _written(value):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.forked import Program
+from support.forked import Program, killed_at_end
 from support.holding import HOLDS
 from support.loopback import Services
 from support.run_until_stopped import PROMPTS, STEPS
@@ -64,12 +64,8 @@ def started(settings):
         text=True,
         start_new_session=True,
     )
-    with process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    with killed_at_end(process):
+        yield process
 
 
 def trained(out):

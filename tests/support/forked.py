@@ -56,6 +56,17 @@ _folder: list[str] = []
 """That of the server, once this process knows it."""
 
 
+@contextlib.contextmanager
+def killed_at_end(process):
+    """A process in a group of its own. It and what it started are killed with the block."""
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 class Program(subprocess.Popen):
     """`python ARGUMENTS` as a fork, where the arguments come without `python`. All else as with `Popen`."""
 
