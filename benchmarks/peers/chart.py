@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers.chart > docs/latency.svg
 
-The rows are those of benchmarks/log/2026-11-26-peers.md, with its runs' numbers. A pure function of the file: no
-library draws, so that the picture follows the reader's light or dark theme.
+The rows are those of benchmarks/log/2026-11-26-peers.md, with its runs' numbers. Points of fewer than seven counted
+steps are hollow, and their lines dashed. A pure function of the file: no library draws, so that the picture follows
+the reader's light or dark theme.
 """
 
 import csv
@@ -18,6 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 80, 290, 40, 330
 MOST_S = 36
 ROOM = 15  # between two labels
 OURS = "salesrl_trl"
+ENOUGH = 7  # steps of a full point
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .axis { stroke: #8c959f; stroke-width: 1 }
@@ -25,11 +27,14 @@ STYLE = """
   .other { stroke: #6e7781; fill: #6e7781 }
   .ours { stroke: #1a7f37; fill: #1a7f37 }
   line.other, line.ours { stroke-width: 2.5 }
+  line.few { stroke-dasharray: 6 5 }
+  circle.few { fill: #fff; stroke-width: 2 }
   .small { font-size: 12px; fill: #57606a }
   text.ours { stroke: none; font-weight: 600 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 }
     .other { stroke: #9198a1; fill: #9198a1 } .ours { stroke: #3fb950; fill: #3fb950 }
+    circle.few { fill: #0d1117 }
   }
 """
 
@@ -54,20 +59,36 @@ def drawn(systems: dict[str, list[Point]]) -> str:
     """The chart as SVG."""
     slowest = max(point.latency_s for points in systems.values() for point in points)
     parts = [_axes(slowest)]
-    heights = {system: [_y(point.step_s) for point in points] for system, points in systems.items()}
-    labels = [_apart([ys[end] for ys in heights.values()]) for end in (0, 1)]
-    for number, (system, points) in enumerate(systems.items()):
-        kind = "ours" if system.startswith(OURS) else "other"
-        (x1, y1), (x2, y2) = ends = [*zip((LEFT, RIGHT), heights[system], strict=True)]
-        parts.append(f'<line class="{kind}" x1="{x1:.0f}" y1="{y1:.1f}" x2="{x2:.0f}" y2="{y2:.1f}"/>')
-        parts += [f'<circle class="{kind}" cx="{x:.0f}" cy="{y:.1f}" r="4"/>' for x, y in ends]
-        text = 'class="ours"' if kind == "ours" else ""
-        parts.append(_text(x1 - 10, labels[0][number] + 4, _value(points[0]), f'{text} text-anchor="end"'))
-        parts.append(_text(x2 + 10, labels[1][number] + 4, f"{_value(points[1])}  {system}", text))
+    dots: list[str] = []  # over the lines
+    for system, points in systems.items():
+        kind, few = _kind(system), any(point.steps < ENOUGH for point in points)
+        if len(points) > 1:
+            (x1, y1), (x2, y2) = [(_x(point), _y(point.step_s)) for point in points]
+            line = f'x1="{x1}" y1="{y1:.1f}" x2="{x2}" y2="{y2:.1f}"'
+            parts.append(f'<line class="{kind}{" few" if few else ""}" {line}/>')
+        for point in points:
+            own = f"{kind} few" if point.steps < ENOUGH else kind
+            dots.append(f'<circle class="{own}" cx="{_x(point)}" cy="{_y(point.step_s):.1f}" r="4"/>')
+    parts += dots
+    for end, shift, anchor in ((LEFT, -10, 'text-anchor="end"'), (RIGHT, 10, "")):
+        shown = [(system, point) for system, points in systems.items() for point in points if _x(point) == end]
+        labels = _apart([_y(point.step_s) for _, point in shown])
+        for (system, point), y in zip(shown, labels, strict=True):
+            name = f"  {system}" if end == RIGHT else ""
+            ours = 'class="ours" ' if _kind(system) == "ours" else ""
+            parts.append(_text(end + shift, y + 4, f"{_value(point)}{name}", f"{ours}{anchor}"))
     body = "\n".join(parts)
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     label = 'role="img" aria-label="Seconds per step by reward latency"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+
+
+def _kind(system: str) -> str:
+    return "ours" if system.startswith(OURS) else "other"
+
+
+def _x(point: Point) -> int:
+    return RIGHT if point.latency_s else LEFT
 
 
 def _y(seconds: float) -> float:
