@@ -1,4 +1,4 @@
-"""A run with conversations in flight ahead of its training is signalled and killed, and resumed, on real vLLM."""
+"""A run with conversations in flight ahead of its training is signalled on real vLLM, resumed, killed, and resumed."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from salesrl_trl.ground.shutdown import EXIT_RESUMABLE
 from salesrl_trl.judged.budget import read_account
 
 RECIPE = Path(__file__).parents[2] / "recipes/dialogue.py"
-STEPS, PROMPTS, GROUP = 6, 2, 4
+STEPS, PROMPTS, GROUP = 5, 2, 4
 ANSWERS_AFTER_S = 0.3  # longer than vLLM waits for further turns before training begins
 HANGS_S = 60.0
 SETTINGS = {
@@ -30,7 +30,9 @@ SETTINGS = {
 }  # fmt: skip
 
 
-SHORT = {"use_vllm": False, "rollout_lookahead": 0, "max_completion_length": 24, "partner": "customer"}
+ON_TRANSFORMERS = {"use_vllm": False}
+"""vLLM lives in the process that is killed, so nothing of it is left to resume with."""
+SHORT = {**ON_TRANSFORMERS, "rollout_lookahead": 0, "max_completion_length": 24, "partner": "customer"}
 """An undisturbed run in seconds. The order of rows depends on none of these."""
 
 
@@ -74,9 +76,9 @@ def _written(value):
     return [each if isinstance(each, str) else json.dumps(each) for each in values]
 
 
-def ended_after(step, out, customer, number):
+def ended_after(step, out, customer, number, **own):
     """Send a signal within the step after this one, while conversations are in flight. Returns the exit code."""
-    with started(out, customer) as process:
+    with started(out, customer, **own) as process:
         said = []
         for line in process.stderr:
             said.append(line)
@@ -103,7 +105,9 @@ def rows_of(out):
     with contextlib.closing(sqlite3.connect(out / "record/rank-0.sqlite")) as record:
         assert record.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert record.execute("SELECT DISTINCT outcome FROM completions").fetchall() == [("ok",)]
-        assert record.execute("SELECT DISTINCT failure FROM calls").fetchall() == [("",)]
+        # on a busy machine a request is hedged, and the slower one cancelled
+        failures = {failure for (failure,) in record.execute("SELECT DISTINCT failure FROM calls")}
+        assert failures in ({""}, {"", "cancelled"})
         rows = record.execute("SELECT step, row FROM completions ORDER BY step, place").fetchall()
     assert len(rows) == STEPS * PROMPTS * GROUP
     return rows
@@ -117,8 +121,8 @@ def test_a_run_ended_twice_with_conversations_in_flight_trains_each_row_once_in_
     assert ended_after(1, cut, customer, signal.SIGTERM) == EXIT_RESUMABLE
     account = read_account(cut / "budget.json")  # counts requests of conversations that were given up, and no others
     assert account.taken["partner.max_calls"] == account.total("customer").calls >= customer.requests
-    assert ended_after(3, cut, customer, signal.SIGKILL) == -signal.SIGKILL
-    finished(cut, customer)
+    assert ended_after(2, cut, customer, signal.SIGKILL, **ON_TRANSFORMERS) == -signal.SIGKILL
+    finished(cut, customer, **ON_TRANSFORMERS)
     rows = rows_of(cut)
     assert rows == rows_of(whole)
     assert len(set(rows)) == len({row for _, row in rows}) == STEPS * PROMPTS
