@@ -51,11 +51,12 @@ test_lowest() {
     tests/unit/telemetry/test_flops.py::test_weights_that_zero_3_took_away_count_in_full
 }
 
-# With the newest vLLM and transformers: TRL's hooks, trainings, the push of weights, saving, a vLLM server.
+# With the newest vLLM and transformers: TRL's hooks, trainings, the push of weights, saving, a vLLM server. One worker, as
+# it imports nothing itself (tests/support/forked.py).
 test_newest() {
   wait "$newest_made" || return
   PYTHONPATH="$newest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu)" \
-    "${durations[@]}" tests/upstream tests/unit/config/test_config.py tests/unit/generation \
+    -n 1 "${durations[@]}" tests/upstream tests/unit/config/test_config.py tests/unit/generation \
     tests/integration/test_weight_push.py tests/integration/test_hub.py tests/integration/test_trainer.py
 }
 

@@ -28,7 +28,7 @@ def spare_casts(model: torch.nn.Module, device_type: str) -> None:
     loss and gradients are bitwise the same, since float32 represents every 16-bit number."""
     for module in model.modules():
         if isinstance(module, Linear) and not module.lora_variant:
-            module.cast_input_dtype_enabled = OutsideAutocast(device_type)  # type: ignore[assignment]
+            module.cast_input_dtype_enabled = OutsideAutocast(device_type)
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:

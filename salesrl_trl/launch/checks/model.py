@@ -118,7 +118,7 @@ def put_adapter(model: PreTrainedModel, lora: ModelConfig) -> "PeftModel":
     layers = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
     try:
         with torch.device("meta"):
-            return get_peft_model(model, settings, low_cpu_mem_usage=True)  # type: ignore[no-any-return]
+            return get_peft_model(model, settings, low_cpu_mem_usage=True)
     except ValueError as error:
         found = f"`lora_target_modules` is {lora.lora_target_modules}, which matches no layer ({error})"
         expected = f"Expected some of the model's linear layers: {', '.join(sorted(layers))}; or `all-linear`."
