@@ -195,6 +195,8 @@ def test_the_notebooks_outputs_are_those_of_its_cells():
 
 KERNEL = """
 import asyncio, json, sys
+from trl import import_utils
+import_utils.is_vllm_available = lambda *_, **__: False  # an import of 4 s of CPU
 import salesrl_trl
 
 async def kernel(cells):  # as a notebook's kernel does it: inside its own event loop

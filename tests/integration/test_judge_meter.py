@@ -15,7 +15,7 @@ from salesrl_trl.errors import JudgeAlarm
 from salesrl_trl.names import BY_SECOND_JUDGE
 from salesrl_trl.record.reader import recorded
 
-BATCH, STEPS, ONSET = 16, 45, 25
+BATCH, STEPS, ONSET = 16, 35, 15
 BOTH = [{"name": name, "base_url": "", "model": name} for name in ("first", "second")]
 
 
@@ -124,15 +124,15 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
             )
             os.kill(killed[0].pid, signal.SIGKILL)
 
-    # At step 20 an evaluation takes 16 of the texts.
+    # At step 15 an evaluation takes 16 of the texts.
     common = {
-        "record": True, "eval_strategy": "steps", "eval_steps": 20, "save_strategy": "steps", "save_steps": 40,
+        "record": True, "eval_strategy": "steps", "eval_steps": 15, "save_strategy": "steps", "save_steps": 30,
         "rollout_lookahead": 1,
     }  # fmt: skip
     trainer, told = run({"on_alarm": "second_judge"}, before=kill, reward_process=True, **common)
     [line] = [line for line in told.splitlines() if "the second judge scores new batches" in line]
     since = int(re.search(r"the alarm in step (\d+),", line)[1])
-    assert killed and ONSET < since < 40
+    assert killed and ONSET < since < 30
     # The record has the judge of each verdict: one in a step. What was in flight at the alarm has the first one.
     judges = {}
     for one in recorded(tmp_path / "run"):
@@ -141,9 +141,9 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
         step: {"first" if step <= since + 1 else "second"} for step in range(1, STEPS + 1)
     }
     # Evaluations have one judge before and after it, so that they can be compared.
-    assert judges["eval", 20] == judges["eval", 40] == {"second"}
+    assert judges["eval", 15] == judges["eval", 30] == {"second"}
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry[BY_SECOND_JUDGE] for entry in steps[:5]] == [0.0] * 5 and steps[-1][BY_SECOND_JUDGE] == 1.0
+    assert [entry[BY_SECOND_JUDGE] for entry in steps[:3]] == [0.0] * 3 and steps[-1][BY_SECOND_JUDGE] == 1.0
     assert {frozenset(entry) for entry in steps} == {frozenset(steps[0])}
 
     # A resume goes on with it, unless the setting is another one now.
@@ -151,8 +151,8 @@ def test_after_an_alarm_whole_batches_are_of_the_second_judge_through_a_killed_p
         ("second_judge", "second", f"since the alarm in step {since}, the second judge"),
         ("warn", "first", "the first judge scores rewards again"),
     ):
-        checkpoint = str(tmp_path / "run" / "checkpoint-40")
+        checkpoint = str(tmp_path / "run" / "checkpoint-30")
         _, told = run({"on_alarm": on_alarm}, resumed=checkpoint, **{**common, "eval_strategy": "no"})
         assert words in told.rpartition("resuming from")[2]
-        judges = {one.verdicts["judge"].provider for one in recorded(tmp_path / "run", "train") if one.step > 40}
+        judges = {one.verdicts["judge"].provider for one in recorded(tmp_path / "run", "train") if one.step > 30}
         assert judges == {provider}

@@ -33,7 +33,7 @@ from salesrl_trl.reward.scorer import METER, MeterSettings, RewardNames, Scorer
 from salesrl_trl.types import Outcome, Reward
 
 RANK = int(os.environ.get("RANK", "0"))
-BATCH, STEPS, ONSET = 8, 45, 25  # of the meter; completions of each rank
+BATCH, STEPS, ONSET = 8, 35, 15  # of the meter; completions of each rank
 SLOWEST_S = 0.1  # longest time of a reward in the recorded run: several micro-steps
 
 

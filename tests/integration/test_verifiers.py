@@ -61,7 +61,7 @@ class SingleAgentEnv:
 """
 
 
-def trained(tmp_path, monkeypatch):
+def trained(example, tmp_path, monkeypatch):
     """The trainer of the example, once it has trained."""
     from salesrl_trl import SalesGRPOTrainer
 
@@ -69,7 +69,7 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", str(make_calling_policy(tmp_path / "policy", hidden_size=64)))
     monkeypatch.setattr(SalesGRPOTrainer, "finish", lambda trainer: made.append(trainer) or finish(trainer))
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    runpy.run_path(str(example), run_name="__main__")
     return made[0]
 
 
@@ -84,7 +84,11 @@ def test_the_example_trains_on_the_environments_rewards_and_leaves_failed_episod
     monkeypatch.setenv("VERIFIERS_ENV", "sums")
     monkeypatch.setenv("VERIFIERS_TASKSET", '{"most": 4}')
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
-    trainer = trained(tmp_path, monkeypatch)
+    text = EXAMPLE.read_text()
+    assert text.count("max_completion_length=512") == 1
+    example = tmp_path / EXAMPLE.name
+    example.write_text(text.replace("max_completion_length=512", "max_completion_length=16"))
+    trainer = trained(example, tmp_path, monkeypatch)
     lines = steps_of(trainer)
     assert len(lines) == 6
     # one prompt a step, of four rows; row 0's episodes fail, which is one or two of six steps
@@ -99,4 +103,4 @@ def test_the_example_trains_on_the_environments_rewards_and_leaves_failed_episod
 )
 def test_an_environment_of_verifiers_itself_trains_for_six_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
-    assert all(line["outcome/ok"] == 1.0 for line in steps_of(trained(tmp_path, monkeypatch)))
+    assert all(line["outcome/ok"] == 1.0 for line in steps_of(trained(EXAMPLE, tmp_path, monkeypatch)))
