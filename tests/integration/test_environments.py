@@ -113,8 +113,9 @@ async def total_later(shelf):
     return sum(shelf.items)
 
 
-@pytest.mark.parametrize(("ahead", "instances"), [(0, GROUP), (2, 3 * GROUP)])
-@pytest.mark.parametrize("get_reward", [total, total_later])
+@pytest.mark.parametrize(
+    ("get_reward", "ahead", "instances"), [(total, 2, 3 * GROUP), (total_later, 0, GROUP)], ids=["ahead", "async"]
+)
 def test_each_reward_sees_its_own_conversations_environment(policy, tmp_path, ahead, instances, get_reward):
     factory = shelves(get_reward=get_reward)
     trainer = run(policy, tmp_path, [of_a_batch, alone], factory, rollout_lookahead=ahead)

@@ -94,15 +94,20 @@ def same(ours, stock, names=OURS):
 )
 def test_two_names_changed_the_run_is_stock_trls_to_the_bit(tiny, tmp_path, functions, given):
     _, stock = run(tiny, GRPOTrainer, GRPOConfig, functions, tmp_path / "stock", **given)
-    trainer, plain = run(tiny, SalesGRPOTrainer, GRPOConfig, functions, tmp_path / "plain", **given)
-    assert type(trainer) is GRPOTrainer
-    assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
     _, ours = run(tiny, SalesGRPOTrainer, SalesGRPOConfig, functions, tmp_path / "ours", **given)
     same(ours, stock)
     assert [line.get("steps_so_far") for line in ours] == [line.get("steps_so_far") for line in stock]
     assert all(line["outcome/ok"] == 1.0 for line in ours)
     if functions == [words, order]:
         assert all(line["rewards/words/letters"] > 0 for line in ours)
+
+
+def test_with_a_plain_config_the_trainer_is_trls_own(tiny, tmp_path):
+    functions = [answered, for_short_ones, words, order]
+    _, stock = run(tiny, GRPOTrainer, GRPOConfig, functions, tmp_path / "stock")
+    trainer, plain = run(tiny, SalesGRPOTrainer, GRPOConfig, functions, tmp_path / "plain")
+    assert type(trainer) is GRPOTrainer
+    assert [{**line, "step_time": 0} for line in plain] == [{**line, "step_time": 0} for line in stock]
 
 
 def test_what_trls_own_trainer_has_no_place_for_is_refused_with_a_plain_config(tiny, tmp_path):

@@ -88,8 +88,10 @@ def test_trl_calls_tools_by_the_search_policy_s_template_and_its_script_teaches_
         assert (tmp_path / name).read_text() == (SEARCH_POLICY / name).read_text()
     assert sum(path.stat().st_size for path in SEARCH_POLICY.iterdir()) < 10**6
     monkeypatch.setattr(sys, "argv", ["make_dialogue_policy.py", "--out", str(tmp_path / "dialogue"), "--steps", "3"])
-    monkeypatch.setattr(importlib.import_module("make_dialogue_policy"), "LESSONS", 1)
-    importlib.import_module("make_dialogue_policy").main()
+    dialogue, measure = importlib.import_module("make_dialogue_policy"), script.share_of_right
+    monkeypatch.setattr(dialogue, "LESSONS", 1)
+    monkeypatch.setattr(dialogue, "share_of_right", lambda *given: measure(*given[:2], given[2][:2], given[3]))
+    dialogue.main()
     for name in ("tokenizer.json", "config.json", "chat_template.jinja"):
         assert (tmp_path / "dialogue" / name).read_text() == (DIALOGUE_POLICY / name).read_text()
     assert sum(path.stat().st_size for path in DIALOGUE_POLICY.iterdir()) < 10**6
