@@ -22,6 +22,7 @@ import ast, sys
 OPTIONS = {
     "index-url": "--index-url",
     "extra-index-url": "--extra-index-url",
+    "constraint": "--constraints",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
 }

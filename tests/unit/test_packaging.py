@@ -428,12 +428,12 @@ def test_a_failed_pip_step_is_named_with_the_end_of_its_log_and_advice_and_the_n
             "--extra-index-url https://mirror.example/cpu ",
         ),
         (  # the environment wins over the files, and an installation's section over the global one
-            "global.timeout='60'\nglobal.find-links='/a\\n/b'\nglobal.no-index='true'\n"
+            "global.timeout='60'\nglobal.constraint='/caps.txt'\nglobal.find-links='/a\\n/b'\nglobal.no-index='true'\n"
             "global.index-url='https://one.example'\ninstall.index-url='https://two.example'\n"
             ":env:.index-url='https://three.example'\n:env:.no-input='1'\ndownload.index-url='https://four.example'",
             {},
             "within 60 s: uv",
-            "--find-links /a --find-links /b --no-index --index-url https://three.example ",
+            "--constraints /caps.txt --find-links /a --find-links /b --no-index --index-url https://three.example ",
         ),
     ],
     ids=["mirror", "unrelated setting", "switched off", "given", "all of pip's"],
