@@ -125,7 +125,8 @@ def test_a_start_is_told_by_phase_and_what_goes_on_beside_them_does_not_count(tm
 
 def test_imports_count_from_the_beginning_of_the_process():
     seconds = time.time() - psutil.Process().create_time()
-    assert imports_so_far().seconds == pytest.approx(seconds, abs=0.2)
+    # psutil adds to the time of the boot, which it knows in whole seconds
+    assert imports_so_far().seconds == pytest.approx(seconds, abs=1.2)
     assert imports_so_far().ended <= time.perf_counter()
 
 
