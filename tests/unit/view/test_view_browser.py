@@ -340,7 +340,7 @@ def test_the_report_is_a_tab(show, new_rank, two_branches):
     tab.wait(f"Math.min(...{words}.map(box => box.height)) > 10")  # it is drawn anew
     assert tab.value(f"{words}.every(box => box.left >= 0 && box.right <= 375)")
     shown = tab.text()
-    assert "75% 的训练步 KL 处于目标区间内" in shown and "reward_wait\t6.20 秒\t62%" in shown
+    assert "KL 处于目标区间的训练步占 75%" in shown and "reward_wait\t6.20 秒\t62%" in shown
     tab.size(1200, 700)
     assert tab.problems == []
 

@@ -58,13 +58,14 @@ function Spending({ spent, limits }) {
 function Figures({ figures }) {
   const rewards = figures.reward.map((line) => ({
     ...line,
-    name: line.dash ? t("pair", line.name || t("all_branches"), t("reference_score")) : line.name || t("all_branches"),
+    name: line.dash ? t("pair", line.name || t("all_branches"), t("reference_reward")) : line.name || t("all_branches"),
   }));
+  const failed = figures.failures.rows.length;
   const sections = [
     [t("reward"), rewards.length, h(Lines, { title: t("mean_reward"), series: rewards })],
     ["KL", figures.kl.length, figures.kl.map((each) => h(Kl, each))],
     [t("step_time"), figures.phases.rows.length, h(Parts, { title: t("seconds_a_step"), heads: [t("phase"), t("phase_time")], size: seconds, ...figures.phases })],
-    [t("failures"), figures.failures.rows.length, h(Parts, { title: t("failures"), heads: [t("reason"), t("count")], size: whole, ...figures.failures })],
+    [t("failures"), rewards.length, failed ? h(Parts, { title: t("failures"), heads: [t("reason"), t("count")], size: whole, ...figures.failures }) : h(Note, null, t("no_failures"))],
     [t("held_out"), figures.held_out.rows.length, h(HeldOut, figures.held_out)],
     [t("spending"), figures.spent.length, h(Spending, figures)],
   ];
