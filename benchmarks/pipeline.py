@@ -4,13 +4,15 @@
     .venv/bin/python -m benchmarks.pipeline --shape 7b --prompt_tokens 128 1024 3072 --latency 0 0
     .venv/bin/python -m benchmarks.pipeline --device cpu    # a tiny policy, within three minutes
     CUDA_VISIBLE_DEVICES=0 .venv/bin/python -m benchmarks.pipeline --server 1    # vLLM's server on another GPU
+    .venv/bin/python -m benchmarks.pipeline --shape 7b --lora --lengths heavy --prompt_tokens 512 --latency 0 0 \
+      --steps 8 --arms exact partial_3 both_3
 
 The arms:
 
 - `stock` is TRL's own trainer, with one async reward function that gathers all calls of the batch;
 - `exact` is this package's trainer, which scores each completion when it ends;
 - `lookahead_N` is the same with `rollout_lookahead: N`;
-- `partial_N` is `lookahead_N` with `partial_rollouts: 0.5`;
+- `partial_N` is `lookahead_N` with `partial_rollouts: 0.5`, `stale_N` with `max_staleness: 2 N`, `both_N` with both;
 - `floor` is `exact` with a service that answers at once: the time that is left when nobody waits for a reward;
 - `stock_16`, `stock_32` and `stock_64` are stock with larger micro-batches, which take more memory;
 - an arm with `_off` behind its name has `shared_prompts: off`;
@@ -38,6 +40,9 @@ The order and the count:
 - `hidden` is the share of the rewards' makespan in which nobody waited for them.
 - `peak` is PyTorch's peak in GiB above what lies there between blocks: weights, reference, optimizer, vLLM.
 - Phases are those of this package's log lines, for `floor` and `floor_off`.
+- `decoding` is the mean number of vLLM's steps in this process in a step.
+- The floor by calculation (`benchmarks.floor`) is printed first.
+- `--lora` trains an adapter of rank 16 without a KL penalty, as in `benchmarks.peers`; the default is all weights.
 - `--liger` has TRL put Liger's kernels into the model, which all arms share.
 """
 
@@ -52,13 +57,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl.trainer.grpo_trainer as upstream
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen2ForCausalLM, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -76,7 +82,8 @@ from benchmarks.common import (
     set_lookahead,
     write_json,
 )
-from benchmarks.lengths import fix_lengths, fix_server_lengths
+from benchmarks.floor import told
+from benchmarks.lengths import KINDS, completion_tokens, fix_lengths, fix_server_lengths
 from benchmarks.pipeline_figures import figures_of, hidden_share, table
 from benchmarks.service import GENERATIONS, SlowReward, service, set_medians
 from benchmarks.timing import Meter
@@ -92,12 +99,15 @@ from salesrl_trl.record.writer import Recorder
 from salesrl_trl.reward.batch import BatchReport, BatchResult, RewardBatch
 from salesrl_trl.reward.remote import RemoteReward
 from salesrl_trl.reward.scorer import Scorer
+from salesrl_trl.rollout.buffer import policy_of
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.telemetry.instruments import Instruments, InstrumentSettings
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 TOKENS = {"0.5b": 256, "7b": 256, "tiny": 24}
-"""Longest completion. The shortest is a quarter of it."""
+"""Longest completion, where lengths are `short`."""
+HEAVY_TOKENS = {"0.5b": 4096, "7b": 4096, "tiny": 256}
+"""The same where they are `heavy`."""
 MICRO_BATCHES = {"0.5b": (8, 8), "7b": (8, 8), "tiny": (8, 2)}
 """Completions of a micro-batch, and micro-batches of an update."""
 PROMPT_TOKENS = {"0.5b": 128, "7b": 128, "tiny": 40}
@@ -107,8 +117,10 @@ TEMPLATE = 64
 MEASURED = 3
 """Counted steps of a block."""
 LOOKAHEAD = {
-    "exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_4": 4, "partial_1": 1, "partial_2": 2, "floor": 0,
+    "exact": 0, "lookahead_1": 1, "lookahead_2": 2, "lookahead_3": 3, "lookahead_4": 4, "partial_1": 1, "partial_2": 2,
+    "partial_3": 3, "stale_2": 2, "stale_3": 3, "both_2": 2, "both_3": 3, "floor": 0,
 }  # fmt: skip
+DEFAULT_ARMS = ("stock", "exact", "lookahead_1", "lookahead_2", "lookahead_4", "partial_1", "partial_2", "floor")
 STOCK = {"stock": None, "stock_16": 16, "stock_32": 32, "stock_64": 64}
 """Completions of a micro-batch, where it is another."""
 OFF = "_off"
@@ -130,8 +142,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--latency", nargs=2, type=float, action="append", metavar=("RAG_S", "JUDGE_S"),
         help="median seconds of the two calls; default: 5.6 3.2; 1.0 0.6 on a CPU",
     )  # fmt: skip
-    made.add_argument("--arms", nargs="+", choices=ARMS, default=("stock", *LOOKAHEAD))
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=DEFAULT_ARMS)
     made.add_argument("--prompt_tokens", nargs="+", type=int, help="default: 128; 40 on a CPU")
+    made.add_argument("--lengths", choices=KINDS, default="short", help="of completions (benchmarks.lengths)")
+    made.add_argument("--tokens", type=int, help="longest completion; default: 256; 4,096 if heavy; less on a CPU")
+    made.add_argument("--micro_batch", type=int, help="completions of a micro-batch, of as many a step; default: 8")
+    made.add_argument("--lora", action="store_true", help="train an adapter of rank 16")
     made.add_argument("--pass_tokens", type=int, help="the number in `shared_prompts`")
     made.add_argument("--liger", action="store_true", help="`use_liger_kernel`")
     made.add_argument("--quantization", help="vLLM's `quantization`, of the engine that all arms share")
@@ -148,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.shape = args.shape or ("tiny" if on_cpu else "0.5b")
     args.latency = args.latency or [(1.0, 0.6) if on_cpu else (5.6, 3.2)]
     args.prompt_tokens = args.prompt_tokens or [PROMPT_TOKENS[args.shape]]
+    args.tokens = args.tokens or {"short": TOKENS, "heavy": HEAVY_TOKENS}[args.lengths][args.shape]
+    micro_batch, micro_batches = MICRO_BATCHES[args.shape]
+    args.batch = micro_batch * micro_batches
+    args.micro_batch = args.micro_batch or micro_batch
     measure(args)
 
 
@@ -163,16 +183,20 @@ def window(ahead: int, steps: int) -> tuple[int, int, int]:
 
 
 class Clock(TrainerCallback):
-    """The end of each step."""
+    """The end of each step, and what `count` said then."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.counts: list[int] = []
+        self.count: Callable[[], int] = int
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.ends.clear()
+        self.counts.clear()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(now())
+        self.counts.append(self.count())
 
 
 class RecorderAtTimes(RecorderPart):
@@ -211,7 +235,7 @@ class Bench:
         """Batches that were waited for, oldest first."""
         self._note_results()
         self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-        on_cpu, most = args.device == "cpu", TOKENS[args.shape]
+        on_cpu, most = args.device == "cpu", args.tokens
         self._rewards: dict[str, Scorer] = {
             "stock": SlowReward(url),
             **{
@@ -232,9 +256,13 @@ class Bench:
                 "vllm_server_base_url": servers.enter_context(server),
                 "generation_kwargs": {"seed": 0},  # the number of a sample
             }
-        self._model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype(self._device))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=not on_cpu)
-        micro_batch, micro_batches = MICRO_BATCHES[args.shape]
+        self._model: Any = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype(self._device))
+        if args.lora:
+            self._model = get_peft_model(self._model, LoraConfig(r=16, target_modules="all-linear"))
+        self._beta = 0.0 if args.lora else BETA
+        trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=not on_cpu)
+        micro_batch, micro_batches = args.micro_batch, args.batch // args.micro_batch
         longest = max(args.prompt_tokens) + most + TEMPLATE
         self._rows = {tokens: self._of_length(tokens) for tokens in args.prompt_tokens}
         self._settings = quiet(
@@ -244,7 +272,7 @@ class Bench:
             gradient_accumulation_steps=micro_batches,
             max_completion_length=most,
             use_vllm=True,
-            vllm_gpu_memory_utilization=0.25,
+            vllm_gpu_memory_utilization=0.35 if args.lora else 0.25,
             vllm_max_model_length=longest,
             use_liger_kernel=args.liger,
             gradient_checkpointing=not on_cpu,
@@ -259,7 +287,7 @@ class Bench:
             args.trace or scratch / "out",
         )  # fmt: skip
         config = SalesGRPOConfig(
-            beta=BETA, held_out_eval=False, max_sampling_logp_difference=math.inf,
+            beta=self._beta, held_out_eval=False, max_sampling_logp_difference=math.inf,
             shared_prompts=args.pass_tokens or "auto", **self._settings,
             vllm_engine_kwargs=None if args.server is not None else {
                 "quantization": args.quantization, "max_num_seqs": micro_batch * micro_batches * 3 // 2,
@@ -269,12 +297,14 @@ class Bench:
             SalesGRPOTrainer, self._rewards["ours"], config, instruments=self._instruments, parts=[self._recorder]
         )
         if args.server is None:
-            fix_lengths(ours.vllm_generation.llm, most)
+            fix_lengths(ours.vllm_generation.llm, most, args.lengths)
+            self._count_decoding(ours.vllm_generation.loop)
         else:
-            fix_server_lengths(ours.vllm_generation.vllm_client, most)
+            fix_server_lengths(ours.vllm_generation.vllm_client, most, args.lengths)
         self._meter = Meter()
         self._meter.watch_instruments(self._instruments)
         self._measured_s = self._inside_s = 0.0
+        self._in_groups = ours.components.in_groups
         without = copy.copy(ours.args)  # making another one would reset the accelerator's state
         without.shared_prompts = "off"
         off = passes_of(without, ours.accelerator, self._model, ours.components.ledger, None)
@@ -288,6 +318,33 @@ class Bench:
                     "gradient_accumulation_steps": micro_batch * micro_batches // size,
                 }  # fmt: skip
                 self._trainers[arm] = self._build_stock(ours, **sizes)
+
+    def _count_decoding(self, loop: Any) -> None:
+        numbers, step = itertools.count(1), loop._step
+        latest = [0]
+
+        def counted() -> Any:
+            latest[0] = next(numbers)
+            return step()
+
+        loop._step, self._clock.count = counted, lambda: latest[0]
+
+    def floor(self, tokens: int) -> str:
+        """By calculation, for prompts of this length."""
+        tokenizer, args = packaged_tokenizer(), self._args
+        prompts = [
+            tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+            for row in self._rows[tokens]
+        ]
+        lengths = [
+            completion_tokens(prompt, sample, args.tokens, args.lengths)
+            for prompt in prompts
+            for sample in range(GENERATIONS)
+        ]
+        batches = [lengths[first : first + args.batch] for first in range(0, len(lengths), args.batch)]
+        config = self._model.config.to_dict()
+        on_gpu = args.device != "cpu"
+        return told(config, batches, len(prompts[0]), full=not args.lora, checkpointing=on_gpu)
 
     def _note_results(self) -> None:
         """Adds each batch, of whichever arm, to `_batches` once it has its result."""
@@ -304,15 +361,14 @@ class Bench:
         config = GRPOConfig(beta=0.0, **{**self._settings, **sizes})
         with patched(upstream, "VLLMGeneration", lambda **_: ours.vllm_generation):
             stock = self._built(GRPOTrainer, self._rewards["stock"], config)
-        stock.beta, stock.ref_model = BETA, ours.ref_model
+        stock.beta, stock.ref_model = self._beta, ours.ref_model
         return stock
 
     def _of_length(self, tokens: int) -> Dataset:
         """Rows whose texts have this many tokens."""
         draw, tokenizer = random.Random(0), packaged_tokenizer()
-        micro_batch, micro_batches = MICRO_BATCHES[self._args.shape]
         texts = []
-        for _ in range(self._args.steps * micro_batch * micro_batches // GENERATIONS):
+        for _ in range(self._args.steps * self._args.batch // GENERATIONS):
             ids = tokenizer(" ".join(draw.choices(WORDS, k=tokens)))["input_ids"]
             texts.append(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
         return Dataset.from_list(rows_of(texts))
@@ -355,7 +411,10 @@ class Bench:
         self._batches.clear()
         if own in LOOKAHEAD:
             set_lookahead(trainer, ahead)
-            self._leave_unfinished(trainer, own.startswith("partial"))
+            self._leave_unfinished(trainer, own.startswith(("partial", "both")))
+            buffer = trainer.components.pipeline.buffer
+            buffer.policy = policy_of(ahead, 2 * ahead if own.startswith(("stale", "both")) else 0)
+            trainer.components.in_groups = self._in_groups and not buffer.chooses
             trainer.components.passes = self._passes[arm.endswith(OFF)]
             is_recorded = arm.endswith(RECORDED)
             trainer.components.reward_loop.reward = self._rewards["recorded" if is_recorded else "ours"]
@@ -380,6 +439,7 @@ class Bench:
             "lengths": [length for length in lengths[counted] if length is not None],
             "peak_gib": [max([peak() / 2**30, *(entry.get(GPU_PEAK) or 0.0 for entry in history)]) - resident],
             "phases": seconds_of[counted],
+            "decoding": [end - start for start, end in itertools.pairwise([0, *self._clock.counts])][counted],
         }
 
 
@@ -390,6 +450,7 @@ def measure(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch, service() as url, contextlib.ExitStack() as servers:
         bench = Bench(args, url, Path(scratch), servers)
         for tokens, latency in itertools.product(args.prompt_tokens, args.latency):
+            print(bench.floor(tokens), flush=True)
             if latency is args.latency[0]:
                 for arm in dict.fromkeys(arm if arm in STOCK else f"exact{OFF * arm.endswith(OFF)}" for arm in arms):
                     bench.block(arm, (0.0, 0.0), tokens, 0)  # to warm up: kernels, pools, connections

@@ -33,6 +33,7 @@ def figures_of(blocks: Mapping[str, Sequence[Mapping[str, Sequence[Any]]]]) -> d
             "reward_failures": sum(each["failures"]),
             "completion_tokens": statistics.mean(each["lengths"]),
             "peak_gib": max(each["peak_gib"]),
+            "decoding": statistics.mean(each["decoding"]),
             "phases_s": dict(zip(Phase, map(statistics.mean, zip(*each["phases"], strict=True)), strict=True)),
             "step_s": each["step_s"],
         }
@@ -46,12 +47,14 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"{figures['device']}, {figures['shape']}, prompts of {figures['prompt_tokens']} tokens, "
         f"rewards of {rag_s:g} s + {judge_s:g} s",
-        f"{'arm':16}{'step, s':>9}{'mean, s':>9}{'of stock':>9}{'hidden':>8}{'failures':>9}{'tokens':>7}{'peak':>7}",
+        f"{'arm':16}{'step, s':>9}{'mean, s':>9}{'of stock':>9}{'hidden':>8}{'failures':>9}{'tokens':>7}{'peak':>7}"
+        f"{'decoding':>9}",
     ]
     for arm, each in figures["arms"].items():
         lines.append(
             f"{arm:16}{each['step_s_median']:9.2f}{each['step_s_mean']:9.2f}{each['ratio']:9.3f}"
             f"{each['hidden']:8.0%}{each['reward_failures']:9d}{each['completion_tokens']:7.0f}{each['peak_gib']:7.1f}"
+            f"{each['decoding']:9.0f}"
         )
         if "floor" in arm:
             spent = {phase: seconds for phase, seconds in each["phases_s"].items() if seconds >= 0.005}

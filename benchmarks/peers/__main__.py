@@ -15,6 +15,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -27,7 +28,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.task import PROMPTS, Plan
+from benchmarks.floor import told
+from benchmarks.lengths import KINDS
+from benchmarks.peers.task import PROMPTS, Plan, prompts_of
 from benchmarks.vllm_server import for_training, vllm_server
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +44,8 @@ MODULES = {
 }
 """By the beginning of an arm's name."""
 LAUNCH = ("--config_file", "accelerate_configs/debug.yaml", "--multi_gpu", "--num_processes")
-TOKENS = {"tiny": 24}
-TEXTS = 40 * PROMPTS
+TOKENS = {"short": 256, "heavy": 4096}
+TINY_TOKENS = 24
 WORDS = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
 
 
@@ -51,8 +54,9 @@ def kind(arm: str) -> str:
     return arm.split("_")[0]
 
 
-def make_weights(shape: str, folder: Path, prompt_tokens: int) -> None:
-    """Random weights, the tokenizer and the texts. In a process of its own, so that the GPU is free afterwards."""
+def make_weights(shape: str, folder: Path, prompt_tokens: int, steps: int) -> None:
+    """Random weights, the tokenizer and the texts of so many steps. In a process of its own, so that the GPU is free
+    afterwards."""
     from benchmarks.common import device, save_model
     from salesrl_trl.demo.packaged import packaged_tokenizer
 
@@ -60,10 +64,17 @@ def make_weights(shape: str, folder: Path, prompt_tokens: int) -> None:
         save_model(shape, folder, device())
         name_all_tokens(folder)
     draw, tokenizer, texts = random.Random(0), packaged_tokenizer(), []
-    for _ in range(TEXTS):
+    for _ in range(PROMPTS * steps):
         ids = tokenizer(" ".join(draw.choices(WORDS, k=prompt_tokens)))["input_ids"]
         texts.append(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=True))
     (folder / "texts.json").write_text(json.dumps(texts))
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]  # fmt: skip
+    (folder / "prompts.json").write_text(json.dumps(prompts))
 
 
 def name_all_tokens(folder: Path) -> None:
@@ -144,6 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     made.add_argument("--shape", default="7b")
     made.add_argument("--prompt_tokens", type=int, default=1024)
+    made.add_argument("--lengths", choices=KINDS, default="short", help="of completions (benchmarks.lengths)")
+    made.add_argument("--tokens", type=int, help="longest completion; default: 256, 4,096 where heavy, 24 where tiny")
+    made.add_argument("--micro_batch", type=int, default=8, help="completions of a micro-batch")
     made.add_argument("--latency", nargs=2, type=float, action="append", metavar=("RAG_S", "JUDGE_S"))
     made.add_argument("--full", action="store_true", help="train all weights; the default is LoRA of rank 16")
     made.add_argument("--dtype", default="bfloat16", help="of the trainer's weights, on a GPU")
@@ -163,23 +177,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--only_weights", action="store_true", help=argparse.SUPPRESS)
     args = made.parse_args(argv)
     if args.only_weights:
-        return make_weights(args.shape, args.model, args.prompt_tokens)
+        return make_weights(args.shape, args.model, args.prompt_tokens, math.lcm(args.measured, args.measured_ahead))
     args.python, args.site = (dict(word.split("=", 1) for word in words) for words in (args.python, args.site))
     args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"
         command = [sys.executable, "-m", "benchmarks.peers", "--only_weights", "--shape", args.shape]
         command += ["--model", str(folder), "--prompt_tokens", str(args.prompt_tokens)]
+        command += ["--measured", str(args.measured), "--measured_ahead", str(args.measured_ahead)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment_of("ours", {}, None))
         for arm in args.arms:
             number = re.search(r"\d+$", arm)
             ahead = int(number[0]) if number else 0
             plan = Plan(
-                arm=arm, folder=str(folder), prompt_tokens=args.prompt_tokens, tokens=TOKENS.get(args.shape, 256),
-                latencies=args.latency or [[0.0, 0.0]], ahead=ahead, warm=args.warm, full=args.full,
+                arm=arm, folder=str(folder), prompt_tokens=args.prompt_tokens, lengths=args.lengths,
+                tokens=args.tokens or (TINY_TOKENS if args.shape == "tiny" else TOKENS[args.lengths]),
+                micro_batch=args.micro_batch, latencies=args.latency or [[0.0, 0.0]], ahead=ahead, warm=args.warm,
+                full=args.full,
                 measured=args.measured_ahead if ahead else args.measured, dtype=args.dtype,
                 processes=2 if kind(arm) == "pair" else 1, run=str(args.logs / f"{arm}.run"),
             )  # fmt: skip
+            if arm == args.arms[0]:
+                config = json.loads((folder / "config.json").read_text())
+                print(told(config, plan.batches(), len(prompts_of(plan.folder)[0]), full=plan.full), flush=True)
             found = run_arm(plan, args, Path(scratch)) | {"shape": args.shape}
             print(line(found), flush=True)
             if args.json:

@@ -29,15 +29,16 @@ class DrawnLengths(async_rollout_worker._AsyncRolloutLoop):
     """Completions are as long as `benchmarks.lengths` draws them."""
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        most = int(os.environ["PEERS_TOKENS"])
-        self.max_tokens = completion_tokens(prompt_ids, random.getrandbits(32), most)  # read before the first await
+        most, kind = os.environ["PEERS_TOKENS"].split()
+        sample = random.getrandbits(32)
+        self.max_tokens = completion_tokens(prompt_ids, sample, int(most), kind)  # read before the first await
         return await super()._generate_one_turn(prompt_ids)
 
 
 def main(plan: Plan, out: Path) -> None:
     """Train, and write the figures."""
     packing._flash_attn = lambda: types.SimpleNamespace(flash_attn_varlen_func=varlen)
-    os.environ["PEERS_TOKENS"] = str(plan.tokens)  # the worker is a process of its own
+    os.environ["PEERS_TOKENS"] = f"{plan.tokens} {plan.lengths}"  # the worker is a process of its own
     tokenizer = AutoTokenizer.from_pretrained(plan.folder)
     tokenizer.chat_template = qwen2_5_chat_template
     settings = settings_of(plan, tempfile.mkdtemp())

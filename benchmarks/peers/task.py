@@ -4,14 +4,16 @@ Needs the standard library alone, because each arm runs in an environment of its
 
 - A step trains on 8 prompts with 8 completions each.
 - A prompt has a number of tokens that is the same for all. Its row says how long the two calls of its reward take.
-- A completion's length is drawn as in `benchmarks.lengths`. Where an arm numbers a prompt's samples, the same sample
-  has the same length in all arms; else the distribution is the same.
+- A completion's length is drawn as in `benchmarks.lengths`, from the prompt's token ids in `prompts.json`. Where an
+  arm numbers a prompt's samples, the same sample has the same length in all arms; else the distribution is the same.
+- The texts repeat with a period that divides the counted steps, so that all arms' counted steps have the same prompts.
 - A reward takes two waits one after the other, log-normal as in `benchmarks.service`, and depends on the text alone.
 - The rows come in blocks, one for each latency, and are not shuffled. An arm that reads `ahead` steps ahead mixes two
   blocks at their border, so the first `ahead + 1` steps and the last `ahead` steps of a block do not count.
 """
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -21,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lengths import completion_tokens
+
 PROMPTS = 8
 """Prompts of a step."""
 GROUP = 8
 """Completions of a prompt."""
-MICRO_BATCH = 8
-"""Completions of a micro-batch."""
 RANK = 16
 """Of the LoRA adapter."""
 TEMPLATE = 64
@@ -45,11 +47,15 @@ class Plan:
         arm (`str`):
             Its name.
         folder (`str`):
-            Weights, tokenizer and `texts.json`, a list of prompts.
+            Weights, tokenizer, `texts.json`, a list of prompts, and `prompts.json`, their token ids.
         prompt_tokens (`int`):
             Tokens of a prompt, without the chat template.
         tokens (`int`):
-            Longest completion. The shortest is a quarter of it.
+            Longest completion.
+        lengths (`str`):
+            Of `benchmarks.lengths.KINDS`.
+        micro_batch (`int`):
+            Completions of a micro-batch.
         latencies (`list[list[float]]`):
             Median seconds of a reward's two calls, one pair for each block.
         ahead (`int`):
@@ -75,6 +81,8 @@ class Plan:
     prompt_tokens: int
     tokens: int
     latencies: list[list[float]]
+    lengths: str = "short"
+    micro_batch: int = 8
     ahead: int = 0
     warm: int = 3
     measured: int = 3
@@ -88,6 +96,11 @@ class Plan:
     def longest(self) -> int:
         """Tokens of the longest row."""
         return self.prompt_tokens + TEMPLATE + self.tokens
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return PROMPTS * GROUP // self.micro_batch
 
     @property
     def skipped(self) -> int:
@@ -112,6 +125,16 @@ class Plan:
             {"row": row, "text": texts[row % len(texts)], "rag_s": rag_s, "judge_s": judge_s}
             for row, (rag_s, judge_s) in enumerate(each for each in latency for _ in range(PROMPTS * self.processes))
         ]
+
+    def length(self, row: int, sample: int) -> int:
+        """Tokens of a completion."""
+        ids = prompts_of(self.folder)
+        return completion_tokens(ids[row % len(ids)], sample, self.tokens, self.lengths)
+
+    def batches(self) -> list[list[int]]:
+        """Tokens of the completions of as many steps as count, from the first row on."""
+        steps = [range(first, first + PROMPTS) for first in range(0, PROMPTS * self.measured, PROMPTS)]
+        return [[self.length(row, sample) for row in rows for sample in range(GROUP)] for rows in steps]
 
     def conversations(self) -> list[dict[str, Any]]:
         """The rows as TRL takes them."""
@@ -140,6 +163,12 @@ class Plan:
     def read(cls, path: Path) -> "Plan":
         """Read it from its file."""
         return cls(**json.loads(path.read_text()))
+
+
+@functools.cache
+def prompts_of(folder: str) -> list[list[int]]:
+    """Token ids of the prompts."""
+    return json.loads(Path(folder, "prompts.json").read_text())  # type: ignore[no-any-return]
 
 
 def write_result(path: Path, plan: Plan, seconds: Sequence[float], **more: Any) -> None:

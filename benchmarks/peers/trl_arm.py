@@ -1,5 +1,5 @@
 """The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`),
-`ours_server_N` and `pair_N`, N steps ahead.
+`ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N steps ahead.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lengths import fix_lengths, fix_server_lengths
 from benchmarks.peers.clock import Clock
-from benchmarks.peers.task import GROUP, MICRO_BATCH, PROMPTS, RANK, RATE, Plan, batch_scored, scored, text_of
+from benchmarks.peers.task import GROUP, RANK, RATE, Plan, batch_scored, scored, text_of
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 
 GPU_SHARE = 0.35
@@ -35,7 +35,7 @@ def settings_of(plan: Plan, output_dir: str) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return {
         "output_dir": output_dir, "use_cpu": not on_gpu, "bf16": on_gpu, "max_steps": plan.steps, "seed": 1,
-        "per_device_train_batch_size": MICRO_BATCH, "gradient_accumulation_steps": PROMPTS * GROUP // MICRO_BATCH,
+        "per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.micro_batches,
         "num_generations": GROUP, "max_completion_length": plan.tokens, "learning_rate": RATE, "temperature": 1.0,
         "lr_scheduler_type": "constant", "gradient_checkpointing": on_gpu, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
@@ -68,6 +68,7 @@ def main(plan: Plan, out: Path) -> None:
         config = SalesGRPOConfig(
             rollout_lookahead=plan.ahead,
             partial_rollouts=0.5 if "partial" in plan.arm else 0.0,
+            max_staleness=2 * plan.ahead if "stale" in plan.arm else 0,
             held_out_eval=False,
             max_sampling_logp_difference=math.inf,
             **settings,
@@ -75,9 +76,9 @@ def main(plan: Plan, out: Path) -> None:
         trainer = SalesGRPOTrainer(model, one_scored, args=config, **common)
     generation = trainer.vllm_generation
     if server:
-        fix_server_lengths(generation.vllm_client, plan.tokens)
+        fix_server_lengths(generation.vllm_client, plan.tokens, plan.lengths)
     else:
-        fix_lengths(generation.llm, plan.tokens)
+        fix_lengths(generation.llm, plan.tokens, plan.lengths)
     trainer.train()
     if not stock:
         trainer.finish()  # type: ignore[attr-defined]

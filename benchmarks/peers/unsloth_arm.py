@@ -20,7 +20,7 @@ from unsloth import FastLanguageModel
 
 from benchmarks.lengths import fix_lengths
 from benchmarks.peers.clock import Clock
-from benchmarks.peers.task import GROUP, MICRO_BATCH, PROMPTS, RANK, RATE, Plan, batch_scored
+from benchmarks.peers.task import GROUP, RANK, RATE, Plan, batch_scored
 
 GPU_SHARE = 0.5
 """Of the card's memory, for vLLM with the weights that the trainer uses too."""
@@ -31,7 +31,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """TRL's settings, as in the arm `stock`."""
     return {
         "output_dir": tempfile.mkdtemp(), "bf16": True, "max_steps": plan.steps, "seed": 1, "learning_rate": RATE,
-        "per_device_train_batch_size": MICRO_BATCH, "gradient_accumulation_steps": PROMPTS * GROUP // MICRO_BATCH,
+        "per_device_train_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.micro_batches,
         "num_generations": GROUP, "max_completion_length": plan.tokens, "temperature": 1.0, "beta": 0.0,
         "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "use_vllm": True, "shuffle_dataset": False, "dataloader_pin_memory": False,
@@ -54,7 +54,7 @@ def main(plan: Plan, out: Path) -> None:
         model, [batch_scored], args=GRPOConfig(**settings), train_dataset=Dataset.from_list(plan.conversations()),
         processing_class=tokenizer, callbacks=[Clock(plan, out)],
     )  # fmt: skip
-    fix_lengths(trainer.vllm_generation.llm, plan.tokens)
+    fix_lengths(trainer.vllm_generation.llm, plan.tokens, plan.lengths)
     trainer.train()
     sys.stdout.flush()
     os._exit(0)

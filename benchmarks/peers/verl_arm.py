@@ -19,6 +19,7 @@ also the file of the reward and of the agent loop, which draws the length of eac
 - vLLM runs as TRL and this package start it: CUDA graphs of decoding, no compilation.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -32,8 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lengths import completion_tokens
-from benchmarks.peers.task import GROUP, MICRO_BATCH, PROMPTS, RANK, RATE, TEMPLATE, Plan, scored, write_result
+from benchmarks.peers.task import GROUP, PROMPTS, RANK, RATE, TEMPLATE, Plan, scored, write_result
 
 GPU_SHARE = 0.35
 """Of the card's memory, for vLLM, as in TRL's arms."""
@@ -48,10 +48,12 @@ async def compute_score(data_source: str, solution_str: str, ground_truth: str, 
 
 def drawn_length(sampling: dict[str, Any], index: Any, session: Any) -> dict[str, Any]:
     """Sampling parameters of one completion, with its own length."""
-    most = int(os.environ["PEERS_TOKENS"])
-    draw = random.Random() if session is None else None
-    sample = draw.randrange(2**32) if draw else int(session)
-    return {**sampling, "max_tokens": completion_tokens([int(index)], sample, most), "ignore_eos": True}
+    sample = random.getrandbits(32) if session is None else int(session)
+    return {**sampling, "max_tokens": plan_at(os.environ["PEERS_PLAN"]).length(int(index), sample), "ignore_eos": True}
+
+
+plan_at = functools.cache(lambda path: Plan.read(Path(path)))
+"""The plan that verl's workers find."""
 
 
 def write_rows(plan: Plan, path: Path) -> None:
@@ -75,7 +77,8 @@ def command(plan: Plan, scratch: Path) -> list[str]:
     loop = scratch / "agent.yaml"
     loop.write_text("- name: drawn\n  _target_: benchmarks.peers.verl_loop.DrawnLength\n")
     graphs = "{mode:0,cudagraph_mode:FULL_DECODE_ONLY}"
-    sizes = "1,2,4,8,16,32,64"
+    slots = PROMPTS * GROUP * 3 // 2 if plan.lengths == "heavy" and asynchronous else PROMPTS * GROUP
+    sizes = ",".join(map(str, sorted({1, 2, 4, 8, 16, 32, 64, slots})))
     actor, rollout, model = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
     settings = {
         "algorithm.adv_estimator": "grpo", "data.train_files": scratch / "rows.parquet",
@@ -85,12 +88,12 @@ def command(plan: Plan, scratch: Path) -> list[str]:
         f"{model}.path": plan.folder, f"{model}.use_remove_padding": True,
         f"{model}.use_fused_kernels": True, "algorithm.rollout_correction.bypass_mode": True,
         f"+{model}.override_config.attn_implementation": "packed", f"{model}.enable_gradient_checkpointing": True,
-        f"{actor}.ppo_mini_batch_size": PROMPTS, f"{actor}.ppo_micro_batch_size_per_gpu": MICRO_BATCH,
+        f"{actor}.ppo_mini_batch_size": PROMPTS, f"{actor}.ppo_micro_batch_size_per_gpu": plan.micro_batch,
         f"{actor}.optim.lr": RATE, f"{actor}.fsdp_config.model_dtype": "bfloat16", f"{actor}.use_kl_loss": False,
         f"{rollout}.name": "vllm", f"{rollout}.n": GROUP, f"{rollout}.tensor_model_parallel_size": 1,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": MICRO_BATCH, f"{rollout}.load_format": "safetensors",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": plan.micro_batch, f"{rollout}.load_format": "safetensors",
         f"{rollout}.gpu_memory_utilization": GPU_SHARE, f"{rollout}.free_cache_engine": False,
-        f"{rollout}.max_num_seqs": PROMPTS * GROUP,
+        f"{rollout}.max_num_seqs": slots,
         f"{rollout}.max_model_len": plan.longest, f"{rollout}.cudagraph_capture_sizes": f"[{sizes}]",
         f"+{rollout}.engine_kwargs.vllm.compilation_config": graphs, f"{rollout}.agent.num_workers": 2,
         f"{rollout}.agent.agent_loop_config_path": loop, f"{rollout}.agent.default_agent_loop": "drawn",
@@ -106,6 +109,9 @@ def command(plan: Plan, scratch: Path) -> list[str]:
     if not plan.full:
         settings |= {f"{model}.lora_rank": RANK, f"{model}.lora_alpha": RANK, f"{model}.target_modules": "all-linear"}
         settings[f"{model}.lora.merge"] = "merged" in plan.arm
+    if plan.lengths == "heavy":  # as many tokens as a padded micro-batch has, however many completions these are
+        settings |= {f"{actor}.use_dynamic_bsz": True}
+        settings |= {f"{actor}.ppo_max_token_len_per_gpu": plan.micro_batch * plan.longest}
     if asynchronous:
         settings |= {
             "trainer.v1.colocate_async.num_warmup_batches": plan.ahead,
@@ -120,9 +126,10 @@ def main(plan: Plan, out: Path, words: list[str]) -> None:
     """Train, and write the figures after each step."""
     scratch = Path(tempfile.mkdtemp())
     write_rows(plan, scratch / "rows.parquet")
+    plan.write(scratch / "plan.json")
     steps_file = scratch / "steps.jsonl"
     environment = {
-        **os.environ, "PEERS_TOKENS": str(plan.tokens), "VERL_FILE_LOGGER_PATH": str(steps_file),
+        **os.environ, "PEERS_PLAN": str(scratch / "plan.json"), "VERL_FILE_LOGGER_PATH": str(steps_file),
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "HYDRA_FULL_ERROR": "1", "WANDB_MODE": "disabled",
         "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.packed_attention",
     }  # fmt: skip

@@ -39,6 +39,8 @@ class RewardLoop:
         self.functions = [RewardColumn(self, *names) for names in reward.names.functions.items()]
         self.answer: BatchResult | None = None  # returned by calls of `functions`
         self.stopped: str | None = None  # if set, new batches are not scored, for this reason code
+        self.meanwhile: Callable[[Callable[[], object]], None] | None = None
+        """Work for a waiting thread until the condition it is called with holds, or nothing is left to do."""
         self.by_second: frozenset[str] = frozenset()
         """The modes (see `Origin`) in which the second judge of `judge_meter` scores new batches."""
         self._open: dict[int, RewardBatch] = {}  # by number, oldest first
@@ -62,6 +64,8 @@ class RewardLoop:
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them."""
+        if self.meanwhile is not None:
+            self.meanwhile(is_enough)
         self._batches.run(wait_for(batches, is_enough))
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
@@ -79,6 +83,9 @@ class RewardLoop:
             draining.cancel()  # the loop is blocked: the next batch will report the counters
             return batch.result()
 
+        if self.meanwhile is not None:
+            self.post(batch.start_all, completions)
+            self.meanwhile(batch.is_settled)
         return self._batches.run(scored())
 
     def prepare(self, rows: Sequence[Example]) -> None:

@@ -149,6 +149,7 @@ class Rollout:
     turnover: tuple[float, ...] = ()
     """This rank's sums and counts for the metrics `names.TURNOVER`, if groups are replaced."""
     left: list[range] = field(init=False)  # places of the groups not yet trained on
+    ended: set[int] = field(default_factory=set)  # places whose completions the sampler has reported
 
     def __post_init__(self) -> None:
         self.failed = torch.zeros(0, dtype=torch.bool)

@@ -127,6 +127,7 @@ class Launcher:
             if columns is not None:
                 row = {**rollout.rewards.rows[place], **columns}
             self.reward_loop.post(rollout.rewards.start, place, completion, token_ids, row, failed)
+            rollout.ended.add(place)
 
         return finished
 

@@ -201,6 +201,7 @@ class Components:
             if reason is None:
                 self.partial_rollouts = args.partial_rollouts
                 trl.engine.loop.most_unfinished = args.most_unfinished
+                self.reward_loop.meanwhile = phased(self.timeline, Phase.GENERATION, trl.resume_until)
             elif args.most_lookahead:  # otherwise the settings already logged it
                 logger.info(f"`partial_rollouts` is ignored here, because {reason}")
         if self.reward.is_played:

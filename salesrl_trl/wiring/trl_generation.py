@@ -134,6 +134,12 @@ class TRLEngine:
             generated = (*generated[:6], [image or [] for image in images], *generated[7:])
         return sampler.Sampled(generated=generated, metrics=measured, tokens=tokens_seen)
 
+    def resume_until(self, is_enough: Callable[[], object]) -> None:
+        """Decode what earlier runs of a colocated vLLM left unfinished, until a condition holds."""
+        loop: Any = self.loop
+        while loop.under_way and not is_enough():
+            loop.step()
+
     def group(self) -> int:
         """Completions per prompt in the current mode, training or evaluation."""
         trainer = self._trainer

@@ -2,17 +2,21 @@
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from support.engines import LLM, prompts
 from support.loopback import ACTION, BAD, VERDICT, action, build_reward, examples, row
 from support.seconds import until
 from trl.trainer.utils import get_callable_name
 
+from salesrl_trl.generation.engine_loop import CompletionTasks, EngineLoop
 from salesrl_trl.ground.process import patched
 from salesrl_trl.reward.reward_loop import RewardLoop
 from salesrl_trl.service.flights import FALLEN
 from salesrl_trl.types import Outcome
+from salesrl_trl.wiring.trl_generation import TRLEngine
 
 PATIENCE_S = 20.0
 
@@ -79,6 +83,27 @@ def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, s
     assert services.calls.total() == 0
     loop.stopped = None
     assert loop.result(begin(loop, 0), [ACTION]).values == [VERDICT["candidate"]]
+
+
+@pytest.mark.parametrize("left", [3, 10**9])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_while_rewards_are_waited_for_the_engine_goes_on_with_what_was_left(loop, services, left, is_last):
+    services.judge_by(lambda *_: time.sleep(0.2) or VERDICT)
+    engine = EngineLoop(LLM())
+    engine.most_unfinished = 1
+    tasks = CompletionTasks(1, engine, lambda *_: None)
+    tasks.begin(prompts(left), ["params"])
+    engine.run(tasks, ahead=True)
+    loop.meanwhile = partial(TRLEngine.resume_until, SimpleNamespace(loop=engine))
+    batch = begin(loop, 0)
+    if is_last:
+        assert loop.result(batch, [ACTION]).values == [VERDICT["candidate"]]
+    else:
+        loop.post(batch.start, 0, ACTION)
+        loop.wait([batch], batch.is_settled)
+    assert batch.is_settled()
+    assert tasks.is_over is (left == 3)
+    assert tasks.is_over or engine._llm.llm_engine.left["0"] < left - 10
 
 
 def test_a_closed_loop_leaves_no_thread_and_no_call_and_may_be_closed_again(services):

@@ -2,6 +2,7 @@
 is lost by a step that is undone."""
 
 import math
+import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -135,7 +136,9 @@ class Run:
         self.loop, self.step, self._first, self.rows = Loop(), start, start, []
         launcher = Launcher(
             sampler=sampler, reward_loop=self.loop, timeline=Timeline(), decoder=SimpleNamespace(decode=decoded),
-            trl=SimpleNamespace(group=lambda: each, reward_arguments=dict, behaviour_logps=behaviour),
+            trl=SimpleNamespace(
+                group=lambda: each, reward_arguments=dict, behaviour_logps=behaviour, go_on=lambda: None
+            ),
         )  # fmt: skip
         self.pipeline = Pipeline(launcher, window=1, lookahead=lookahead)
         self.buffer = self.pipeline.buffer
@@ -335,6 +338,59 @@ def test_a_resumed_run_trains_on_each_row_once_though_its_last_step_was_undone(p
     assert isinstance(second.buffer.policy, Refilled) or max(times.values()) == 1
     first.pipeline.forget()
     assert first.loop.open == []
+
+
+class Ending(Later):
+    """Batches end by themselves some steps after their launch, or when their result is asked for before."""
+
+    def __init__(self, draw):
+        super().__init__([[0.0], [0.0]])
+        self.draw, self.running, self.cut_short = draw, {}, []
+
+    def start(self, prompts, finished, *, ahead):
+        self.running[prompts[0]] = (self.draw.choice((0, 0, 1, 8)), len(prompts), finished)
+        return super().start(prompts, finished, ahead=ahead)
+
+    def end(self, names):
+        for name in names:
+            _, size, finished = self.running.pop(name)
+            for place in range(size):
+                finished(place, [7])
+
+    def pass_step(self):
+        self.running = {name: (left - 1, *task) for name, (left, *task) in self.running.items()}
+        self.end([name for name, (left, *_) in self.running.items() if left <= 0])
+
+    def collect(self, prompts):
+        if prompts[0] in self.running:
+            self.cut_short.append(prompts[0])
+            self.end(prompts[:1])
+        return super().collect(prompts)
+
+
+@pytest.mark.parametrize("lookahead", [2, 8])
+def test_with_staleness_a_step_waits_for_its_own_completions_alone_and_no_group_grows_too_old(lookahead, monkeypatch):
+    def wait(batches, is_enough):
+        """As services that answer in any order until enough are in."""
+        places = [(batch, place) for batch in batches for place, one in enumerate(batch.rewards) if one is None]
+        draw.shuffle(places)
+        while not is_enough():
+            batch, place = places.pop()
+            batch.rewards[place] = SimpleNamespace(value=0.0)
+
+    for seed in range(10):
+        draw, oldest = random.Random(seed), 0
+        run = Run(sampler := Ending(draw), lookahead, policy=ByArrival(lookahead + 1), groups=2)
+        monkeypatch.setattr(run.loop, "wait", wait)
+        while run.step < 20:
+            run.loop.pending = {row for row in range(40) if draw.random() < 0.6}
+            sampler.cut_short.clear()
+            rollout = run.make()
+            assert sampler.cut_short in ([], [f"p{2 * run.step - 2}"])  # that of this turn
+            oldest = max(oldest, run.step - 1 - min(rollout.steps))
+            sampler.pass_step()
+        assert oldest == lookahead + 1
+        assert sorted(run.rows) == list(range(40))
 
 
 GROUP, EACH = 4, 6
