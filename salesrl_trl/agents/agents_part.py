@@ -18,7 +18,6 @@ from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
 from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.generation.engine_loop import GivenUp
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.generation.turns import Turn, refusal
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
@@ -90,14 +89,13 @@ class AgentsPart(Part):
         encoded = access.encode(prompts)
 
         def talk(place: int, first: Turn, ask: Ask) -> Played:
-            played = self._played(place, rows[place], encoded.ids[place], ask, playing)
-            if batch.is_cancelled:
-                raise GivenUp
+            return self._played(place, rows[place], encoded.ids[place], ask, playing)
+
+        def report(place: int, played: Played) -> None:
             failed = refusal(played.row.versions)
             finished(place, played.row.ids, played.completion, failed, columns={PLAYED: played.reward})
-            return played
 
-        batch = Episodes(len(rows), access.loop, talk, playing)
+        batch = Episodes(len(rows), access.loop, talk, playing, report)
         return access.begin(batch, encoded, lambda: self._sampled(prompts, batch.results()), ahead)
 
     def _played(self, place: int, row: Example, prompt_ids: list[int], ask: Ask, playing: Playing) -> Played:
@@ -152,8 +150,9 @@ class AgentsPart(Part):
         return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, versions=versions)
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
-        if self._environments is not None and batch.rollout.sampled is not None:
-            self._environments.release(batch.rollout.sampled.seats)
+        sampled, result = batch.rollout.sampled, batch.rollout.result
+        if sampled is not None and sampled.seats and result is not None and self._environments is not None:
+            self._environments.release(sampled.seats, result.rewards)
         return {}
 
     def cancel(self, reason: str) -> None:

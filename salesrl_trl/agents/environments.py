@@ -3,7 +3,7 @@ with several batches in flight. TRL's scoring, which would reset them again, get
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from salesrl_trl.agents.chat_turns import Message
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls
 from salesrl_trl.errors import DataError
 from salesrl_trl.reward.stage_times import FaultLog
-from salesrl_trl.types import Example
+from salesrl_trl.types import Example, Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
@@ -97,10 +97,10 @@ class Environments:
         self._seats[id(environment)] = seat
         return seat
 
-    def release(self, seats: Iterable[Seat]) -> None:
-        """Reuse these environments, except after a failure: its call may still be running."""
-        for seat in reversed([*seats]):
-            if seat.notes.failed is None:
+    def release(self, seats: Sequence[Seat], rewards: Sequence[Reward]) -> None:
+        """Reuse the environments of scored conversations. In others a failed call or a late reward may still run."""
+        for seat, reward in [*zip(seats, rewards, strict=True)][::-1]:
+            if reward.value is not None:
                 self._free[seat.name].insert(0, seat.environment)
 
     def _rewards_of(self, kind: type) -> Callable[..., list[float | None]]:

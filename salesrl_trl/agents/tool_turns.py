@@ -40,14 +40,17 @@ class Conversations(TaskBatch, Generic[T]):
     """The conversations of one batch. Each thread starts once its first turn has arrived.
 
     `talk` runs one conversation in its thread, given its place, its first turn and the function that requests more.
-    Cancelling the conversations cancels their `calls`.
+    `report` gets its place and its result. Cancelling the batch cancels its `calls`, and ends its reports.
     """
 
     by_new_weights = True  # no turn is older than the rest of the batch
 
-    def __init__(self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls) -> None:
+    def __init__(
+        self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls,
+        report: Callable[[int, T], object] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(size, loop)
-        self._talk, self._calls = talk, calls
+        self._talk, self._calls, self._report = talk, calls, report
         self._ends: dict[int, T] = {}
         self._params: Sequence[object] = ()
         self._ended: set[int] = set()
@@ -74,7 +77,9 @@ class Conversations(TaskBatch, Generic[T]):
     def _run(self, place: int, first: Turn) -> None:
         error: BaseException | None = None
         try:
-            self._ends[place] = self._talk(place, first, partial(self._ask, place))
+            ended = self._ends[place] = self._talk(place, first, partial(self._ask, place))
+            if (report := self._report) is not None:
+                report(place, ended)
         except GivenUp:
             error = CancelledError()
         except BaseException as raised:  # raised by `results`
@@ -95,11 +100,13 @@ class Conversations(TaskBatch, Generic[T]):
 
     def results(self) -> list[T]:
         """One result for each prompt, once the batch is over."""
+        self._report = None  # it refers to the batch: garbage collections, which free environments, are rare
         self.check()
         return [self._ends[place] for place in range(len(self))]
 
     def cancel(self) -> None:
         super().cancel()
+        self._report = None
         self._calls.cut_off("given_up")
 
 
@@ -157,21 +164,22 @@ class ToolTurns:
 
         def talk(place: int, first: Turn, ask: Ask) -> Talked:
             row, seat = None if rows is None else rows[place], seats[place] if seats else None
-            talked, columns = self.talk(place, encoded.ids[place], first, ask, calls, row, seat), None
+            talked = self.talk(place, encoded.ids[place], first, ask, calls, row, seat)
             if seat is not None:
                 run_coroutine_threadsafe(seat.score(calls), access.tools_loop).result()
-                columns = {"prompt": seat.prompt, "environments": seat.environment}
-            if not batch.is_cancelled:
-                failed = talked.notes.failed or refusal(talked.sequence.versions)
-                finished(place, talked.sequence.ids, talked.sequence.messages, failed, columns)
             return talked
+
+        def report(place: int, talked: Talked) -> None:
+            columns = {"prompt": seats[place].prompt, "environments": seats[place].environment} if seats else None
+            failed = talked.notes.failed or refusal(talked.sequence.versions)
+            finished(place, talked.sequence.ids, talked.sequence.messages, failed, columns)
 
         def sampled() -> Sampled:
             talked = batch.results()
             access.use_environments([seat.name for seat in seats])
             return replace(self._sampled(prompts, encoded, calls, talked), seats=seats)
 
-        batch = Conversations(len(prompts), access.loop, talk, calls)
+        batch = Conversations(len(prompts), access.loop, talk, calls, report)
         return access.begin(batch, encoded, sampled, ahead)
 
     def talk(

@@ -1,8 +1,11 @@
 """TRL's environments with batches in flight: each conversation acts on its own instance, and failures are its own."""
 
 import functools
+import gc
 import itertools
+import threading
 import time
+import weakref
 from collections import Counter
 from unittest.mock import patch
 
@@ -10,7 +13,7 @@ import pytest
 from datasets import Dataset
 from support.keyed import make_calling_policy
 from support.scripted import padded_behind, settings, steps_of
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 from salesrl_trl import per_completion, tool
 from salesrl_trl.config import SalesGRPOConfig
@@ -37,13 +40,14 @@ def call_of(item):
     return f'<tool_call>\n{{"name": "put", "arguments": {{"item": {item}}}}}\n</tool_call>'
 
 
-def run(policy, folder, functions, factory, rows=ROWS, resumed=None, **own):
+def run(policy, folder, functions, factory, rows=ROWS, resumed=None, callbacks=(), **own):
     """The trainer after some steps. Every conversation puts two items that no other one has."""
     args = SalesGRPOConfig(
         **settings(folder, **{"beta": 0.0, "max_steps": 6, "per_device_train_batch_size": GROUP,
                    "num_generations": GROUP, "max_completion_length": 400, "min_valid_reward_fraction": 0.0, **own})
     )  # fmt: skip
-    trainer = SalesGRPOTrainer(str(policy), functions, args, Dataset.from_list(rows), environment_factory=factory)
+    rows = Dataset.from_list(rows)
+    trainer = SalesGRPOTrainer(str(policy), functions, args, rows, callbacks=[*callbacks], environment_factory=factory)
     tokenizer, items = AutoTokenizer.from_pretrained(policy), itertools.count(1)
 
     def generate(input_ids, **kwargs):
@@ -198,6 +202,35 @@ def test_a_failure_excludes_its_conversation_alone(policy, tmp_path, methods, re
     assert all(line["rewards/Shelf/mean"] > 0 for line in lines)
     # an instance whose call failed is not used again
     assert len(factory.made) > GROUP * (1 + ahead)
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_environments_of_unscored_conversations_are_freed(policy, tmp_path):
+    """A reward beyond its deadline may still read one, and batches in flight at the end won't be scored."""
+    made, late, ended = weakref.WeakSet(), [], threading.Event()
+
+    @per_completion(deadline_s=1)
+    def waits_once(environments, number):
+        if not late:
+            late.append(environments)
+            ended.wait(60)
+        return float(number)
+
+    factory = shelves(get_reward=total, __init__=lambda self: made.add(self))
+    gc.disable()  # a run collects seldom
+    try:
+        run(policy, tmp_path, [waits_once], factory, callbacks=[Stops()], rollout_lookahead=2)
+        assert factory.used[id(late[0])] == 1
+        assert sum(factory.used.values()) == 5 * GROUP  # two batches were in flight
+        # the last batch's, the late one, and the first of all, whose methods are the tools that TRL shows
+        assert len(made) <= GROUP + 2
+    finally:
+        gc.enable()
+        ended.set()
 
 
 class Box(shelves()):
