@@ -176,6 +176,10 @@ class SettingsParser(TrlParser):
     def __init__(self, kinds: Sequence[type], unread: Collection[str] = ()) -> None:
         super().__init__(kinds, allow_abbrev=False)
         self._unread = unread
+        lists = [action for action in self._actions if action.nargs == "+"]
+        self._without = {action.dest: action.default for action in lists}  # lists without entries
+        for action in lists:
+            action.nargs = "*"
         # Set by `read`: banner lines; the recipe's `env` and all settings, before their classes change them.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
@@ -273,6 +277,7 @@ class SettingsParser(TrlParser):
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
     ) -> dict[str, object]:
         values = vars(namespace)
+        values |= {name: value for name, value in self._without.items() if values[name] in (None, [], [""])}
         self._drop_weights_of_replaced_functions(values, on_command_line)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}

@@ -61,6 +61,20 @@ def test_metrics_of_a_recipes_function_leave_with_it():
         )
 
 
+@pytest.mark.parametrize("argv", ["--tools", "--tools --seed 2", "--tools=", ""])
+def test_a_list_without_entries_replaces_the_recipes(tmp_path, argv):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("output_dir: x\n" + ("tools: [search]\n" if argv else "tools: null\n"), encoding="utf-8")
+    assert parse(argv.split(), recipe).reward.tools == []
+
+
+@pytest.mark.parametrize("name", ["branches", "quick_eval_figures", "reward_funcs", "reward_weights", "verbose"])
+def test_every_list_can_be_empty(name):
+    """It then has the default of its class, as without the recipe's."""
+    recipe = ROOT / "recipes/dialogue.yaml"
+    assert parse([f"--{name}"], recipe).recipe[name] == (None if name == "reward_weights" else [])
+
+
 def test_another_recipe_can_be_named(tmp_path):
     other = tmp_path / "mine.yaml"
     other.write_text("output_dir: x\nmax_steps: 3\n", encoding="utf-8")
