@@ -5,6 +5,7 @@ An episode requests all its turns from the policy endpoint and yields one row, w
 
 import copy
 import importlib.util
+from asyncio import run_coroutine_threadsafe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -15,14 +16,17 @@ from salesrl_trl.agents import mcp_tools
 from salesrl_trl.agents.chat_turns import AgentCalls, Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.environments import Environments
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
+from salesrl_trl.agents.partner import partner_tool
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
 from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
-from salesrl_trl.agents.tools import ToolCalls
+from salesrl_trl.agents.tools import ToolCalls, drain_traffic
+from salesrl_trl.errors import ServiceError
 from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.generation.turns import Turn, refusal
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
 from salesrl_trl.rollout.several_sequences import SEQUENCES
+from salesrl_trl.service.event_loop import clocked
 from salesrl_trl.types import Example
 from salesrl_trl.wiring.part import Part, PartContext, lacking
 
@@ -59,6 +63,19 @@ class AgentsPart(Part):
         self._tool_turns: ToolTurns | None = None
         self._has_environments = run.trl.tools == "an environment" and not run.pipeline.launcher.inside_trl
         self._environments: Environments | None = None  # TRL's own until the first batch
+
+    def warm_up(self) -> Mapping[str, float | ServiceError]:
+        """Ask a partner's service once, on the event loop of its replies."""
+        partner = self._trl.partner
+        if partner is None or not partner.transports:
+            return {}
+
+        async def asked() -> float | ServiceError:
+            result = await clocked(partner.warm_up())
+            await drain_traffic([partner_tool(partner)])  # keep it out of the first step's metrics
+            return result if isinstance(result, ServiceError) else result[1]
+
+        return {partner.name: run_coroutine_threadsafe(asked(), self._trl.tools_loop).result()}
 
     def converse(
         self, access: "TRLEngine", prompts: Sequence[object], finished: Finished, ahead: bool,

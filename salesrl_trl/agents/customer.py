@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from salesrl_trl.agents.partner import Message, Partner, Reply
-from salesrl_trl.errors import BadServiceResponse, DataError, JudgeInvalid
+from salesrl_trl.errors import BadServiceResponse, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.judged.verdict import object_at_end
+from salesrl_trl.service.event_loop import deadline
 from salesrl_trl.types import AGREEMENT, CUSTOMER, REFUSAL, Example
 
 PATIENCE = {"hurried": 3}  # unsuccessful turns after which a customer in this mood leaves
@@ -130,6 +131,20 @@ class Customer(Partner):
 
     def connect(self, model: ProviderClient) -> None:
         self._model, self.transports = model, [model.settings.transport]
+
+    async def warm_up(self) -> None:
+        if (model := self._model) is None:
+            return
+        talk: list[Message] = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Welcome!"},
+        ]
+        try:
+            with deadline(self.deadline_s or math.inf):
+                await self.reply({"persona": {"needs": "a course", "reservation": 100, "list_price": 120}}, talk)
+        except ServiceError as error:
+            error.args = (f"{error} ({CUSTOMER}: model {model.settings.model} at {model.settings.base_url})",)
+            raise
 
     def close(self) -> None:
         for loop in [*self._loops]:

@@ -48,6 +48,9 @@ class Partner:
     deadline_s: float | None = 60.0
     transports: Sequence[Transport] = ()
 
+    async def warm_up(self) -> None:
+        """With `transports`, called once on each rank before training. Raises `ServiceError` to end the run."""
+
     async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
         """Reply to the last of `messages`, which begin with the prompt and contain calls of tools and their results.
         `row` is the row of the dataset. Called concurrently, on the tools' event loop. Any exception excludes the

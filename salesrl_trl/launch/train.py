@@ -163,7 +163,7 @@ def _train(config: RunConfig, trainer: "SalesGRPOTrainer", instruments: Instrume
     collect_seldom()
     if asks_first:
         with instruments.timeline.phase(StartUp.WARM_UP):
-            warm_up(trainer.components.reward_loop)
+            warm_up(trainer.components.reward_loop, [part.warm_up for part in trainer.components.parts])
     stopping = trainer.components.stopping
     with signals.handed_to(trainer.request_stop):
         trainer.train(resume_from_checkpoint=config.training.resume_from_checkpoint)

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -168,15 +168,19 @@ class RewardColumn:
         return self._reward_loop.answer.column(self.name)
 
 
-def warm_up(reward_loop: RewardLoop) -> None:
-    """Call every service once and log its response time; a collective.
+def warm_up(reward_loop: RewardLoop, others: Iterable[Callable[[], Mapping[str, float | ServiceError]]] = ()) -> None:
+    """Call every service once and log its response time; a collective. `others` call those of conversations.
 
-    Raises `ServiceUnavailable` on all ranks if the 8B endpoint or every judge failed to answer on any rank.
+    Raises `ServiceUnavailable` on all ranks if the 8B endpoint, every judge, or one of the others failed to answer on
+    any rank.
     """
     answers: dict[str, float | ServiceError] = {}
     try:
         answers = reward_loop.warm_up()
         unusable = [str(error) for error in reward_loop.reward.names.unusable(answers)]
+        for asked in [other() for other in others]:
+            answers |= asked
+            unusable += [str(answer) for answer in asked.values() if isinstance(answer, ServiceError)]
     except ServiceError as error:  # the reward process itself failed; the other ranks wait below
         unusable = [str(error)]
     figures = [answer.code if isinstance(answer, ServiceError) else answer for answer in answers.values()]

@@ -14,7 +14,7 @@ from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.checks import check
 from salesrl_trl.config.quick_evaluations import Figure, QuickEvalSettings
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import ConfigError, ServiceError
 from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.reward.figures import RewardFigures
@@ -74,6 +74,10 @@ class Part(TrainerCallback):
 
     def begin(self, resumed: str | None, run_id: str) -> None:
         """Called when `train` begins, from the checkpoint `resumed` if any. `run_id` persists across resumes."""
+
+    def warm_up(self) -> Mapping[str, float | ServiceError]:
+        """Called before training: call each service once. Returns seconds by name, or an error that ends the run."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Called before the first step. `state`: this part's state from the checkpoint, or empty."""

@@ -101,17 +101,15 @@ def _ask_partner(plan: "Plan", findings: Findings) -> None:
 
 
 async def _hear_partner(plan: "Plan", findings: Findings) -> None:
-    row, customer = plan.train_rows[0], Customer()
-    model = ServiceClients(under_load(plan.config.reward), plan.reward).partner()
+    customer, model = Customer(), ServiceClients(under_load(plan.config.reward), plan.reward).partner()
     customer.connect(model)
-    messages = [*(row.prompt if isinstance(row.prompt, list) else []), {"role": "assistant", "content": "Hello!"}]
     try:
-        heard = await clocked(customer.reply(row.columns, [dict(each) for each in messages]))
+        heard = await clocked(customer.warm_up())
     finally:
         await model.http.aclose()
     if isinstance(heard, ServiceError):
         raise heard
-    findings.figures |= {"customer_s": heard[1], "customer_chars": len(heard[0].text)}
+    findings.figures["customer_s"] = heard[1]
 
 
 def _score_made_up(plan: "Plan", findings: Findings) -> None:

@@ -1,18 +1,21 @@
 """The built-in customer: by rules, and played by a language model over HTTP."""
 
 import asyncio
+import contextlib
 import json
+import logging
 import math
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 from support.providers import completion, refusal
 from werkzeug import Response
 
+from salesrl_trl import per_completion
+from salesrl_trl.agents.agents_part import AgentsPart
 from salesrl_trl.agents.customer import Customer, Persona, RuleBased, offer_in
 from salesrl_trl.data.files import demo_records
-from salesrl_trl.errors import ConfigError, DataError, ServiceError
+from salesrl_trl.errors import ConfigError, DataError, ServiceError, ServiceUnavailable
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
 from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.outcome import Findings
@@ -21,9 +24,9 @@ from salesrl_trl.launch.preflight.services import _hear_partner
 from salesrl_trl.launch.recipes.dialogue_rewards import deal, price, searches, steered, turns
 from salesrl_trl.launch.reward_config import RewardConfig
 from salesrl_trl.reward.batch import Sample
+from salesrl_trl.reward.reward_loop import RewardLoop, warm_up
 from salesrl_trl.reward.stage_times import StageTimes
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import SalesRow
 
 PERSONA = {
     "needs": "acoustic guitar", "reservation": 800, "list_price": 1000.0, "mood": "hurried", "protected": ["widow"],
@@ -104,7 +107,7 @@ def test_a_row_without_a_sound_persona_is_rejected_without_quoting_it(persona):
         Persona.of({"persona": persona})
 
 
-@contextmanager
+@contextlib.contextmanager
 def connected(httpserver, answer):
     requests = []
 
@@ -249,10 +252,7 @@ def test_a_preflight_asks_the_model_once(httpserver, status):
     answer = completion('{"reply": "Well.", "decision": "continue"}')
     with connected(httpserver, lambda number: (status, answer)) as (_, requests):
         config = RewardConfig(partner={"base_url": httpserver.url_for("/v1"), "model": "m"}, max_attempts=1)
-        row = SalesRow(row_id="r", branch="all", prompt=ROW["prompt"], columns={"persona": PERSONA})
-        plan = SimpleNamespace(
-            config=SimpleNamespace(reward=config), reward=read_reward(config, ["fairness"]), train_rows=[row]
-        )
+        plan = SimpleNamespace(config=SimpleNamespace(reward=config), reward=read_reward(config, ["fairness"]))
         findings = Findings()
         if status == 200:
             asyncio.run(_hear_partner(plan, findings))
@@ -261,7 +261,36 @@ def test_a_preflight_asks_the_model_once(httpserver, status):
             with pytest.raises(ServiceError, match="401"):
                 asyncio.run(_hear_partner(plan, findings))
         assert len(requests) == 1
-        assert '"needs": "acoustic guitar"' in requests[0]["messages"][0]["content"]
+
+
+class Idle(AgentsPart):
+    """Without a trainer."""
+
+    def __init__(self, partner, loop):
+        self._trl = SimpleNamespace(partner=partner, tools_loop=loop)
+
+
+@pytest.mark.parametrize("status", [200, 401])
+def test_a_run_asks_the_model_once_before_its_first_step(httpserver, caplog, status):
+    """With the judges: a rejected key ends the run."""
+    answer = completion('{"reply": "Well.", "decision": "continue"}')
+    caplog.set_level(logging.INFO)
+    with (
+        connected(httpserver, lambda number: (status, answer)) as (model, requests),
+        contextlib.closing(RewardLoop(per_completion(lambda completion: 0.0))) as rewards,
+        contextlib.closing(Customer()) as customer,
+    ):
+        customer.connect(model)
+        part = Idle(customer, rewards._batches.loop)
+        if status == 200:
+            warm_up(rewards, [part.warm_up])
+            assert "[WarmUp] customer: 0." in caplog.text
+            assert len(requests) == 1
+        else:
+            with pytest.raises(ServiceUnavailable, match=r"failed their warm-up.*401.*\(customer: model m at http"):
+                warm_up(rewards, [part.warm_up])
+        assert customer.transports[0].drain_traffic()["sent"] == 0  # not of the first step
+        assert Idle(Customer(), None).warm_up() == {}  # by rules
 
 
 def test_the_budget_counts_the_customers_calls(httpserver, tmp_path):
