@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from salesrl_trl.ground.row_statistics import FEW_ROWS, Difference, Mean, difference_of, mean_of
+from salesrl_trl.ground.row_statistics import FEW_ROWS, Difference, Mean, difference_of, mean, mean_of
 from salesrl_trl.ground.texts import NOT_KNOWN, filled, number
 from salesrl_trl.launch.evaluation.held_out import row_means
 from salesrl_trl.types import Outcome, Reward, SalesRow
@@ -43,6 +43,7 @@ class GroupOfRows:
     unscored: float  # share of answers without a reward, because a service or a judge failed
     tokens: float  # mean length
     truncated: float
+    functions: Mapping[str, float | None]  # mean of each reward function, if there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +131,15 @@ def _answered(
             unscored=sum(answer.reward.value is None for answer in answers) / count,
             tokens=sum(answer.tokens for answer in answers) / count,
             truncated=sum(answer.is_truncated for answer in answers) / count,
+            functions=_means([answer.reward.by_function for answer in answers if answer.reward.value is not None]),
         )
     missing = dict(sorted(Counter(answer.reward.reason for answer in scored if answer.reward.value is None).items()))
     return AnsweredRow(policy=label, answers=mode, values=values, branches=groups, missing=missing)
+
+
+def _means(numbers: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    names = dict.fromkeys(name for each in numbers for name in each)
+    return {name: mean([number for each in numbers if (number := each.get(name)) is not None]) for name in names}
 
 
 def text_of(findings: EvaluationFindings) -> str:
@@ -145,6 +152,15 @@ def text_of(findings: EvaluationFindings) -> str:
         )
         for of in findings.answered
         for name, group in of.branches.items()
+    ]  # fmt: skip
+    functions = dict.fromkeys(name for of in findings.answered for name in of.branches[ALL].functions)
+    by_function = [
+        (
+            *((of.policy, of.answers) if branch == ALL else ("", "")), branch,
+            *(number(group.functions.get(name), "z.3f") for name in functions),
+        )
+        for of in findings.answered
+        for branch, group in of.branches.items()
     ]  # fmt: skip
     changes = [
         (
@@ -162,7 +178,8 @@ def text_of(findings: EvaluationFindings) -> str:
         Path(__file__).with_name("evaluation.jinja"), findings=findings,
         policies=[*zip(LABELS, findings.policies, strict=False)],
         branches=", ".join(f"{name} {group.reward.total}" for name, group in groups.items() if name != ALL),
-        answered=[_OF_POLICIES, *answered], changes=[_OF_CHANGES, *changes],
+        answered=[_OF_POLICIES, *answered], functions=functions,
+        by_function=[(*_OF_POLICIES[:3], *functions), *by_function], changes=[_OF_CHANGES, *changes],
         is_few=any(mean.is_few and mean.interval is not None for mean in means), few=FEW, few_rows=FEW_ROWS,
     )  # fmt: skip
 

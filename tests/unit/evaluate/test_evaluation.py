@@ -92,6 +92,25 @@ def test_the_table_has_every_figure_and_says_what_it_does_not_know():
     assert "4 held-out rows (fairness 2, hallucination 2); 2 sampled answers per row, seed 7" in text
 
 
+def test_several_functions_have_their_means():
+    """Over scored answers, as the run's own evaluation. One function may not apply to a row."""
+    deals = [(1.0, 3.0), (0.0, 5.0), (1.0, None), None]
+    rewards = [
+        Reward(outcome=Outcome.OK, value=0.5, by_function=dict(zip(("deal", "turns"), each, strict=True))) if each
+        else Reward(outcome=Outcome.INFRA, value=None, reason="late", by_function={"deal": 0.0, "turns": None})
+        for each in deals
+    ]  # fmt: skip
+    findings = findings_of(
+        ["p"], ROWS, BRANCHES, modes(0), [[[Scored(reward, 9, False) for reward in rewards]]], seed=7
+    )
+    cells = [line.split() for line in text_of(findings).splitlines()]
+    assert ["policy", "answers", "branch", "deal", "turns"] in cells
+    assert ["A", "greedy", "all", "0.667", "4.000"] in cells and ["hallucination", "1.000", "n/a"] in cells
+    written = finite(findings.as_dict())["figures"][0]["branches"]
+    assert written["fairness"]["functions"] == {"deal": 0.5, "turns": 4.0}
+    assert found(FIRST).answered[0].branches["all"].functions == {}  # a single function is the reward
+
+
 def test_the_file_has_each_rows_rewards_and_no_word_of_a_customer():
     written = json.dumps(finite(found(FIRST, SECOND).as_dict()))
     assert SAID not in written
