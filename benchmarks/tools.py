@@ -51,7 +51,7 @@ from benchmarks.common import (
     save_model,
     write_json,
 )
-from salesrl_trl.agents import tool_turns
+from salesrl_trl.agents import chat_turns
 from salesrl_trl.agents.partner import Message, Partner, Reply
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
@@ -129,7 +129,7 @@ def work(args: argparse.Namespace) -> None:
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
     if not args.customer:
-        tool_turns.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
+        chat_turns.parse_response = upstream.parse_response = parsed  # type: ignore[assignment]
     engine: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens}}
     if on_gpu or args.customer:
         engine = {

@@ -18,10 +18,10 @@ from salesrl_trl.agents.environments import Environments
 from salesrl_trl.agents.episodes import PLAYED, Episode, Playing, kept
 from salesrl_trl.agents.partner import partner_tool
 from salesrl_trl.agents.policy_endpoint import PolicyEndpoint
-from salesrl_trl.agents.tool_turns import Episodes, ToolTurns
+from salesrl_trl.agents.tool_turns import Episodes, ToolTurns, sampled_as_rollout
 from salesrl_trl.agents.tools import ToolCalls, drain_traffic
 from salesrl_trl.errors import ServiceError
-from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
+from salesrl_trl.generation.sampler import Finished, Handle, Sampled
 from salesrl_trl.generation.turns import Turn, refusal
 from salesrl_trl.names import EPISODE_FIGURES, episode_figure
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch
@@ -139,22 +139,13 @@ class AgentsPart(Part):
         return Played(ends=ends, completion=completion, reward=kept(reward), calls=len(calls.answered))
 
     def _sampled(self, prompts: Sequence[object], played: Sequence[Played]) -> Sampled:
-        """Pass finished episodes through TRL's `_generate`, as a `rollout_func` would, and add their metrics."""
-        trained = [each.row for each in played]
-        logprobs = [sequence.logprobs for sequence in trained if sequence.logprobs is not None]
-        rollout = {
-            "prompt_ids": [sequence.prompt_ids for sequence in trained],
-            "completion_ids": [sequence.ids for sequence in trained],
-            "logprobs": logprobs or None,
-            "env_mask": [sequence.mask for sequence in trained],
-            PLAYED: [each.reward for each in played],
-            SEQUENCES: [
-                [[0 if end is each.ends[0] else len(end.prompt_ids), len(end.ids)] for end in each.ends]
-                for each in played
-            ],
-        }
-        sampled = self._access.sample(prompts, Made(rollout=rollout))
-        generated = (*sampled.generated[:3], [each.completion for each in played], *sampled.generated[4:])
+        """Pass finished episodes through TRL's `_generate`, and add their metrics."""
+        trained, completions = [each.row for each in played], [each.completion for each in played]
+        spans = [
+            [[0 if end is each.ends[0] else len(end.prompt_ids), len(end.ids)] for end in each.ends] for each in played
+        ]
+        columns = {PLAYED: [each.reward for each in played], SEQUENCES: spans}
+        sampled = sampled_as_rollout(self._access, prompts, trained, completions, **columns)
         sizes = [[end.sampled for end in each.ends] for each in played]
         mine = {
             "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),
@@ -164,7 +155,7 @@ class AgentsPart(Part):
         numbers = (calls, rewritten, untrained / max(every, 1.0))
         metrics = {episode_figure(name): [value] for name, value in zip(EPISODE_FIGURES, numbers, strict=True)}
         versions = [sequence.versions for sequence in trained]
-        return replace(sampled, generated=generated, metrics={**sampled.metrics, **metrics}, versions=versions)
+        return replace(sampled, metrics={**sampled.metrics, **metrics}, versions=versions)
 
     def on_batch(self, batch: CompletedBatch) -> Mapping[str, float]:
         sampled, result = batch.rollout.sampled, batch.rollout.result

@@ -49,6 +49,7 @@ RESTART_S = 10.0  # calls wait this long for a server that was lost
 MOST_CALLS = 64  # concurrent calls of one tool
 MOST_ATTEMPTS = 3
 MOST_PAGES = 100  # of a list of tools
+ANSWERED = (-32601, -32602, -32603)  # JSON-RPC: unknown method, invalid parameters, internal error
 
 
 class MCPServer:
@@ -97,13 +98,13 @@ class MCPServer:
         async with asyncio.timeout(START_S), self.session(is_quiet=False) as client:
             if client.protocol_version in HANDSHAKE_PROTOCOL_VERSIONS:  # later ones have no `ping`
                 await client.session.send_ping()
-            page = await client.list_tools()
-            tools = [*page.tools]
+            tools: list[Listed] = []
+            cursor = None
             for _ in range(MOST_PAGES):
-                if not page.next_cursor:
-                    return tools
-                page = await client.list_tools(cursor=page.next_cursor)
+                page = await client.list_tools(cursor=cursor)
                 tools += page.tools
+                if not (cursor := page.next_cursor):
+                    return tools
         raise BadServiceResponse(f"the MCP server {self.name} lists its tools on more than {MOST_PAGES} pages")
 
     async def call(self, service: str, name: str, arguments: dict[str, object], *, again: bool) -> "CallToolResult":
@@ -120,7 +121,9 @@ class MCPServer:
         try:
             client = await asyncio.shield(opened.client)  # others may wait for it too
         except (Exception, asyncio.CancelledError) as error:
-            raise_if_cancelled(error)
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             raise failure_of(service, error) from error
         began = now()
         try:
@@ -133,7 +136,7 @@ class MCPServer:
                 session.leave(opened)
             raise
         except MCPError as error:
-            if error.code in _answers():
+            if error.code in ANSWERED:
                 session.answered = now()
                 text = f"{service}: the MCP server rejects a call that fits its own schema ({error.code})"
                 raise ServiceRejected(text, f"{service}_refused") from None
@@ -354,17 +357,3 @@ def cause_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def raise_if_cancelled(error: BaseException) -> None:
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-        raise error
-
-
-@functools.cache
-def _answers() -> frozenset[int]:
-    """The codes by which a server answers a call, in contrast to those of a lost connection."""
-    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND
-
-    return frozenset([INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND])

@@ -11,8 +11,6 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from trl.chat_template_utils import parse_response
-
 from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.environments import Environments, Seat
 from salesrl_trl.agents.partner import Dialogue, Partner, dialogue_figures, partner_tool
@@ -147,7 +145,7 @@ class ToolTurns:
         if partner is not None and not self._form.follows({"role": "user", "content": "dummy"}):
             raise ConfigError(
                 "`partner` needs a chat template that renders a turn the same whatever follows it, and the policy's "
-                "does not. Set another `chat_template_path`."
+                "does not. Expected another `chat_template.jinja` in its folder."
             )
 
     def start(
@@ -193,7 +191,7 @@ class ToolTurns:
         notes.turns, notes.record = 1, notes.record or (CompletionRecord() if access.keeps_records else None)
         schemas = access.functions if seat is None else seat.schemas
         tools = {tool.__name__: tool for tool in (access.functions if seat is None else seat.tools)}
-        message = self._message(first.ids, prompt_ids, schemas)
+        message = form.read(first.ids, prompt_ids, schemas)
         empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
         sequence = empty.extended([message], first)
         dialogue = None if row is None else self._dialogue(row, place, calls, notes)
@@ -216,7 +214,7 @@ class ToolTurns:
             turn = turn.cut(form.most_completion - size)
             if not turn.ids:
                 break
-            message = self._message(turn.ids, prefix, schemas)
+            message = form.read(turn.ids, prefix, schemas)
             talked.sequence = sequence = sequence.extended([message], turn)
         if dialogue is not None and dialogue.closing is not None:
             talked.sequence = talked.sequence.by_others([dialogue.closing], [])
@@ -242,13 +240,6 @@ class ToolTurns:
         talked.rounds += 1
         talked.calls, talked.failures = talked.calls + len(asked), talked.failures + failures
         return messages
-
-    def _message(self, ids: list[int], prefix: list[int], schemas: Sequence[object]) -> Message:
-        if not schemas:
-            return self._form.read(ids, prefix, None)
-        with self._form.lock:
-            message: Message = parse_response(self._form.tokenizer, ids, prefix=prefix, tools=schemas)
-        return message
 
     def _results(
         self, asked: Sequence[Message], tools: Mapping[str, Tool], calls: ToolCalls, notes: ConversationNotes
@@ -285,9 +276,10 @@ class ToolTurns:
         """Pass finished conversations through TRL's `_generate` and add tool metrics over all ranks."""
         access = self._access
         sequences = [each.sequence for each in talked]
-        logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
         if not access.functions:
-            return self._figured(self._without_tools(prompts, sequences, logprobs), calls, talked)
+            messages = [each.messages for each in sequences]
+            return self._figured(sampled_as_rollout(access, prompts, sequences, messages), calls, talked)
+        logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
         loop = (
             [each.mask for each in sequences], [each.messages for each in sequences], [each.ids for each in sequences],
             logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
@@ -297,18 +289,6 @@ class ToolTurns:
         turns = [each.first.ids for each in talked], first or None
         sampled = access.sample(prompts, Made(encoded=encoded, tokens=lambda *_: turns, talked=loop))
         return self._figured(sampled, calls, talked)
-
-    def _without_tools(
-        self, prompts: Sequence[object], sequences: Sequence[Sequenced], logprobs: list[list[float]]
-    ) -> Sampled:
-        """As from a `rollout_func`: TRL masks turns of others only for these, or with tools."""
-        rollout = {
-            "prompt_ids": [each.prompt_ids for each in sequences], "completion_ids": [each.ids for each in sequences],
-            "logprobs": logprobs or None, "env_mask": [each.mask for each in sequences],
-        }  # fmt: skip
-        sampled = self._access.sample(prompts, Made(rollout=rollout))
-        completions = [each.messages for each in sequences]
-        return replace(sampled, generated=(*sampled.generated[:3], completions, *sampled.generated[4:]))
 
     def close(self, begun: Iterable[ToolCalls]) -> None:
         """Charge the requests of cancelled batches to their budgets."""
@@ -342,6 +322,21 @@ class ToolTurns:
             calls=[record.calls for record in records],
             versions=[each.sequence.versions for each in talked],
         )
+
+
+def sampled_as_rollout(
+    access: "TRLEngine", prompts: Sequence[object], sequences: Sequence[Sequenced], messages: Sequence[list[Message]],
+    **columns: object,
+) -> Sampled:  # fmt: skip
+    """Pass sequences through TRL's `_generate` as from a `rollout_func`: TRL masks turns of others only for these, or
+    with tools."""
+    logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
+    rollout = {
+        "prompt_ids": [each.prompt_ids for each in sequences], "completion_ids": [each.ids for each in sequences],
+        "logprobs": logprobs or None, "env_mask": [each.mask for each in sequences], **columns,
+    }  # fmt: skip
+    sampled = access.sample(prompts, Made(rollout=rollout))
+    return replace(sampled, generated=(*sampled.generated[:3], [*messages], *sampled.generated[4:]))
 
 
 def _with_speakers(talked: Talked) -> Talked:

@@ -277,7 +277,7 @@ class SettingsParser(TrlParser):
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
     ) -> dict[str, object]:
         values = vars(namespace)
-        values |= {name: value for name, value in self._without.items() if values[name] in (None, [], [""])}
+        values |= {name: value for name, value in self._without.items() if values[name] in (None, [], [""], ["[]"])}
         self._drop_weights_of_replaced_functions(values, on_command_line)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}

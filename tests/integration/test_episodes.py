@@ -344,7 +344,7 @@ def with_tools(step):
     import trl.trainer.grpo_trainer as upstream
 
     from salesrl_trl import per_completion, tool
-    from salesrl_trl.agents import tool_turns
+    from salesrl_trl.agents import chat_turns
 
     spans, down = [], []
 
@@ -383,7 +383,7 @@ def with_tools(step):
     async def length(completion):
         return float(len(completion))
 
-    upstream.parse_response = tool_turns.parse_response = parse
+    upstream.parse_response = chat_turns.parse_response = parse
     return spans, length, {"tools": [look]}
 
 

@@ -42,7 +42,7 @@ def main(policy, out):
     from datasets import Dataset
 
     from salesrl_trl import SalesGRPOTrainer, per_completion, tool
-    from salesrl_trl.agents import tool_turns
+    from salesrl_trl.agents import chat_turns
     from salesrl_trl.record.replay import ReplayReward
     from salesrl_trl.reward.functions import reward_of
 
@@ -74,7 +74,7 @@ def main(policy, out):
         values = (each.detach().numpy().tobytes() for each in model.state_dict().values())
         return hashlib.sha256(b"".join(values)).hexdigest()
 
-    upstream.parse_response = tool_turns.parse_response = parse
+    upstream.parse_response = chat_turns.parse_response = parse
     for name in ("first", "again"):
         args = SalesGRPOConfig(**settings(
             out / name, beta=0.0, max_steps=3, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-2,

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
-from salesrl_trl.agents import tool_turns
+from salesrl_trl.agents import chat_turns, tool_turns
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls
 from salesrl_trl.generation.turns import Turn
 
@@ -46,7 +46,7 @@ def build(tiny, tmp_path, monkeypatch):
         template = Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
         (policy / "chat_template.jinja").write_text(template.read_text("utf-8"), "utf-8")
         monkeypatch.setattr(upstream, "parse_response", parse)
-        monkeypatch.setattr(tool_turns, "parse_response", parse)
+        monkeypatch.setattr(chat_turns, "parse_response", parse)
         rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "What is it?"}]}] * 4)
         args = SalesGRPOConfig(**settings(tmp_path / "run", beta=0.0, max_steps=1, **own))
         rewards = [lambda completions, **_: [0.0] * len(completions)]

@@ -61,7 +61,7 @@ def test_metrics_of_a_recipes_function_leave_with_it():
         )
 
 
-@pytest.mark.parametrize("argv", ["--tools", "--tools --seed 2", "--tools=", ""])
+@pytest.mark.parametrize("argv", ["--tools", "--tools --seed 2", "--tools=", "--tools []", ""])
 def test_a_list_without_entries_replaces_the_recipes(tmp_path, argv):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("output_dir: x\n" + ("tools: [search]\n" if argv else "tools: null\n"), encoding="utf-8")
