@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import parser
 from benchmarks.real_model_files import prepare
 from benchmarks.real_model_sales import log_of
@@ -81,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     generation.unlink()
     generation.write_text(json.dumps(config))
     options = ["--served-model-name", "self", "--gpu-memory-utilization", "0.2", "--max-model-len", "2048",
-               "--structured-outputs-config", '{"disable_any_whitespace": true}']  # fmt: skip
+               "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']  # fmt: skip
+    options += [] if torch.cuda.is_available() else ["--enforce-eager"]  # compiling takes minutes on a CPU
     with vllm_server(sides["customer"], args.out / "customer.txt", *options) as url:
         form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": REPLY}}
         partner = {"kind": "customer", "base_url": f"{url}/v1", "model": "self", "max_completion_tokens": 96,

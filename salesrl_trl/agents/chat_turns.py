@@ -155,7 +155,7 @@ class ChatForm:
             prefix = prefix[: ends[-1] + 1]  # whatever the template adds after it belongs in between
         return full[len(prefix) :] if full[: len(prefix)] == prefix else None
 
-    def read(self, ids: list[int], prefix: list[int], tools: Tools) -> Message:
+    def read(self, ids: list[int], prefix: list[int], tools: Sequence[Any] | None) -> Message:
         """The message of a turn, with its tool calls. Without `tools`, apparent calls stay text."""
         with self.lock:
             if _reads_calls(self.tokenizer):
