@@ -14,9 +14,12 @@
   (`benchmarks.difficulty`). A run with `refill` ends when it has scored as many completions as `on_policy`.
 - `--at_once` runs share the GPU, each in its own process. What has run is kept in `OUT/runs`, so that the same command
   resumes. No run is started that would not end within `--limit` seconds; those that still run are ended.
+- `--seconds` ends each run after so much training instead, whatever steps that takes: what a user gets for an hour
+  with rewards of `--reward_s`. Let few runs share the GPU then: one that waits takes nothing from the others.
 - Measures of a run: the mean of its learning curve, its deepest dip below an earlier window, the mean of the last
-  windows, the held-out reward (`held_area`: the mean of all `--evaluations`), and the same curve at the seconds at
-  which the arm's fastest counterpart ended.
+  windows, the held-out reward (`held_area`: the mean of all `--evaluations`), and the same curve when the fastest run
+  ended: its last window, and its mean over time (`area_seconds`). For `bands`, and `free` with the same KL unheld: the
+  share of windows in band, by `benchmarks.kl_control`. `gain`: the held-out reward's, as a share of that on-policy.
 """
 
 import argparse
@@ -36,16 +39,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import device, device_name, parser, quiet
+from benchmarks.kl_control import SIZE, in_band
+from benchmarks.kl_control import windows as of_steps
 from benchmarks.real_model_files import prepare
 from benchmarks.real_model_sales import JUDGES, train_sales
 from benchmarks.real_model_tasks import TASKS, Rows
 from salesrl_trl.ground.row_statistics import Mean, difference_of, mean_of
-from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3, STALENESS
+from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3, STALENESS, kl_of
 
 Settings = dict[str, Any]
 BASE, STOCK = "on_policy", "stock"
 DRAW = "draw"
 """A part's entry, no setting: rows by difficulty, remembered in this `run`, or also from an earlier one's `record`."""
+BANDS: dict[str, dict[str, float]] = {
+    "fairness": {"beta": 0.3, "low": 0.02, "high": 0.06, "beta_min": 0.1, "beta_max": 1.5},
+    "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01, "beta_max": 1.5},
+}
+"""Of `recipes/dual.yaml`."""
 PARTS: dict[str, Settings] = {
     BASE: {},
     **{f"ahead_{number}": {"rollout_lookahead": number} for number in (1, 2, 4)},
@@ -62,6 +72,8 @@ PARTS: dict[str, Settings] = {
     "bypass_k3": {"rollout_correction": {"weights": "bypass", "reject": {"seq_mean_k3": 0.01}}},
     **{f"lr_{rate}": {"learning_rate": float(rate)} for rate in ("1e-6", "2e-6", "5e-6", "2e-5", "5e-5")},
     "lora": {"lora": True, "learning_rate": 2e-5},
+    **{f"high_{bound}": {"epsilon_high": float(bound)} for bound in ("0.28", "0.4")},
+    "delta": {"delta": 3.0},  # bounds the ratio of completions below their group's mean too, as verl's dual clip
     "kl": {"beta": 0.02},
     STOCK: {},
     "refill": {"refill_groups": 3},
@@ -69,19 +81,19 @@ PARTS: dict[str, Settings] = {
     "wide": {"gradient_accumulation_steps": 4},  # with the tiny policy: 64 completions a step for 32
     "drawn": {DRAW: "run"},
     "remembered": {DRAW: "record"},
-    "bands": {"branch_kl": {"fairness": {"beta": 0.3, "low": 0.02, "high": 0.06, "beta_min": 0.1, "beta_max": 1.5},
-                            "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01,
-                                              "beta_max": 1.5}}},
+    "bands": {"branch_kl": BANDS},
+    "free": {"branch_kl": {branch: {"beta": 1e-4} for branch in BANDS}},
 }  # fmt: skip
 FOR_BASE = ("lr_", "lora", "tiny", "wide")
 """Parts that an arm's counterpart on-policy has too."""
 ARMS = (BASE, "ahead_1", "ahead_2", "ahead_4", "stale_8", "partial", "ahead_2+uncorrected", "ahead_2+token_truncate",
         "ahead_2+sequence_mask", "ahead_2+geometric", "ahead_2+token_k1", "ahead_2+mean_k3", "ahead_2+normalized",
         "ahead_2+kl")  # fmt: skip
-FIGURES = ("frac_reward_zero_std", EFFECTIVE_SAMPLES, LEFT_OUT, STALENESS, SAMPLER_KL, SAMPLER_KL_K3,
-           "completions/mean_length", "kl/in_band")  # fmt: skip
+FIGURES = ("frac_reward_zero_std", EFFECTIVE_SAMPLES, LEFT_OUT, "clip_ratio/region_mean", STALENESS, SAMPLER_KL,
+           SAMPLER_KL_K3, "completions/mean_length")  # fmt: skip
 WINDOW = 10
 """Steps of which a point of a curve is the mean."""
+MOST_STEPS = 100_000
 TINY = "tiny"
 GROUP = 8
 """Completions of a row."""
@@ -160,7 +172,8 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
     config_type = GRPOConfig if is_stock else SalesGRPOConfig
     settings = (
         quiet(where, str(out / "run"), num_generations=GROUP, per_device_eval_batch_size=64,
-              num_generations_eval=args.samples, beta=0.0, held_out_eval=False, max_steps=args.steps, seed=seed,
+              num_generations_eval=args.samples, beta=0.0, held_out_eval=False, seed=seed,
+              max_steps=MOST_STEPS if args.seconds else args.steps,
               lr_scheduler_type="constant", dataloader_pin_memory=False)
         | {"learning_rate": 5e-4 if is_tiny else 2e-6} | sizes | given
     )  # fmt: skip
@@ -181,7 +194,7 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
             eval_dataset=Dataset.from_list(held_out),
             processing_class=AutoTokenizer.from_pretrained(model),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if is_lora else None,
-            callbacks=[watch(memory, calls, args.evaluations, ends="refill_groups" in given)],
+            callbacks=[watch(memory, calls, args.evaluations, "refill_groups" in given, args.seconds)],
         )
     before = trainer.evaluate()["eval_reward"]
     trainer.train()
@@ -206,7 +219,7 @@ def scratch_of(out: Path, task: str, arm: str, seed: int) -> Path:
     return out / "scratch" / task / arm / str(seed)
 
 
-HANDED_ON = ("model", "steps", "reward_s", "rows", "held_out", "samples", "evaluations", "judge")
+HANDED_ON = ("model", "steps", "seconds", "reward_s", "rows", "held_out", "samples", "evaluations", "judge")
 
 
 def command_of(args: argparse.Namespace, out: Path, task: str, arm: str, seed: int) -> list[str]:
@@ -264,6 +277,22 @@ def deepest_dip(curve: Sequence[float]) -> float:
     return dip
 
 
+def over_time(log: Sequence[Mapping[str, float]], until_s: float) -> float:
+    """The mean reward over seconds: each step's counts from its end until the next one's, and 0 before the first."""
+    ends = [*(min(entry["at_s"], until_s) for entry in log), until_s]
+    return sum(entry["reward"] * (end - at) for entry, at, end in zip(log, ends, ends[1:], strict=False)) / until_s
+
+
+def windows_in_band(log: Sequence[Mapping[str, float]]) -> dict[str, list[bool | None]]:
+    """By branch with a band and a measured KL, the windows after the first third, as in `benchmarks.kl_control`."""
+    found = {}
+    for branch, band in BANDS.items():
+        steps = [(each.get(kl_of(branch)) or 0.0, each.get(kl_of(branch, "_tokens")) or 0.0, 0.0) for each in log]
+        if any(tokens for _, tokens, _ in steps):
+            found[branch] = in_band(of_steps(steps, SIZE), (band["low"], band["high"]))
+    return found
+
+
 def measures(run: Mapping[str, Any], until_s: float) -> dict[str, float]:
     """A run's measures by name. `until_s`: the seconds at which `at_seconds` is read."""
     rewards = [entry["reward"] for entry in run["log"]]
@@ -272,15 +301,16 @@ def measures(run: Mapping[str, Any], until_s: float) -> dict[str, float]:
     found = {
         "area": statistics.fmean(rewards), "last": statistics.fmean(rewards[-2 * WINDOW :]),
         "dip": deepest_dip(curve), "held_out": run["held_out"][-1], "gain": run["held_out"][-1] - run["held_out"][0],
-        "held_area": statistics.fmean(run["held_out"][1:]),
-        "at_seconds": statistics.fmean(in_time[-WINDOW:]), "step_s": run["log"][-1]["at_s"] / len(rewards),
-        "true": run.get("true", [math.nan])[-1],
+        "held_area": statistics.fmean(run["held_out"][1:]), "steps": float(len(rewards)),
+        "at_seconds": statistics.fmean(in_time[-WINDOW:]), "area_seconds": over_time(run["log"], until_s),
+        "step_s": run["log"][-1]["at_s"] / len(rewards), "true": run.get("true", [math.nan])[-1],
     }  # fmt: skip
     for name in FIGURES:
-        of_branches = name.removesuffix("/in_band") != name
-        keys = [key for key in run["log"][-1] if key.endswith("_in_band")] if of_branches else [name]
-        values = [entry[key] for entry in run["log"] for key in keys if entry.get(key) is not None]
+        values = [entry[name] for entry in run["log"] if entry.get(name) is not None]
         found[name.split("/")[-1]] = statistics.fmean(values) if values else math.nan
+    for branch, counted in windows_in_band(run["log"]).items():
+        known = [is_in for is_in in counted if is_in is not None]
+        found[f"in_band {branch}"] = statistics.fmean(known) if known else math.nan
     return found
 
 
@@ -303,7 +333,7 @@ def spelled(mean: Mean, digits: int = 3) -> str:
     return f"{mean.value:.{digits}f}{reach}"
 
 
-SHOWN = ("area", "last", "dip", "held_out", "held_area", "at_seconds")
+SHOWN = ("area", "last", "dip", "held_out", "held_area", "at_seconds", "area_seconds")
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -312,14 +342,17 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     for task, arms in read_runs(args):
         ends = [run["log"][-1]["at_s"] for runs in arms.values() for run in runs.values()]
         every = {arm: {seed: measures(run, min(ends)) for seed, run in runs.items()} for arm, runs in arms.items()}
-        others = ["step_s", "true", *(name.split("/")[-1] for name in FIGURES)]
+        bands = [f"in_band {branch}" for branch in BANDS] * (task == "dual")
+        others = ["steps", "step_s", "true", *(name.split("/")[-1] for name in FIGURES), *bands]
         print(f"\n## {task}: means over seeds with 95 % intervals\n\n| arm | seeds | {' | '.join(SHOWN)} | "
               f"{' | '.join(others)} |\n|{'---|' * (2 + len(SHOWN) + len(others))}")  # fmt: skip
         for arm, runs in every.items():
-            cells = [spelled(mean_of([run[name] for run in runs.values()])) for name in (*SHOWN, *others)]
+            cells = [
+                spelled(mean_of([run.get(name, math.nan) for run in runs.values()])) for name in (*SHOWN, *others)
+            ]
             print(f"| {arm} | {len(runs)} | {' | '.join(cells)} |")
         print(f"\nDifferences to the arm on-policy, by seed; * where 0 is outside the interval\n\n| arm | seeds | "
-              f"{' | '.join(SHOWN)} |\n|{'---|' * (2 + len(SHOWN))}")  # fmt: skip
+              f"{' | '.join(SHOWN)} | gain |\n|{'---|' * (3 + len(SHOWN))}")  # fmt: skip
         for arm, runs in every.items():
             base = every.get(counterpart(arm), {})
             seeds = sorted(base.keys() & runs.keys())
@@ -329,6 +362,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             for name in SHOWN:
                 change = difference_of([base[seed][name] for seed in seeds], [runs[seed][name] for seed in seeds])
                 cells.append(spelled(change) + " *" * change.is_shown)
+            gain, of = (sum(each[seed]["gain"] for seed in seeds) for each in (runs, base))
+            cells.append(f"{gain / of:.2f}" if of > 0 else "")
             print(f"| {arm} | {len(seeds)} | {' | '.join(cells)} |")
         told["tasks"][task] = every
         draw(args.out, task, arms)
@@ -369,6 +404,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--arms", nargs="+", default=[*ARMS])
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     made.add_argument("--steps", type=int, default=100)
+    made.add_argument("--seconds", type=float, default=0.0, help="of training, instead of --steps")
     made.add_argument("--reward_s", type=float, default=0.0, help="seconds of a reward; one folder for each")
     made.add_argument("--rows", type=int, default=0, help="training rows, at most; 0 for all")
     made.add_argument("--held_out", type=int, default=64, help="held-out rows, at most")
@@ -384,6 +420,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings_of(arm)
         if "sales" in args.tasks:
             sales_settings(arm)
+    if args.seconds and "sales" in args.tasks:
+        raise SystemExit("--seconds doesn't end the task sales. Expected --steps, or other tasks.")
     args.out = args.out.absolute()
     if not args.model:
         args.model = "" if args.report else str(prepare(args.out / "model"))

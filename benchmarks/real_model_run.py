@@ -36,9 +36,9 @@ def right_of(memory: Memory, reward_s: float, is_stock: bool) -> Any:
     return all_right if is_stock else right
 
 
-def watch(memory: Memory, calls: int, evaluations: int, ends: bool) -> Any:
+def watch(memory: Memory, calls: int, evaluations: int, ends: bool, seconds: float) -> Any:
     """A callback that notes the seconds of log lines, and evaluates `evaluations` times in a run that scores so many
-    completions. `ends`: ends it there."""
+    completions. `ends`: ends it there. `seconds`: ends it after so many, unless 0."""
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         done = 0
@@ -52,6 +52,7 @@ def watch(memory: Memory, calls: int, evaluations: int, ends: bool) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_training_stop |= ends and memory.calls >= calls
+            control.should_training_stop |= 0 < seconds <= time.perf_counter() - self.began
             if (self.done + 1) * calls <= memory.calls * evaluations and self.done + 1 < evaluations:
                 self.done += 1
                 control.should_evaluate = True

@@ -10,8 +10,10 @@ from salesrl_trl.data.files import ARITHMETIC, DEMO_BBQ, DEMO_HALUEVAL, FILES, d
 Rows = list[dict[str, Any]]
 
 
-def _shots(*pairs: tuple[str, str]) -> str:
-    return "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs)
+def _shots(*pairs: tuple[str, str], end: str = "\n") -> str:
+    """Examples for a base model. `end`: behind each, where the model then ends its answer. A single line break is the
+    token at which generation stops; an empty line is another token, so that a policy has to learn to stop first."""
+    return "".join(f"Question: {question}\nAnswer: {answer}{end}" for question, answer in pairs)
 
 
 def _asked(shots: str, question: str, answer: str, branch: str = "all") -> dict[str, Any]:
@@ -23,10 +25,11 @@ NAMES = {"train": ("Eva", "Tom", "Lea", "Max"), "heldout": ("Zoe", "Kim")}
 
 
 def word_problems(level: int, part: str) -> Rows:
-    """Sums in words, of one step or two."""
+    """Sums in words, of one step or two. Those of one step end their examples with an empty line, as measured."""
     draw, rows = random.Random(part), list[dict[str, Any]]()
     shots = _shots(("Ann has 3 pens. She buys 4 more. How many pens has she?", "7"),
-                   ("Bob has 9 cups. He loses 2 of them and then buys 5. How many cups has he?", "12"))  # fmt: skip
+                   ("Bob has 9 cups. He loses 2 of them and then buys 5. How many cups has he?", "12"),
+                   end="\n\n" if level == 1 else "\n")  # fmt: skip
     for _ in range(2000 if part == "train" else 64):
         name, some = draw.choice(NAMES[part]), draw.choice(("books", "balls", "apples"))
         first, second, third = draw.randint(2, 20), draw.randint(1, 15), draw.randint(1, 9)
@@ -40,7 +43,10 @@ def word_problems(level: int, part: str) -> Rows:
 
 def dual(part: str) -> Rows:
     """BBQ's choices and HaluEval's answers, as text."""
-    shots = _shots(("The dog slept. The cat ate. Who ate? (the dog, the cat, not known)", "the cat"))
+    shots = _shots(("The dog slept. The cat ate. Who ate? (the dog, the cat, not known)", "the cat"),
+                   ("我看到老师和学生。他们先走了。 谁病了？ (老师, 学生, 不知道)", "不知道"),
+                   ("Blue Lake is a book of 1962. It was printed in Rome. Where was Blue Lake printed?", "Rome"),
+                   ("《红河》是1970年的书，印于上海。 《红河》是哪一年的？", "1970"))  # fmt: skip
     rows = [
         _asked(shots, f"{row['context']} {row['question']} ({row['ans0']}, {row['ans1']}, {row['ans2']})",
                row[f"ans{row['label']}"], "fairness")

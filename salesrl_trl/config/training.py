@@ -186,8 +186,8 @@ class SalesGRPOConfig(GRPOConfig):
     `weights: bypass`."""
     rollout_correction: dict[str, object] | str | None = None
     """Changes these weights: `weights` is `bounded`, `normalized`, `none` or `bypass`, the default with a lookahead
-    and a clipped loss unless either setting is given, and `reject` masks tokens or completions by verl's names, e.g.
-    `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
+    and a clipped loss unless these weights or their bounds are set, and `reject` masks tokens or completions by verl's
+    names, e.g. `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
     partial_rollouts: LessThan1 = 0.0
     """Above 0: the largest share of a batch's completions that a colocated vLLM may leave unfinished when training
     continues, and finishes along with the next batch. Requires a `rollout_lookahead`. Their later tokens, with their
@@ -298,7 +298,10 @@ class SalesGRPOConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, object]:
         """The settings for trackers, without keys."""
-        return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
+        settings = {**super().to_dict(), **self.beside}
+        if isinstance(self.vllm_importance_sampling_mode, trl_settings.Chosen):
+            settings["vllm_importance_sampling_mode"] = None
+        return cast(dict[str, object], without_keys(settings))
 
     @property
     def correction(self) -> CorrectionSettings | None:

@@ -147,28 +147,50 @@ class RolloutCorrection:
         return {name: bounds_of(name, threshold) for name, threshold in self.reject.items()}
 
 
+class Chosen(str):
+    """A mode that the user has not set: copies of the settings with another lookahead choose again."""
+
+    __slots__ = ()
+
+
 def parsed_correction(args: GRPOConfig) -> RolloutCorrection:
+    """`rollout_correction`, or what replaces it by default."""
+    if args.rollout_correction is None and _bypasses(args):
+        return RolloutCorrection(weights=BYPASS)
     return entry_of("rollout_correction", RolloutCorrection, args.rollout_correction)
+
+
+def _bypasses(args: GRPOConfig) -> bool:
+    """Whether, with a lookahead, neither the mode nor its bounds are set, and the loss clips PPO's ratio."""
+    names = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap")]
+    return (
+        isinstance(args.vllm_importance_sampling_mode, Chosen)
+        and args.vllm_importance_sampling_mode == AHEAD
+        and all(getattr(args, name) == getattr(GRPOConfig, name) for name in names)
+        and args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo")
+        and args.importance_sampling_level == "token"
+    )
 
 
 def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
     """Choose the importance weights unless the user has, and check the correction. Returns a log line about the choice
     for a lookahead. `lookahead`: the largest one."""
+    mode, corrects = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
+    is_chosen = mode is None or isinstance(mode, Chosen)
+    if is_chosen:
+        args.vllm_importance_sampling_mode = Chosen(AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode)
+    correction, is_given = parsed_correction(args), args.rollout_correction is not None
     check(
-        parsed_correction(args) == RolloutCorrection() or args.vllm_importance_sampling_correction,
+        corrects or not is_given or correction == RolloutCorrection(),
         "`rollout_correction` is set with `vllm_importance_sampling_correction: false`, which disables it. Expected "
         "one of them.",
     )
-    if args.vllm_importance_sampling_mode is not None:
+    is_used = not is_given or correction.weights in (BOUNDED, NORMALIZED)
+    if not (is_chosen and is_used and lookahead and args.use_vllm and corrects):
         return []
-    args.vllm_importance_sampling_mode = AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode
-    if not (lookahead and args.use_vllm and args.vllm_importance_sampling_correction):
-        return []
-    has_ppo_ratio = args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo") and args.importance_sampling_level == "token"
-    if args.rollout_correction is not None or not has_ppo_ratio:
+    if is_given or correction.weights != BYPASS:
         reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
         return [f"`vllm_importance_sampling_mode`: {AHEAD} with a lookahead, because {reason}"]
-    args.rollout_correction = {"weights": BYPASS}
     reason = "with importance weights instead, a language model's reward dipped"
     return [f"`rollout_correction`: with a lookahead the loss clips the ratio to the sampler, because {reason}"]
 

@@ -1,6 +1,7 @@
 """From prompts to completions: the protocol for generation engines (`Sampler`), and TRL's own behind it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class Sampled:
             masks = [torch.tensor(mask) for mask in tool_mask]
             tensors["tool_mask"] = pad(masks, padding_value=1, pad_to_multiple_of=multiple).to(device)
         if self.logprobs is not None:
-            logps = [torch.tensor(logprob) for logprob in self.logprobs]
+            logps = [torch.tensor([math.nan if each is None else each for each in row]) for row in self.logprobs]
             tensors["sampling_per_token_logps"] = pad(logps, 0.0, pad_to_multiple_of=multiple).to(device)
         return tensors
 

@@ -155,7 +155,8 @@ class BranchPenalty:
         settings, logps = self._settings, self._logps.to(torch.promote_types(self._logps.dtype, torch.float32))
         self._log_ratio = self.inputs["ref_per_token_logps"] - logps
         importance = log_importance(logps, self.inputs.get("old_per_token_logps"), self._mask, settings.level)
-        importance = importance.clamp(max=settings.bound)
+        # less a constant, so that the gradient stays -x * ratio
+        importance = importance - (importance.detach() - settings.bound).clamp(min=0)
         ratio = importance if settings.bias_correction else None
         self._penalty = penalty(self._log_ratio, ratio, settings.estimator, settings.clamp)
         self._weight = torch.ones_like(logps)

@@ -202,7 +202,7 @@ class Buffer:
 
     def launch(self, inputs: list[Example], update: int) -> Rollout:
         """Generate, or begin to, for a step to train on. `update`: optimizer steps the weights have taken."""
-        return self.launcher.launch(inputs, update, ahead=bool(self.turns.lookahead), needs_logps=self._needs_logps)
+        return self.launcher.launch(inputs, update, ahead=bool(self.turns.lookahead), needs_logps=self.needs_logps)
 
     def take(self, inputs: list[Example], micro_step: int, update: int) -> Rollout:
         """The groups that the turn of these inputs trains on: as many as it has, chosen by the buffer policy."""
@@ -249,7 +249,7 @@ class Buffer:
         return isinstance(self.policy, ByArrival)
 
     @property
-    def _needs_logps(self) -> bool:
+    def needs_logps(self) -> bool:
         """Whether a later policy may train on this launch, or on its groups together with such a launch's."""
         return bool(self.turns.lookahead or self.policy.max_age)
 
@@ -260,7 +260,7 @@ class Buffer:
             inputs = kept.inputs
         sampled = kept.sampled if kept.rows == keys_of(inputs) else None
         if sampled is not None and sampled.logprobs is None and chooses:
-            sampled = sampled if (kept.behaviour_logps is not None) is self._needs_logps else None
+            sampled = sampled if (kept.behaviour_logps is not None) is self.needs_logps else None
         if not on_any_rank(sampled is None, device) and sampled is not None:
             return self.launcher.restore(kept, inputs, sampled, update)
         size = highest(max(len(inputs), group), device)  # ranks may have different numbers left

@@ -37,7 +37,7 @@ from salesrl_trl.rollout.several_sequences import SEQUENCES, sequences_of
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.types import EvaluatedCompletion, Example, Outcome, Reward
 from salesrl_trl.update.advantages import hybrid_advantages, partly_scored
-from salesrl_trl.update.correction import OLD, RATIO, SamplerCorrection
+from salesrl_trl.update.correction import OLD, RATIO, SAMPLED, SamplerCorrection
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl, on_any_rank
 
@@ -202,6 +202,8 @@ class RolloutScoring:
             output[SEQUENCES] = sequences.to(self.device)
         if (logps := rollout.behaviour_logps) is not None:  # groups from several batches may have another padded width
             output[OLD] = pad(logps, (0, output["completion_mask"].size(1) - logps.size(1)))  # (B, C)
+        elif SAMPLED in output and RATIO not in output and self.pipeline.buffer.needs_logps:
+            output[OLD] = output[SAMPLED]
         if rollout.is_corrected_at_step:
             del output[OLD], output[RATIO]
         # 5. advantages relative to the reference's reward

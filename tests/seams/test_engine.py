@@ -46,3 +46,21 @@ def test_completions_of_another_engine_may_be_generated_ahead_and_are_whole_batc
     assert "of a batch unfinished" not in caplog.text
     assert [logs["rollout/staleness"] for logs in steps_of(trainer)] == [0, 1, 2, 2]
     assert len(engine.written) == 4 * 4
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_log_probs_of_another_engine_are_the_old_ones_of_what_it_generates_ahead(train, lookahead, monkeypatch):
+    class Knowing(Writer):
+        def write(self, *given):
+            completions, _ = super().write(*given)
+            return completions, [[-5.0] * len(each) for each in completions]
+
+    old, compute = [], SalesGRPOTrainer._compute_loss
+
+    def loss(self, model, inputs):
+        old.append(inputs.get("old_per_token_logps"))
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(SalesGRPOTrainer, "_compute_loss", loss)
+    train(sampler=Knowing, max_steps=2, rollout_lookahead=lookahead)
+    assert [None if each is None else each.amin().item() for each in old] == [-5.0 if lookahead else None] * 2

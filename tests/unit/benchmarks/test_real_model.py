@@ -21,6 +21,17 @@ def test_measures_by_hand():
     assert real_model.measures(run(rewards), until_s=40.0)["at_seconds"] == pytest.approx(0.5)
 
 
+def test_the_mean_over_seconds_and_the_windows_in_band_by_hand():
+    # two steps of 10 s: 0 until the first ends, 0.4 for 10 s, and 0.8 for the 5 s that are left
+    log = [{"reward": 0.4, "at_s": 10.0}, {"reward": 0.8, "at_s": 20.0}, {"reward": 1.0, "at_s": 30.0}]
+    assert real_model.measures({"log": log, "held_out": [0, 1]}, 25.0)["area_seconds"] == pytest.approx((4 + 4) / 25)
+    # windows of five steps: of three, the second is within 0.02 to 0.06, and the third beyond by its longer steps
+    for place, kl in enumerate([0.5] * 5 + [0.01, 0.07] * 2 + [0.04] + [0.03] * 4 + [0.4]):
+        log += [{"reward": 1.0, "at_s": 40.0, "kl/fairness": kl, "kl/fairness_tokens": 10.0 + 90.0 * (place == 14)}]
+    found = real_model.measures({"log": log[3:], "held_out": [0, 1]}, 25.0)
+    assert found["in_band fairness"] == 0.5 and "in_band hallucination" not in found
+
+
 def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
     arm = "ahead_2+geometric+lr_5e-6"
     assert real_model.settings_of(arm) == {
@@ -72,6 +83,17 @@ def test_a_tiny_arm_runs_resumes_and_is_reported(tmp_path, capsys):
     told = json.loads(kept.read_text())
     assert len(told["log"]) == 3 and all(0 <= entry["reward"] <= 1 for entry in told["log"])
     assert [entry["rollout/staleness"] for entry in told["log"]] == [0, 1, 2]
+
+
+@pytest.mark.bench
+def test_runs_of_equal_seconds_end_in_time_and_both_bands_are_measured(tmp_path):
+    words = [str(tmp_path), "--model", "tiny", "--seeds", "1", "--held_out", "8"]
+    real_model.main([*words, "--tasks", "sums", "--arms", "ahead_2", "--seconds", "6", "--reward_s", "0.2"])
+    log = json.loads(real_model.file_of(tmp_path, "sums", "ahead_2", 1).read_text())["log"]
+    assert 1 <= len(log) < 100 and log[-1]["at_s"] >= 6
+    real_model.main([*words, "--tasks", "dual", "--arms", "ahead_1+bands", "--steps", "10"])
+    told = json.loads((tmp_path / "report.json").read_text())["tasks"]["dual"]["ahead_1+bands"]["1"]
+    assert all(told[f"in_band {branch}"] in (0, 1) for branch in real_model.BANDS)  # one window counts
 
 
 @pytest.mark.bench

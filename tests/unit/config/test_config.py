@@ -1,8 +1,10 @@
 """Settings that cannot work are refused with what was got, what was expected and what to do."""
 
+import dataclasses
 import inspect
 import json
 import math
+import pickle
 import re
 import typing
 from contextlib import nullcontext
@@ -180,9 +182,28 @@ def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_sa
         assert weights_of(1, **ahead, loss_type="sapo") == ("token_truncate", "bounded")
         assert weights_of(1, **ahead, importance_sampling_level="sequence") == ("token_truncate", "bounded")
         assert weights_of(1, **ahead, rollout_correction={"reject": {"token_k1": 2}}) == ("token_truncate", "bounded")
+        assert weights_of(1, **ahead, vllm_importance_sampling_clip_max=2.0) == ("token_truncate", "bounded")
+        assert weights_of(0, **ahead, rollout_correction={"weights": "none"})[1] == "none"
         assert weights_of(0, **ahead, vllm_importance_sampling_mode="sequence_mask") == ("sequence_mask", "bounded")
     assert weights_of(0, rollout_lookahead=0) == ("sequence_mask", "bounded")
     assert training(rollout_lookahead=2).correction is None
+
+
+@pytest.mark.parametrize("again", ["replaced", "pickled", "from a dict"])
+def test_a_correction_by_default_is_no_choice_in_a_copy_with_another_lookahead(again):
+    def copied(config, **changed):
+        changed["generation_batch_size"] = None  # TRL derives it, and refuses it beside what it derived it from
+        if again == "from a dict":
+            return SalesGRPOConfig(**json.loads(json.dumps(config.to_dict())) | changed)
+        return dataclasses.replace(pickle.loads(pickle.dumps(config)) if again == "pickled" else config, **changed)
+
+    ahead, on_policy = (training(use_vllm=True, rollout_lookahead=number) for number in (2, 0))
+    assert copied(on_policy, rollout_lookahead=2).correction == copied(ahead).correction == ahead.correction
+    assert copied(ahead, rollout_lookahead=0).correction == on_policy.correction
+    assert copied(ahead, loss_type="sapo").correction.weights == "bounded"
+    assert copied(ahead, rollout_lookahead=0, vllm_importance_sampling_correction=False).correction is None
+    chosen = training(use_vllm=True, rollout_lookahead=2, vllm_importance_sampling_mode="token_mask")
+    assert copied(chosen, rollout_lookahead=0).correction.mode == "token_mask"
 
 
 def test_a_correction_is_read_from_a_mapping_or_json_and_refused_without_vllms():

@@ -32,3 +32,11 @@ def test_completions_are_padded_as_trl_pads_them():
     assert tensors["completion_ids"].tolist() == [[7, 8], [9, 0]]
     assert tensors["completion_mask"].tolist() == [[1, 1], [1, 0]]
     assert tensors["tool_mask"].tolist() == [[1, 0], [1, 1]]
+
+
+def test_a_log_prob_that_vllm_could_not_compute_is_nan():
+    logprobs = [[-0.5, None], [-1.0]]
+    given = Sampled(generated=([[1], [1]], [[7, 8], [9]], None, [], logprobs, {}, None, []))
+    tensors = given.padded(pad_token_id=0, multiple=None, device=torch.device("cpu"))
+    expected = torch.tensor([[-0.5, torch.nan], [-1.0, 0.0]])
+    torch.testing.assert_close(tensors["sampling_per_token_logps"], expected, equal_nan=True)

@@ -204,13 +204,17 @@ def test_the_ratio_to_the_sampler_by_hand():
 
 
 def test_a_ratio_to_the_sampler_in_the_loss_itself_is_bounded_too():
-    """Old log-probs of the sampler, 4 nats below the policy's: as if the ratio were 3."""
+    """Old log-probs of the sampler, 4 nats below the policy's: as if it were weighed by 3 at its first update."""
     inputs = batch(full(LN2 - 3), old=full(-7.0), importance_sampling_ratio=torch.ones(2, 1))
     for bias_correction in (True, False):
         settings = PenaltySettings(off_policy=True, bound=math.log(3.0), bias_correction=bias_correction)
         term, gradient, penalty = penalise(full(-3.0), inputs, betas=(1.0, 1.0), settings=settings)
         assert term[0, 0].item() == pytest.approx(3 * 0.3068528, abs=1e-6)
-        assert gradient[0, 0].item() == pytest.approx(3 * (1 - 2), abs=1e-5)  # k3's own, 1 - e^x
+        # with the ratio -x, as within the bound; without it k3's own, 1 - e^x
+        assert gradient[0, 0].item() == pytest.approx(3 * (-LN2 if bias_correction else 1 - 2), abs=1e-5)
+        stale = {**inputs, "old_per_token_logps": full(-3.0), "importance_sampling_ratio": torch.full((2, 1), 3.0)}
+        _, weighed, _ = penalise(full(-3.0), stale, betas=(1.0, 1.0), settings=settings)
+        assert gradient[0].tolist() == pytest.approx(weighed[0].tolist(), abs=1e-5)
         assert penalty.sums()[0, 4].item() == pytest.approx(3 * penalty.sums()[0, 3].item())
 
 
