@@ -1,13 +1,23 @@
 """Installed package versions and the ranges they are tested in. Imports none of the packages."""
 
+import contextlib
 import importlib.metadata
 import re
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
 
 from salesrl_trl.ground.own_code import PACKAGE
 from salesrl_trl.ground.process import installed
+
+
+def is_in(version: object, wanted: str) -> bool:
+    """Whether a version is in a range, e.g. `">=0.33"`. What isn't a version, e.g. `"dev"` of a build, is in none."""
+    with contextlib.suppress(InvalidVersion):  # some releases of packaging raise it
+        return SpecifierSet(wanted).contains(str(version), prereleases=True)
+    return False
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Package:
         """Whether a matching version is installed; a package of an extra may be absent."""
         if self.installed is None:
             return bool(self.extra)
-        return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
+        return is_in(self.installed, self.wanted)
 
     @property
     def finding(self) -> str:
