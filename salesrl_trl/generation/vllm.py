@@ -21,8 +21,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
 from salesrl_trl.generation.turns import EngineLabels, ServerLabels
-from salesrl_trl.ground.process import allow_files, patched
-from salesrl_trl.ground.versions import is_in
+from salesrl_trl.ground.process import allow_files, is_in, patched
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,13 @@
 """Installed package versions and the ranges they are tested in. Imports none of the packages."""
 
-import contextlib
 import importlib.metadata
 import re
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion
 
 from salesrl_trl.ground.own_code import PACKAGE
-from salesrl_trl.ground.process import installed
-
-
-def is_in(version: object, wanted: str) -> bool:
-    """Whether a version is in a range, e.g. `">=0.33"`. What isn't a version, e.g. `"dev"` of a build, is in none."""
-    with contextlib.suppress(InvalidVersion):  # some releases of packaging raise it
-        return SpecifierSet(wanted).contains(str(version), prereleases=True)
-    return False
+from salesrl_trl.ground.process import installed, is_in
 
 
 @dataclass(frozen=True)
