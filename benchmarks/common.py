@@ -66,6 +66,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    # Qwen2.5-14B
+    "14b": {
+        "vocab_size": 152_064,
+        "hidden_size": 5120,
+        "intermediate_size": 13_824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    # Qwen2.5-32B
+    "32b": {
+        "vocab_size": 152_064,
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
     # the demo's policy
     "demo": {
         "vocab_size": 3072,

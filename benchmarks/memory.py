@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.memory [--shapes 0.5b 7b] [--no-vllm] [--json FILE]    # on a GPU
     .venv/bin/python -m benchmarks.memory --settings --shapes 7b                        # seconds of an update
+    .venv/bin/python -m benchmarks.memory --long --shapes 7b                            # completions of 4,096 tokens
     .venv/bin/python -m benchmarks.memory --shapes tiny                                 # on a CPU: no figures
 
 Each row is a few updates of two micro-batches through this package's trainer, without services, with prompts of one
@@ -10,6 +11,10 @@ length and completions of full length. One completion is shorter, so that there 
 says whether there is a second model. The last row has vLLM in the process.
 
 `--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
+
+`--long` takes five rows with completions of 4,096 tokens on cards of 80 and 24 GB: PyTorch's allocator gets no more
+than such a card less the CUDA context, and vLLM its share of it. A row that runs out of memory says so, and whether
+the estimate did.
 
 - `allocated`: PyTorch's peak, as the trainer logs it (it starts anew at each log line);
 - `reserved`: the peak of what PyTorch's allocator took from the device;
@@ -51,12 +56,20 @@ from benchmarks.common import (
     save_model,
     write_json,
 )
-from benchmarks.service import InstantReward
+from benchmarks.service import GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
 from salesrl_trl.ground.process import patched
 from salesrl_trl.launch.checks.model import FLASH
-from salesrl_trl.launch.memory_estimate import STOCHASTIC_OPTIM, Estimate, ModelShape, Setup, estimate, shape_of
+from salesrl_trl.launch.memory_estimate import (
+    CONTEXT_GIB,
+    STOCHASTIC_OPTIM,
+    Estimate,
+    ModelShape,
+    Setup,
+    estimate,
+    shape_of,
+)
 from salesrl_trl.launch.preflight.memory import STOCHASTIC_ARGS
 from salesrl_trl.names import GPU_PEAK
 from salesrl_trl.telemetry.device import GIB
@@ -82,6 +95,9 @@ class Row:
     bf16_passes: bool = True
     shared: bool = False
     updates: int = 2
+    completion: int = 0  # tokens; 0 for the shape's
+    batch: int = 0  # completions of a micro-batch; 0 for the shape's
+    card_gb: float = 0.0  # the card's memory, in 1e9 bytes; 0 for all of it
 
     @property
     def name(self) -> str:
@@ -90,7 +106,22 @@ class Row:
         words += ["reference"] * (self.reference and not self.lora) + ["vLLM"] * self.vllm
         words += [self.attention] * (self.attention != "sdpa") + ["torch_compile"] * self.compiled
         words += ["float32 passes"] * (not self.bf16_passes) + ["shared prompts"] * self.shared
+        words += [f"{self.completions} x {self.tokens} tokens on {self.card_gb:g} GB"] * (self.card_gb > 0)
         return ", ".join(words)
+
+    @property
+    def tokens(self) -> int:
+        """Of a completion."""
+        return self.completion or TOKENS[self.shape]
+
+    @property
+    def completions(self) -> int:
+        """Of a micro-batch."""
+        return self.batch or BATCH[self.shape]
+
+    def card_gib(self, whole: float) -> float:
+        """The memory that the row may use, of a card with `whole`."""
+        return min(self.card_gb * 1e9 / GIB, whole) if self.card_gb else whole
 
     @property
     def rounds(self) -> bool:
@@ -125,6 +156,16 @@ def rows_of_settings(shapes: Sequence[str]) -> list[Row]:
     return rows
 
 
+def rows_of_long(shapes: Sequence[str], tokens: int) -> list[Row]:
+    """Five settings of LoRA with completions of so many tokens. The last one is not expected to fit."""
+    rows = []
+    for shape in shapes:
+        large, small = Row(shape, lora=True, completion=tokens, batch=4, card_gb=80), (24.0, 1)
+        rows += [large, dataclasses.replace(large, shared=True), dataclasses.replace(large, vllm=True)]
+        rows += [dataclasses.replace(large, card_gb=small[0], batch=batch) for batch in (small[1], 4)]
+    return rows
+
+
 class FullLength(Branched):
     """Every completion has the full length but the first one."""
 
@@ -150,20 +191,26 @@ def figures_of(shape: str, lora: ModelConfig) -> ModelShape:
     return figures
 
 
+def share_of_card(row: Row) -> float:
+    """The share of this card that the row may use."""
+    whole = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+    return row.card_gib(whole) / whole
+
+
 def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOConfig, ModelConfig]:
     """The settings of a row, and those of its model."""
     engine: dict[str, Any] = {}
     if row.vllm:
         engine = {
-            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+            "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3 * share_of_card(row),
             "vllm_engine_kwargs": {"enforce_eager": True, "load_format": "dummy"},
-            "vllm_max_model_length": 2048, "max_sampling_logp_difference": 100.0,
+            "vllm_max_model_length": max(2048, row.tokens + 1024), "max_sampling_logp_difference": 100.0,
         }  # fmt: skip
     args = SalesGRPOConfig(
         **quiet(where, str(folder / "out"), **engine, **({} if row.bf16_passes else {"bf16": False})),
-        per_device_train_batch_size=BATCH[row.shape],
-        gradient_accumulation_steps=2,
-        max_completion_length=TOKENS[row.shape],
+        per_device_train_batch_size=row.completions,
+        gradient_accumulation_steps=max(2, GENERATIONS // row.completions),
+        max_completion_length=row.tokens,
         gradient_checkpointing=row.checkpointing,
         torch_compile=row.compiled,
         shared_prompts="auto" if row.shared else "off",
@@ -201,7 +248,7 @@ def trainer_of(row: Row, folder: Path, clock: Clock) -> Iterator[tuple[SalesGRPO
             callbacks=[clock],
         )
     if isinstance(trainer, FullLength):
-        trainer.length = TOKENS[row.shape]
+        trainer.length = row.tokens
     try:
         yield trainer, model_settings
     finally:
@@ -226,18 +273,25 @@ def measure(row: Row) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        whole = torch.cuda.get_device_properties(0).total_memory / GIB
+        allowed = row.card_gib(whole) - CONTEXT_GIB if row.card_gb else whole
+        torch.cuda.set_per_process_memory_fraction(min(allowed / whole, 1.0))
     left = torch.cuda.memory_allocated() / GIB  # of the row before: nothing, if all is well
-    clock = Clock()
+    clock, ran_out = Clock(), False
     with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder), clock) as (trainer, model_settings):
-        trainer.train()
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError:
+            ran_out = True
         card = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else 80.0
         found = estimate_of(row, trainer.args, model_settings, card)
         figures = {"row": row.name, "left_gib": left, "moment": found.peak.name, "parts_gib": dict(found.peak.parts)}
         figures["estimated_gib"] = found.needed_gib
+        figures |= {"fits": found.needed_gib <= row.card_gib(card), "ran_out": ran_out}
         if on_gpu:
             free, total = torch.cuda.mem_get_info()
             figures |= {
-                "allocated_gib": max(entry.get(GPU_PEAK, 0.0) for entry in trainer.state.log_history),
+                "allocated_gib": max([entry.get(GPU_PEAK, 0.0) for entry in trainer.state.log_history], default=0.0),
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
                 "used_gib": (total - free) / GIB,
             }
@@ -250,6 +304,8 @@ def measure(row: Row) -> dict[str, Any]:
 def line(figures: dict[str, Any]) -> str:
     """The figures of a row, for people."""
     told = f"{figures['row']}: estimated {figures['estimated_gib']:.2f} GiB ({figures['moment']})"
+    told += "" if figures["fits"] else "; by the estimate it does not fit"
+    told += "; it ran OUT OF MEMORY" if figures["ran_out"] else ""
     if "allocated_gib" in figures:
         told += f"; measured {figures['allocated_gib']:.2f} allocated, "
         told += f"{figures['reserved_gib']:.2f} reserved, {figures['used_gib']:.2f} used "
@@ -269,9 +325,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--shapes", nargs="+", choices=sorted(BATCH), default=default)
     made.add_argument("--no-vllm", action="store_true", help="leave out the row with vLLM")
     made.add_argument("--settings", action="store_true", help="rows with one setting changed, and their seconds")
+    made.add_argument("--long", action="store_true", help="five rows of long completions on cards of 80 and 24 GB")
+    made.add_argument("--tokens", type=int, default=4096, help="of these completions")
     args = made.parse_args(argv)
     with_vllm = on_gpu and not args.no_vllm
     wanted = rows_of_settings(args.shapes) if args.settings else rows_of(args.shapes, with_vllm)
+    if args.long:
+        wanted = [row for row in rows_of_long(args.shapes, args.tokens) if on_gpu or not row.vllm]
     show = functools.partial(print, file=sys.stderr, flush=True)
     rows = []
     for row in wanted:

@@ -2,10 +2,14 @@
 
     python -m benchmarks.sharding                                  # one, zero2, zero3, fsdp2 on two GPUs
     python -m benchmarks.sharding --shape tiny --arms one zero3    # on a CPU, which has no FSDP
+    python -m benchmarks.sharding --lora --shape 14b --arms fsdp2 --steps 3    # a step, its memory and its push
 
 Each arm is a launch of its own, with its file of `accelerate_configs/`. Completions and rewards depend on the prompt,
 the step and the place in the group alone, so all arms train on the same batches. It says how far losses, KL and the
 saved weights differ from those of one process, how long a step takes, and how much memory a process needs.
+
+With `--lora`, all processes share a colocated vLLM (tensor parallelism), whose completions they train on. Each process
+makes the same random weights, which are never written; vLLM has others until the first push. Nothing is compared.
 """
 
 import argparse
@@ -24,8 +28,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
+from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.common import (
     BETA,
@@ -33,6 +38,7 @@ from benchmarks.common import (
     Clock,
     device,
     device_name,
+    dtype,
     now,
     parser,
     quiet,
@@ -43,6 +49,7 @@ from benchmarks.common import (
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.names import GPU_PEAK, Phase, time_of
 from salesrl_trl.trainer import SalesGRPOTrainer
 from salesrl_trl.update.ledger import kl_names
 
@@ -68,6 +75,60 @@ class Keyed(SalesGRPOTrainer):
             length = draw.randrange(self.length // 2, self.length + 1)
             completions.append([draw.randrange(10, 1000) for _ in range(length)])
         return completions, None
+
+
+def work_of_lora(arguments: argparse.Namespace) -> None:
+    """Train adapters in one process of an arm, with vLLM over all processes. The first one writes the figures."""
+    rank, processes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    where = torch.device("cuda", rank) if torch.cuda.is_available() else device()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    config = SalesGRPOConfig(
+        **quiet(where, str(arguments.out / "run")),
+        held_out_eval=False,
+        per_device_train_batch_size=BATCH // processes,
+        gradient_accumulation_steps=2,
+        max_completion_length=TOKENS.get(arguments.shape, 256),
+        gradient_checkpointing=True,
+        max_steps=arguments.steps,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_tensor_parallel_size=processes,
+        vllm_gpu_memory_utilization=0.4,
+        vllm_max_model_length=512,
+        vllm_engine_kwargs={"enforce_eager": True, "load_format": "dummy"},
+        max_sampling_logp_difference=100.0,
+    )
+    with where:
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM._from_config(AutoConfig.from_pretrained(arguments.model), dtype=dtype(where))
+    model.name_or_path = model.config._name_or_path = str(arguments.model)  # where vLLM finds the architecture
+    clock = Clock()
+    trainer = SalesGRPOTrainer(
+        model,
+        InstantReward(),
+        args=config,
+        train_dataset=Dataset.from_list(rows_of([f"Question {index}?" for index in range(64)])),
+        processing_class=packaged_tokenizer(),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
+        callbacks=[clock],
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    peaks = gather_object([max(entry.get(GPU_PEAK) or 0.0 for entry in steps[1:] or steps)])
+    if trainer.is_world_process_zero():
+        figures = {
+            "distributed": trainer.accelerator.distributed_type.value,
+            "processes": processes,
+            "steps": [{"loss": entry["loss"], "grad_norm": entry["grad_norm"]} for entry in steps],
+            "step_s": clock.seconds[1:] or clock.seconds,
+            "push_s": [entry[time_of(Phase.WEIGHT_PUSH)] for entry in steps],
+            "logp_difference": [entry.get("sampling/sampling_logp_difference/mean") for entry in steps],
+            "peak_gib": peaks if where.type == "cuda" else [None],
+        }
+        write_json(arguments.out / "figures.json", figures)
+    trainer.finish()
+    PartialState().destroy_process_group()
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -131,8 +192,11 @@ def launch(arm: str, arguments: argparse.Namespace, model: Path, out: Path) -> d
         command += ["--num_processes", "2", "-m"]
     command += ["benchmarks.sharding", "--worker", "--shape", arguments.shape, "--steps", str(arguments.steps)]
     command += ["--model", str(model), "--out", str(out)] + ["--bf16"] * arguments.bf16
+    command += ["--lora"] * arguments.lora
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S * (1 + arguments.lora), check=False
+    )
     if not (out / "figures.json").is_file():
         raise RuntimeError(f"{arm} failed: {(done.stdout + done.stderr)[-6000:]}")
     figures: dict[str, Any] = json.loads((out / "figures.json").read_text())
@@ -161,20 +225,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["one", "zero2", "zero3", "fsdp2"])
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--bf16", action="store_true", help="compute in bf16; the default is float32")
+    made.add_argument("--lora", action="store_true", help="train adapters on completions of a colocated vLLM")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = made.parse_args(argv)
     if arguments.worker:
-        work(arguments)
+        (work_of_lora if arguments.lora else work)(arguments)
         return {}
     figures: dict[str, Any] = {"shape": arguments.shape, "device": device_name(device()), "bf16": arguments.bf16}
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(arguments.shape, Path(folder, "model"), device())
+        model = Path(folder, "model")
+        if arguments.lora:
+            Qwen2Config(**SHAPES[arguments.shape], architectures=["Qwen2ForCausalLM"]).save_pretrained(model)
+            packaged_tokenizer().save_pretrained(model)
+        else:
+            save_model(arguments.shape, model, device())
         for arm in arguments.arms:
             started = now()
             found = launch(arm, arguments, model, Path(folder, arm))
-            if "one" in figures:
+            if "one" in figures and not arguments.lora:
                 saved = (Path(folder, "one", "saved"), Path(folder, arm, "saved"))
                 found["difference"] = differences(figures["one"], found, saved)
             figures[arm] = found
@@ -190,6 +260,9 @@ def _line(arm: str, found: dict[str, Any], seconds: float) -> str:
     ]
     if found["peak_gib"][0] is not None:
         parts.append(f"peak {max(found['peak_gib']):.2f} GiB a process")
+    if "push_s" in found:
+        parts.append("pushes " + ", ".join(f"{seconds:.2f}" for seconds in found["push_s"]) + " s")
+        parts.append(f"log-probs off by {found['logp_difference']}")
     if "difference" in found:
         parts += [f"{name} off by {value:.2g}" for name, value in found["difference"].items()]
     else:

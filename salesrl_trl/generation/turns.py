@@ -61,18 +61,20 @@ class EngineLabels(WeightLabels):
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
-        self._engine, self._latest = engine, ""
+        self._engine, self._pending = engine, ""  # the label from the next step on
         self._is_behind = engine.vllm_config.scheduler_config.async_scheduling
 
     def pushed(self, step: int) -> None:
         """The engine has the weights after `step` optimizer steps."""
-        self._latest = self.label(step)
+        self._pending = self.label(step)
         if not self._is_behind:
-            self._engine.set_weight_version(self._latest)
+            self.stepped()
 
     def stepped(self) -> None:
-        """The engine has made a step."""
-        self._engine.set_weight_version(self._latest)
+        """The engine has made a step. Labels that others set since then stay."""
+        if self._pending:
+            self._engine.set_weight_version(self._pending)
+            self._pending = ""
 
 
 class ServerLabels(WeightLabels):

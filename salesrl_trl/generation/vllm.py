@@ -13,7 +13,6 @@ import torch
 import trl.generation.vllm_generation as upstream_vllm
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.other import get_free_port
-from packaging.version import Version
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -22,7 +21,7 @@ from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
 from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
 from salesrl_trl.generation.turns import EngineLabels, ServerLabels
-from salesrl_trl.ground.process import allow_files, patched
+from salesrl_trl.ground.process import allow_files, is_in, patched
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +87,8 @@ class SalesVLLMGeneration(VLLMGeneration):
         shared = ["", ""]  # the address, and a name for the weights if the server reports it
         if is_main := self.accelerator.is_main_process:
             address = self.vllm_client.base_url
-            release = self.vllm_client._get(f"{address}/version").get("version", "0")
-            shared = [address, secrets.token_hex(4) if Version(release) >= Version("0.33") else ""]
+            release = self.vllm_client._get(f"{address}/version").get("version")
+            shared = [address, secrets.token_hex(4) if is_in(release, ">=0.33") else ""]
         broadcast_object_list(shared)
         if not is_main:
             self.vllm_client = upstream_vllm.VLLMClient(shared[0], connection_timeout=self.server_timeout)

@@ -78,6 +78,16 @@ def installed(package: str) -> str | None:
     return None
 
 
+def is_in(version: object, wanted: str) -> bool:
+    """Whether a version is in a range, e.g. `">=0.33"`. What isn't a version, e.g. `"dev"` of a build, is in none."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    with contextlib.suppress(InvalidVersion):  # some releases of packaging raise it
+        return SpecifierSet(wanted).contains(str(version), prereleases=True)
+    return False
+
+
 def cache_dir() -> Path:
     """The folder shared by runs: `$SALESRL_CACHE_DIR`, or `salesrl_trl` in the user's cache folder."""
     if "SALESRL_CACHE_DIR" in os.environ:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 
 from salesrl_trl.ground.own_code import PACKAGE
-from salesrl_trl.ground.process import installed
+from salesrl_trl.ground.process import installed, is_in
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Package:
         """Whether a matching version is installed; a package of an extra may be absent."""
         if self.installed is None:
             return bool(self.extra)
-        return Requirement(f"{self.name}{self.wanted}").specifier.contains(self.installed, prereleases=True)
+        return is_in(self.installed, self.wanted)
 
     @property
     def finding(self) -> str:

@@ -10,6 +10,7 @@ from transformers import TrainerState
 from salesrl_trl import names
 from salesrl_trl.ground.texts import calls_and_usd, number
 from salesrl_trl.names import Phase
+from salesrl_trl.parts.lookahead import WAITS
 from salesrl_trl.types import Outcome
 from salesrl_trl.wiring.part import Part, PartContext
 
@@ -24,6 +25,8 @@ class StepLine(Part):
 
     def connect(self, run: PartContext) -> None:
         self._branches, self._names, self._ledger = run.args.branches, run.reward_loop.reward.names, run.ledger
+        self._processes = run.args.world_size
+        self._full = set[str]()  # services reported as the bottleneck
 
     def on_train_begin(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self._started = self._last = time.perf_counter()
@@ -51,7 +54,21 @@ class StepLine(Part):
         logger.info(" | ".join(part for part in (line, spent, progress, shares(logs)) if part))
         if self._names.providers:
             logger.info(judge_line(step, logs, self._names.providers, self._ledger.batches("train")))
+        self._report_full(logs, seconds, self._ledger.batches("train") / max(step - self._last_step, 1))
         self._last, self._last_step = now, step
+
+    def _report_full(self, logs: Logs, seconds: float, batches: float) -> None:
+        """Logs once if a service's concurrency limit determines a step's `seconds`. `batches`: per step."""
+        waited = logs.get(names.REWARD_EXPOSED) or 0.0
+        for service in self._names.services:
+            full_ms = (logs.get(names.traffic_of(service, "full_ms")) or 0.0) * batches / self._processes
+            if service not in self._full and waited > WAITS * seconds and full_ms > 500 * seconds:
+                self._full.add(service)
+                logger.info(
+                    f"[Limit] {service}: calls queued at its highest concurrency limit for {full_ms / 1000:.1f} of "
+                    f"{seconds:.1f} s, and the step waited {waited:.1f} s for rewards. A lookahead doesn't help. If "
+                    "the service can serve more calls, raise its limit (judge_max_concurrency, rag.max_concurrency)"
+                )
 
 
 def step_line(

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -190,6 +191,7 @@ class Flights:
         self._hedges = 0
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
+        self._full_since = math.inf  # when calls last queued at the limit's cap; infinite if none do now
 
     def record_sent(self) -> Sent:
         """One more request is about to be sent."""
@@ -252,6 +254,9 @@ class Flights:
             if not (turn := self._line.popleft()).done():  # otherwise its call was cancelled
                 self._taken += 1
                 turn.set_result(None)
+        moment, is_full = now(), bool(self._line) and self.limit.slots >= self.limit.cap
+        self.traffic["full_ms"] += round(1000 * max(moment - self._full_since, 0))
+        self._full_since = moment if is_full else math.inf
 
     def answered(self, sent: Sent) -> None:
         """A request was answered: the service accepts calls, in case it refused them before this one was sent."""

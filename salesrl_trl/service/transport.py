@@ -25,10 +25,12 @@ RETRY_WAIT_MAX_S = 5.0  # longest wait between attempts, unless Retry-After asks
 RETRY_JITTER_S = 0.2  # maximum random delay, so that calls that failed together are not retried together
 OVERLOAD_WAIT_S = 1.0  # wait after a 429 without Retry-After
 MAX_OVERLOADS = 64  # refusals after which a call gives up. Usually its deadline expires first.
-TRAFFIC = ("calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won")
+TRAFFIC = (
+    "calls", "sent", "retries", "overloads", "timeouts", "failures", "held_back", "hedges", "hedges_won", "full_ms",
+)  # fmt: skip
 """Names of the counters: `calls` made; requests `sent`, including hedges; among them `retries`, `overloads` (refused),
 `timeouts`, other `failures`; calls `held_back` by an open breaker; `hedges`, extra requests for late calls, and
-`hedges_won`, those that were faster."""
+`hedges_won`, those that were faster; `full_ms`, milliseconds with calls queued at the highest concurrency limit."""
 
 
 class Transport:

@@ -96,7 +96,7 @@ def main(policy, out):
     def pushed():
         push()
         if trainer.state.global_step == FOREIGN:
-            generation.labels._latest = "default"
+            generation.labels._pending = "default"
             engine.set_weight_version("default")
 
     engine.add_request, loop._step, generation.sync_weights = added, stepped, pushed

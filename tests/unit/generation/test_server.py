@@ -7,13 +7,14 @@ from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 from support.seconds import check_seconds, until
 
 from salesrl_trl.agents.tool_turns import Conversations, Episodes
 from salesrl_trl.agents.tools import ToolCalls
-from salesrl_trl.generation import engine_loop
+from salesrl_trl.generation import engine_loop, vllm
 from salesrl_trl.generation.engine_loop import CompletionTasks, ServerLoop
 from salesrl_trl.generation.turns import NO_TURN
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
@@ -44,6 +45,22 @@ def second_process():
     events = []
     return SimpleNamespace(process_index=1, num_processes=2, is_main_process=False, device=torch.device("cpu"),
                            events=events, wait_for_everyone=lambda: events.append("everyone"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "reports"), [("0.33.0", True), ("0.31.0", False), ("dev", False), (None, False)])
+def test_a_server_of_any_version_is_connected_and_labelled_from_0_33_on(monkeypatch, release, reports):
+    """vLLM built without its version file reports "dev"."""
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "_init_vllm", lambda self: None)
+    monkeypatch.setattr(vllm, "broadcast_object_list", lambda shared: shared)
+    client = SimpleNamespace(
+        base_url="http://server", session=requests.Session(), _get=lambda url: {"version": release}
+    )
+    accelerator = SimpleNamespace(is_main_process=True, device=torch.device("cpu"))
+    generation = SalesVLLMGeneration.__new__(SalesVLLMGeneration)
+    vars(generation).update(mode="server", vllm_client=client, accelerator=accelerator, enable_sleep_mode=False)
+    generation._init_vllm()
+    assert (generation.labels is not None) == reports
 
 
 @pytest.fixture

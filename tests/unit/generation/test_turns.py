@@ -82,6 +82,20 @@ def test_a_completion_of_weights_that_no_push_named_is_told_as_failed(async_sche
     assert told == {0: "unknown_weights", 1: "unknown_weights"}
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_weights_that_others_pushed_and_named_are_unknown_until_the_next_push(async_scheduling):
+    engine, refused = LabellingEngine(async_scheduling), []
+    labels = EngineLabels(engine)
+    loop = EngineLoop(LLM(engine), labels)
+    for engine.weights, name in ((1, None), (2, "other-2"), (3, None)):
+        labels.pushed(engine.weights) if name is None else engine.set_weight_version(name)
+        batch = CompletionTasks(1, loop, lambda *_, **__: None)
+        batch.begin(prompts(3), ["params"])
+        loop.run(batch)
+        refused += [refusal(turn.versions) for turn in batch.results()]
+    assert refused == [None, "unknown_weights", None]
+
+
 def test_an_engine_that_reports_nothing_has_turns_without_versions():
     loop = EngineLoop(LLM())
     batch = CompletionTasks(1, loop, lambda place, ids: None)

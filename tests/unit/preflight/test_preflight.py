@@ -81,6 +81,7 @@ def packages(monkeypatch, **installed):
     ("installed", "message"),
     [
         ({"trl": "1.15.3"}, "trl is 1.15.3, and trl<1.17,>=1.16.0 is required. Run `pip install"),
+        ({"trl": "dev"}, "trl is dev, and trl<1.17,>=1.16.0 is required."),  # raised with packaging 24.2
         ({"numpy": None}, "numpy is not installed, and numpy"),
         ({"vllm": None}, "vLLM is not installed. Run scripts/install.sh, or set `use_vllm: false`"),
     ],

@@ -163,6 +163,15 @@ async def test_a_call_that_is_turned_away_stands_in_front_of_the_line():
     assert order == [0, 1, 2, 3, 4, 5, 0, 6, 7, 8]
 
 
+@pytest.mark.parametrize(("most", "full_ms"), [(2, 4000), (10, 0)])
+async def test_time_in_which_calls_queue_at_the_highest_limit_is_counted(most, full_ms):
+    judge = Transport("judge", max_concurrency=most, attempt_timeout_s=9, max_attempts=3, hedge_fraction=0)
+    await asyncio.gather(*(judge.call(partial(asyncio.sleep, 1.0)) for _ in range(10)))
+    # two of ten calls of 1 s at once: the last two leave the queue after 4 s. Eight at first, of ten: the limit grows
+    assert judge.drain_traffic()["full_ms"] == full_ms
+    assert judge.drain_traffic()["full_ms"] == 0
+
+
 async def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
     one = Transport("one", max_concurrency=1, attempt_timeout_s=9, max_attempts=3, hedge_fraction=0)
 

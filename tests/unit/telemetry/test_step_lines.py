@@ -28,8 +28,8 @@ LOGS = {
 def connected(part, failures=None, log=None, providers=()):
     """A part as a trainer of these branches connects it."""
     ledger = SimpleNamespace(failures=lambda _: failures or {}, batches=lambda _: 6)
-    reward = SimpleNamespace(names=SimpleNamespace(providers=providers, has_actions=True))
-    args = SimpleNamespace(branches=("fairness", "tone") if isinstance(part, EpochTotals) else BRANCHES)
+    reward = SimpleNamespace(names=SimpleNamespace(providers=providers, services=("judge",), has_actions=True))
+    args = SimpleNamespace(world_size=2, branches=("fairness", "tone") if isinstance(part, EpochTotals) else BRANCHES)
     loop = SimpleNamespace(reward=reward)
     part.connect(SimpleNamespace(args=args, reward_loop=loop, ledger=ledger, trl=SimpleNamespace(log=log)))
     return part
@@ -109,6 +109,24 @@ def test_a_line_comes_with_each_step_and_not_with_summaries_of_the_main_process(
     of_judge = ["[Judge@step1] time=3.2s providers={'openai': 3}"] * len(providers)
     assert caplog.messages[1:] == of_judge * is_main
     assert [message.startswith("[Step 1/2]") for message in caplog.messages[:1]] == [True] * is_main
+
+
+def test_a_service_whose_concurrency_bounds_the_step_is_named_once(caplog, monkeypatch):
+    now = iter([0.0, 20.0, 40.0, 60.0, 80.0])  # begun, and four lines
+    monkeypatch.setattr("salesrl_trl.parts.step_lines.time.perf_counter", lambda: next(now))
+    callback, told = connected(StepLine()), []
+    state = TrainerState(max_steps=4, is_world_process_zero=True)
+    callback.on_train_begin(None, state, TrainerControl())
+    # one step, six batches, two processes: three times as many seconds in each as a batch counts
+    for waited, full_ms in ((0.9, 6000), (16.0, 3300), (16.0, 6000), (16.0, 6000)):
+        caplog.clear()
+        state.global_step += 1
+        logs = {**LOGS, "time/reward_exposed_s": waited, "services/judge/full_ms": full_ms}
+        with caplog.at_level(logging.INFO, logger="salesrl_trl"):
+            callback.on_log(None, state, TrainerControl(), logs=logs)
+        told.append([message for message in caplog.messages if message.startswith("[Limit]")])
+    assert [len(each) for each in told] == [0, 0, 1, 0]  # hidden; queued in less than half of the step; the bound
+    assert "judge: calls queued at its highest concurrency limit for 18.0 of 20.0 s" in told[2][0]
 
 
 def test_an_epochs_totals_are_those_of_its_log_lines_and_start_over():
