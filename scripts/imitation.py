@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import SFTConfig, SFTTrainer
 
-from salesrl_trl.ground.process import keep_freed_memory
+from salesrl_trl.launch.kept import keep_freed_memory
 
 
 def imitate(

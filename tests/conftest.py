@@ -15,7 +15,7 @@ from support import apart, forked, virtual_time
 from support.loopback import Services
 from support.seconds import TookTooLong
 
-from salesrl_trl.ground.process import remember_packages
+from salesrl_trl.launch.kept import remember_packages
 
 LONG_FILES = (
     "test_launch.py", "test_vllm_server.py", "test_ranks.py", "test_exact_mode.py", "test_readme.py",

@@ -1,12 +1,9 @@
-"""Process-level utilities: environment, memory, threads' devices, and safe file writes. Standard library only."""
+"""Process-level utilities: environment, threads' devices, and safe file writes. Standard library only."""
 
-import atexit
 import contextlib
 import contextvars
 import ctypes
 import errno
-import functools
-import gc
 import hashlib
 import importlib.metadata
 import itertools
@@ -26,40 +23,8 @@ empty string as all GPUs. bm25s imports JAX if installed, which reserves 75 % of
 patched = mock.patch.object
 """`with patched(owner, "name", value)`: temporarily replaces an attribute of another object."""
 
-_GC_THRESHOLDS = (50_000, 20, 100)  # new objects, then rounds, between collections of each generation
-_GC_USUAL = gc.get_threshold()
 _imported: dict[str, tuple[object, bytes]] = {}  # by module: its spec, which a reload replaces, and its file's hash
 logger = logging.getLogger(__name__)
-
-
-def keep_freed_memory() -> None:
-    """Make glibc reuse large freed blocks instead of returning them to the kernel, which would map and clear every
-    page again: half of a step's time on a CPU. In exchange, the process keeps its peak memory."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never
-
-
-def collect_seldom() -> None:
-    """Exclude all existing objects from garbage collection, and collect others rarely, until the process exits.
-    Otherwise collections used a third of the CPU time of a reward batch with a thousand calls in flight. Everything is
-    collected at exit, as Triton would print a page about leftovers."""
-    atexit.unregister(collect_as_usual)
-    atexit.register(collect_as_usual)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
-
-
-def collect_as_usual() -> None:
-    gc.unfreeze()
-    gc.set_threshold(*_GC_USUAL)
-
-
-def remember_packages() -> None:
-    """Cache the mapping of modules to packages, which transformers and TRL request often, at 0.3 to 0.7 s each."""
-    importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def allow_files(count: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from salesrl_trl.ground.process import collect_seldom, keep_freed_memory, remember_packages
+from salesrl_trl.launch.kept import collect_seldom, keep_freed_memory, remember_packages
 from salesrl_trl.launch.process import begin_run
 
 if __name__ == "__main__":

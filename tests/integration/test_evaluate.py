@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from salesrl_trl.demo.packaged import PACKAGED, SEARCH_POLICY
-from salesrl_trl.ground.process import collect_as_usual
 from salesrl_trl.launch.evaluate import __main__ as evaluate
 from salesrl_trl.launch.evaluate import answering
+from salesrl_trl.launch.kept import collect_as_usual
 from salesrl_trl.launch.recipes import RECIPES
 from salesrl_trl.trainer import SalesGRPOTrainer
 

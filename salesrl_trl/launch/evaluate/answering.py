@@ -19,11 +19,11 @@ from salesrl_trl.demo.packaged import PACKAGED
 from salesrl_trl.demo.services.launcher import EmbeddedServices
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.ground.command_line import given
-from salesrl_trl.ground.process import collect_seldom, keep_freed_memory
 from salesrl_trl.launch.assembly import open_reward
 from salesrl_trl.launch.data.prompts import FittingPrompts
 from salesrl_trl.launch.evaluate.findings import GREEDY, LABELS, EvaluationFindings, Scored, findings_of, modes
 from salesrl_trl.launch.evaluation.quick import spread
+from salesrl_trl.launch.kept import collect_seldom, keep_freed_memory
 from salesrl_trl.launch.plan import Plan, build_instruments, build_trainer, load_policy, overlaid
 from salesrl_trl.launch.preflight.runner import prepare
 from salesrl_trl.launch.recipes import FULL
