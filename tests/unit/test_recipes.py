@@ -15,10 +15,10 @@ from salesrl_trl.checkpoint.identity import identity_of, rows_of, write_identity
 from salesrl_trl.checkpoint.whole import seal
 from salesrl_trl.demo.packaged import PACKAGED as SMALL_POLICY
 from salesrl_trl.errors import ConfigError, DataError, StopRequested
-from salesrl_trl.launch.kept import remember_packages
 from salesrl_trl.launch.checks.folders import claim_output_dir
 from salesrl_trl.launch.checks.reward import MEANINGLESS
 from salesrl_trl.launch.data.sources import PACKAGED
+from salesrl_trl.launch.kept import remember_packages
 from salesrl_trl.launch.memory_estimate import Estimate, Moment
 from salesrl_trl.launch.plan import build_instruments
 from salesrl_trl.launch.preflight.runner import prepare
