@@ -21,6 +21,7 @@ extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs/scorer.js")
 html_show_copyright = html_show_sphinx = html_copy_source = False
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4
@@ -29,6 +30,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 copybutton_exclude = ".linenos, .gp"
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
+BRACES = str.maketrans("<>", "{}")  # Sphinx escapes angle brackets twice
 PAGES = ROOT / "docs"
 REPOSITORY = METADATA["metadata"].get("url", "").rstrip("/")
 
@@ -53,7 +55,7 @@ class _Entry(SphinxRole):
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         anchor = re.sub(r"\W+", "-", re.sub("[<>]", "", self.text))
-        self.env.domains.standard_domain.note_object(self.name, self.text, anchor)
+        self.env.domains.standard_domain.note_object(self.name, self.text.translate(BRACES), anchor)
         return [nodes.literal(self.rawtext, self.text, ids=[anchor])], []
 
 
@@ -68,9 +70,9 @@ def _write_generated_pages(app: object) -> None:
 
 
 def setup(app: object) -> None:
-    """Called by Sphinx. `searchprio`: an exact name is found before pages that mention it."""
+    """Called by Sphinx."""
     for kind in ("setting", "metric", "preset"):
-        StandardDomain.object_types[kind] = ObjType(kind, searchprio=0)
+        StandardDomain.object_types[kind] = ObjType(kind)
         app.add_role(kind, _Entry())  # type: ignore[attr-defined]
     app.connect("builder-inited", _write_generated_pages)  # type: ignore[attr-defined]
     app.connect("html-page-context", _name_the_language)  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def settings() -> str:
     ]
     for group, of in settings_help.GROUPS.items():
         rows = [each for each in settings_help.settings().values() if each.group == group]
-        lines = [f"| {{setting}}`{each.name}` | {_cell(each.default, code=True)} | {_cell(each.text)} |" for each in rows]
+        lines = [f"| {{setting}}`{row.name}` | {_cell(row.default, code=True)} | {_cell(row.text)} |" for row in rows]
         about = str(of["about"])
         parts += [f"## {group}", f"{about[:1].upper()}{about[1:]}.", _table(["setting", "default", "meaning"], lines)]
     return _page([*parts, *presets()])
@@ -57,7 +57,8 @@ def presets() -> Iterator[str]:
         values = yaml.safe_load(text)
         values |= values.pop(SALES_CHAIN, {})
         of = ", ".join(f"`{setting}: {json.dumps(value)}`" for setting, value in values.items())
-        lines.append(f"| {{preset}}`{name}` | {_cell(re.sub('^# ', '', purpose[0], flags=re.MULTILINE))} | {_cell(of)} |")
+        use = re.sub("^# ", "", purpose[0], flags=re.MULTILINE)
+        lines.append(f"| {{preset}}`{name}` | {_cell(use)} | {_cell(of)} |")
     yield _table(["preset", "for", "sets"], lines)
 
 

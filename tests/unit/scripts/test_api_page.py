@@ -15,7 +15,10 @@ from scripts import make_reference
 
 ENTRIES = {
     "api.md": [f"## {name}\n" for name in salesrl_trl._MODULES],
-    "settings.md": [f"\n| {{setting}}`{name}` |" for name in settings()] + [f"\n| {{preset}}`{name}` |" for name in PRESETS],
+    "settings.md": [
+        *(f"\n| {{setting}}`{name}` |" for name in settings()),
+        *(f"\n| {{preset}}`{name}` |" for name in PRESETS),
+    ],
     "metrics.md": [f"| {{metric}}`{figure.tag.replace('{', '<').replace('}', '>')}` |" for figure in FIGURES],
     "command-line.md": [f"## salesrl {name}\n\n```text\nusage: " for name in COMMANDS],
     "verl-names.md": [
