@@ -1,5 +1,5 @@
 // Of the search: an exact name of a setting, metric or preset comes first, names that contain the words after pages.
-const Scorer = {
+var Scorer = {
   score: ([, title, , , score, , kind]) =>
     kind === "object" && title === new URLSearchParams(location.search).get("q").trim() ? 100 : score,
   objNameMatch: 11,
