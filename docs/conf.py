@@ -4,6 +4,11 @@ import configparser
 import re
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.domains import ObjType
+from sphinx.domains.std import StandardDomain
+from sphinx.util.docutils import SphinxRole
+
 from scripts import make_reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +21,7 @@ extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs/scorer.js")
 html_show_copyright = html_show_sphinx = html_copy_source = False
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4
@@ -24,6 +30,7 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 copybutton_exclude = ".linenos, .gp"
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(#[^)]*)?\)")
+BRACES = str.maketrans("<>", "{}")  # Sphinx escapes angle brackets twice
 PAGES = ROOT / "docs"
 REPOSITORY = METADATA["metadata"].get("url", "").rstrip("/")
 
@@ -43,6 +50,15 @@ def _point_into_the_repository(app: object, name: str, source: list[str]) -> Non
     source[0] = LINK.sub(replaced, source[0])
 
 
+class _Entry(SphinxRole):
+    """`{setting}`, `{metric}`, `{preset}`: an object of the search, and the anchor that its hit leads to."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        anchor = re.sub(r"\W+", "-", re.sub("[<>]", "", self.text))
+        self.env.domains.standard_domain.note_object(self.name, self.text.translate(BRACES), anchor)
+        return [nodes.literal(self.rawtext, self.text, ids=[anchor])], []
+
+
 def _name_the_language(app: object, name: str, template: str, context: dict[str, object], tree: object) -> None:
     """Browsers choose Chinese glyphs by `<html lang>`."""
     if name.startswith("zh/"):
@@ -55,6 +71,9 @@ def _write_generated_pages(app: object) -> None:
 
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    for kind in ("setting", "metric", "preset"):
+        StandardDomain.object_types[kind] = ObjType(kind)
+        app.add_role(kind, _Entry())  # type: ignore[attr-defined]
     app.connect("builder-inited", _write_generated_pages)  # type: ignore[attr-defined]
     app.connect("html-page-context", _name_the_language)  # type: ignore[attr-defined]
     app.connect("source-read", _point_into_the_repository)  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ def settings() -> str:
     ]
     for group, of in settings_help.GROUPS.items():
         rows = [each for each in settings_help.settings().values() if each.group == group]
-        lines = [f"| `{each.name}` | {_cell(each.default, code=True)} | {_cell(each.text)} |" for each in rows]
+        lines = [f"| {{setting}}`{row.name}` | {_cell(row.default, code=True)} | {_cell(row.text)} |" for row in rows]
         about = str(of["about"])
         parts += [f"## {group}", f"{about[:1].upper()}{about[1:]}.", _table(["setting", "default", "meaning"], lines)]
     return _page([*parts, *presets()])
@@ -57,13 +57,14 @@ def presets() -> Iterator[str]:
         values = yaml.safe_load(text)
         values |= values.pop(SALES_CHAIN, {})
         of = ", ".join(f"`{setting}: {json.dumps(value)}`" for setting, value in values.items())
-        lines.append(f"| `{name}` | {_cell(re.sub('^# ', '', purpose[0], flags=re.MULTILINE))} | {_cell(of)} |")
+        use = re.sub("^# ", "", purpose[0], flags=re.MULTILINE)
+        lines.append(f"| {{preset}}`{name}` | {_cell(use)} | {_cell(of)} |")
     yield _table(["preset", "for", "sets"], lines)
 
 
 def metrics() -> str:
     """Every metric that this package logs beside TRL's own."""
-    lines = [f"| `{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
+    lines = [f"| {{metric}}`{_angled(figure.tag)}` | {_angled(_cell(figure.meaning))} |" for figure in FIGURES]
     text = (
         "Logged under `train/` beside TRL's own metrics, and under `eval/` as far as they describe completions. "
         "Words in angle brackets stand for a branch, stage or service. All ranks log the same names at every step."
@@ -141,18 +142,23 @@ def _angled(text: str) -> str:
     return text.replace("{", "<").replace("}", ">")
 
 
+def _linked(text: str) -> str:
+    """Help and messages name a page by its file, because they are also read in a terminal; here it is a link."""
+    return re.sub(r"(?<![\w/`])docs/([\w/-]+\.md)\b(?!`)", r"[](../\1)", text)
+
+
 def _page(parts: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Each page's file and text."""
-    yield "settings.md", settings()
+    yield "settings.md", _linked(settings())
     yield "metrics.md", metrics()
     yield "command-line.md", commands()
-    yield "api.md", make_api_page.page()
-    yield "verl-names.md", verl_names()
-    yield "troubleshooting.md", troubleshooting()
+    yield "api.md", _linked(make_api_page.page())
+    yield "verl-names.md", _linked(verl_names())
+    yield "troubleshooting.md", _linked(troubleshooting())
 
 
 def main(folder: Path) -> None:

@@ -15,8 +15,11 @@ from scripts import make_reference
 
 ENTRIES = {
     "api.md": [f"## {name}\n" for name in salesrl_trl._MODULES],
-    "settings.md": [f"\n| `{name}` |" for name in [*settings(), *PRESETS]],
-    "metrics.md": [f"| `{figure.tag.replace('{', '<').replace('}', '>')}` |" for figure in FIGURES],
+    "settings.md": [
+        *(f"\n| {{setting}}`{name}` |" for name in settings()),
+        *(f"\n| {{preset}}`{name}` |" for name in PRESETS),
+    ],
+    "metrics.md": [f"| {{metric}}`{figure.tag.replace('{', '<').replace('}', '>')}` |" for figure in FIGURES],
     "command-line.md": [f"## salesrl {name}\n\n```text\nusage: " for name in COMMANDS],
     "verl-names.md": [
         f"\n| `{name}` |" for name, line in foreign_names().items() if line.system in ("verl", "upper case")
