@@ -320,9 +320,9 @@ def _exit_code(end):
 
 
 def _import(modules):
-    from salesrl_trl.ground import process
+    from salesrl_trl.launch import kept
 
-    process.remember_packages()
+    kept.remember_packages()
     for module in modules:
         try:
             importlib.import_module(module)
