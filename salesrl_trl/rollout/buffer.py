@@ -268,13 +268,14 @@ class Buffer:
 
     def _chosen(self, policy: ByArrival, head: Rollout, update: int) -> Rollout:
         """The groups to train on in the turn of `head`. Waits until they are scored; a collective."""
-        # 1. the groups in flight. A server has finished everything requested before this step. Without replacements,
-        # an engine need not: later turns are then unseen too, so that none trains so early that another grows too old
+        # 1. the groups in flight. With `partial_rollouts` and without replacements, an engine need not have finished
+        # them: later turns are then unseen too, so that none trains so early that another grows too old
         flying, waits = [*self._behind, head], len(head.rewards.waits)
+        leaves = self.launcher.reward_loop.meanwhile is not None and not policy.refill_limit
         for rollout in self.turns.launched().values():
             if rollout.sampled is None and rollout.newest < update:
                 is_whole = len(rollout.ended) == len(rollout.inputs)
-                if not policy.refill_limit and on_any_rank(not is_whole, PartialState().device):
+                if leaves and on_any_rank(not is_whole, PartialState().device):
                     break
                 self.launcher.collect(rollout)
             flying += [rollout] if rollout.sampled is not None else []

@@ -64,7 +64,7 @@ class Rewards:
 
 
 class Loop:
-    stopped, is_interrupted = None, False
+    stopped, is_interrupted, meanwhile = None, False, None
 
     def __init__(self):
         self.started, self.references, self.pending, self.open = [], [], set(), []
@@ -382,6 +382,7 @@ def test_with_staleness_a_step_waits_for_its_own_completions_alone_and_no_group_
         draw, oldest = random.Random(seed), 0
         run = Run(sampler := Ending(draw), lookahead, policy=ByArrival(lookahead + 1), groups=2)
         monkeypatch.setattr(run.loop, "wait", wait)
+        run.loop.meanwhile = wait  # completions may be left unfinished
         while run.step < 20:
             run.loop.pending = {row for row in range(40) if draw.random() < 0.6}
             sampler.cut_short.clear()
