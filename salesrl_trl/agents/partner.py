@@ -49,7 +49,8 @@ class Partner:
     transports: Sequence[Transport] = ()
 
     async def warm_up(self) -> None:
-        """With `transports`, called once on each rank before training. Raises `ServiceError` to end the run."""
+        """With `transports`, called once on each rank before training. Other ranks wait, so limit its time. Raises
+        `ServiceError` to end the run."""
 
     async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
         """Reply to the last of `messages`, which begin with the prompt and contain calls of tools and their results.

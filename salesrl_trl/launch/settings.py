@@ -2,13 +2,14 @@
 
 import copy
 import difflib
+import functools
 import itertools
 import json
 import os
 import re
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -102,6 +103,7 @@ SALES_CHAIN = "sales_chain"  # recipe key: settings for the built-in reward pipe
 ENVIRONMENT = "env"  # recipe key: environment variables to set
 PRESET = "preset"  # command line argument: names of recipe overlays
 MOST_NAMES = 12  # unknown names in a message
+_EMPTY = ("", "[]")  # words for a list without entries
 Recipe = dict[str, Any]
 
 
@@ -179,7 +181,7 @@ class SettingsParser(TrlParser):
         lists = [action for action in self._actions if action.nargs == "+"]
         self._without = {action.dest: action.default for action in lists}  # lists without entries
         for action in lists:
-            action.nargs = "*"
+            action.nargs, action.type = "*", _or_empty(action.type or str)
         # Set by `read`: banner lines; the recipe's `env` and all settings, before their classes change them.
         self.notes: list[str] = []
         self.values: dict[str, object] = {}
@@ -277,7 +279,8 @@ class SettingsParser(TrlParser):
         self, namespace: Namespace, entries: Mapping[str, object], on_command_line: Collection[str]
     ) -> dict[str, object]:
         values = vars(namespace)
-        values |= {name: value for name, value in self._without.items() if values[name] in (None, [], [""], ["[]"])}
+        nothing = (None, [], *([text] for text in _EMPTY))
+        values |= {name: value for name, value in self._without.items() if values[name] in nothing}
         self._drop_weights_of_replaced_functions(values, on_command_line)
         if _is_own_task(namespace):
             left = {name: value for name, value in self._of_chain.items() if name not in on_command_line}
@@ -369,6 +372,16 @@ def _folders_of_code(recipe: Path) -> Iterator[Path]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not a run's folder
         return
     yield from (file.absolute().parent for file in files)
+
+
+def _or_empty(convert: Callable[[str], object]) -> Callable[[str], object]:
+    """Leave the words for a list without entries to `_without`."""
+
+    @functools.wraps(convert)  # argparse names it in its errors
+    def converted(text: str) -> object:
+        return text if text in _EMPTY else convert(text)
+
+    return converted
 
 
 def _is_own_task(settings: Namespace) -> bool:

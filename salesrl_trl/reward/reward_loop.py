@@ -63,7 +63,8 @@ class RewardLoop:
         return batch
 
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
-        """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them."""
+        """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them; after
+        an interrupted `meanwhile`, `give_up` does."""
         if self.meanwhile is not None:
             self.meanwhile(is_enough)
         self._batches.run(wait_for(batches, is_enough))
@@ -181,8 +182,8 @@ def warm_up(reward_loop: RewardLoop, others: Iterable[Callable[[], Mapping[str, 
         for asked in [other() for other in others]:
             answers |= asked
             unusable += [str(answer) for answer in asked.values() if isinstance(answer, ServiceError)]
-    except ServiceError as error:  # the reward process itself failed; the other ranks wait below
-        unusable = [str(error)]
+    except Exception as error:  # e.g. the reward process itself failed; the other ranks wait below
+        unusable = [str(error) if isinstance(error, ServiceError) else repr(error)]
     figures = [answer.code if isinstance(answer, ServiceError) else answer for answer in answers.values()]
     everywhere, failures = gather_object([figures]), gather_object(unusable)
     if PartialState().is_main_process and all(everywhere):

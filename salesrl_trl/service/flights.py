@@ -191,7 +191,7 @@ class Flights:
         self._hedges = 0
         self._hedge_waits = False
         self._hedge_timer: asyncio.Task[None] | None = None
-        self._full_since = math.inf  # when calls last queued at the limit's cap; infinite if none do now
+        self._full_since = math.inf  # when calls queued and the limit's cap was in flight; infinite if not now
 
     def record_sent(self) -> Sent:
         """One more request is about to be sent."""
@@ -241,6 +241,7 @@ class Flights:
                 self.resize()
             elif turn in self._line:
                 self._line.remove(turn)
+                self.resize()
             raise
 
     def _free(self) -> int:
@@ -254,7 +255,7 @@ class Flights:
             if not (turn := self._line.popleft()).done():  # otherwise its call was cancelled
                 self._taken += 1
                 turn.set_result(None)
-        moment, is_full = now(), bool(self._line) and self.limit.slots >= self.limit.cap
+        moment, is_full = now(), bool(self._line) and self._taken + self._hedges >= self.limit.cap
         self.traffic["full_ms"] += round(1000 * max(moment - self._full_since, 0))
         self._full_since = moment if is_full else math.inf
 

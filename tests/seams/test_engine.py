@@ -8,6 +8,7 @@ from support.loopback import Services
 from support.scripted import build_trainer, default_rows, loopback_reward, steps_of
 
 from salesrl_trl.config.quick_evaluations import QuickEvalSettings
+from salesrl_trl.errors import ConfigError
 from salesrl_trl.trainer import SalesGRPOTrainer
 
 PATH = "seams.own_engine.Writer"
@@ -51,9 +52,11 @@ def test_completions_of_another_engine_may_be_generated_ahead_and_are_whole_batc
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_the_log_probs_of_another_engine_are_the_old_ones_of_what_it_generates_ahead(train, lookahead, monkeypatch):
     class Knowing(Writer):
+        logprob = -5.0
+
         def write(self, *given):
             completions, _ = super().write(*given)
-            return completions, [[-5.0] * len(each) for each in completions]
+            return completions, [[self.logprob] * len(each) for each in completions]
 
     old, compute = [], SalesGRPOTrainer._compute_loss
 
@@ -64,3 +67,6 @@ def test_the_log_probs_of_another_engine_are_the_old_ones_of_what_it_generates_a
     monkeypatch.setattr(SalesGRPOTrainer, "_compute_loss", loss)
     train(sampler=Knowing, max_steps=2, rollout_lookahead=lookahead)
     assert [None if each is None else each.amin().item() for each in old] == [-5.0 if lookahead else None] * 2
+    if lookahead:
+        with pytest.raises(ConfigError, match="a log-prob that is not a number"):
+            train(sampler=type("Unknowing", (Knowing,), {"logprob": None}), max_steps=1, rollout_lookahead=lookahead)

@@ -72,7 +72,8 @@ def test_a_list_without_entries_replaces_the_recipes(tmp_path, argv):
 def test_every_list_can_be_empty(name):
     """It then has the default of its class, as without the recipe's."""
     recipe = ROOT / "recipes/dialogue.yaml"
-    assert parse([f"--{name}"], recipe).recipe[name] == (None if name == "reward_weights" else [])
+    for argv in ([f"--{name}"], [f"--{name}="], [f"--{name}", "[]"]):
+        assert parse(argv, recipe).recipe[name] == (None if name == "reward_weights" else [])
 
 
 def test_another_recipe_can_be_named(tmp_path):

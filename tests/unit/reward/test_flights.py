@@ -172,6 +172,20 @@ async def test_time_in_which_calls_queue_at_the_highest_limit_is_counted(most, f
     assert judge.drain_traffic()["full_ms"] == 0
 
 
+async def test_calls_that_queue_behind_refused_ones_do_not_count_as_a_full_limit():
+    refused = []
+
+    async def attempt(number):
+        await asyncio.sleep(0.1)
+        if number < 2 and number not in refused:
+            refused.append(number)
+            raise ServiceOverloaded("later", retry_after_s=3.0)
+
+    two = Transport("two", max_concurrency=2, attempt_timeout_s=9, max_attempts=3, hedge_fraction=0)
+    await asyncio.gather(*(two.call(partial(attempt, number)) for number in range(4)))
+    assert two.drain_traffic()["full_ms"] <= 300
+
+
 async def test_calls_that_are_cut_off_in_line_leave_no_slot_behind():
     one = Transport("one", max_concurrency=1, attempt_timeout_s=9, max_attempts=3, hedge_fraction=0)
 
