@@ -289,6 +289,8 @@ def test_a_run_asks_the_model_once_before_its_first_step(httpserver, caplog, sta
         else:
             with pytest.raises(ServiceUnavailable, match=r"failed their warm-up.*401.*\(customer: model m at http"):
                 warm_up(rewards, [part.warm_up])
+            with pytest.raises(ServiceUnavailable, match="ZeroDivisionError"):  # the other ranks wait for this one
+                warm_up(rewards, [lambda: {"bug": 1 / 0}])
         assert customer.transports[0].drain_traffic()["sent"] == 0  # not of the first step
         assert Idle(Customer(), None).warm_up() == {}  # by rules
 
