@@ -75,7 +75,9 @@ class PolicyEndpoint:
         return server()
 
     def close(self) -> None:
-        """Stop within seconds, even if agents left requests open."""
+        """Stop within seconds, even if agents left requests open. Does nothing a second time."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._server.close)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from trl import GRPOTrainer
 from werkzeug import Response
 
+from salesrl_trl.demo.packaged import SEARCH_POLICY
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.launch.assembly import NOWHERE, build_reward
 from salesrl_trl.launch.checks.reward import prepare_reward
@@ -141,6 +142,16 @@ def test_the_packaged_judge_scores_beside_a_function_by_reference_and_criteria(e
     assert line["outcome/ok"] == 1.0
     spent = json.loads((Path(names["OUTPUT"]) / "budget.json").read_text("utf-8"))
     assert str(services.calls["judge"]) in json.dumps(spent)
+
+
+def test_an_agent_with_two_tools_plays_its_conversations(example, monkeypatch):
+    monkeypatch.setenv("MODEL", str(SEARCH_POLICY))
+    monkeypatch.setenv("STEPS", "1")
+    names = example("agent")
+    assert last_line(names)["outcome/ok"] == 1
+    assert names["run_tool"]("price", '{"article": "desk lamp"}') == "39 euros"
+    assert names["run_tool"]("discount", '{"price": 39, "percent": 10}') == "35.10 euros"
+    assert names["run_tool"]("discount", "{").startswith("error: ")
 
 
 def test_code_is_run_within_limits_and_without_the_trainers_environment(example, monkeypatch):
