@@ -16,9 +16,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather, gather_object, reduce
 from torch.nn.functional import pad
 
-from salesrl_trl.config.checks import check
 from salesrl_trl.data.branches import Branches
-from salesrl_trl.errors import FunctionError
+from salesrl_trl.errors import ConfigError, FunctionError
 from salesrl_trl.kl.penalty import FAILED, loss_mask
 from salesrl_trl.names import (
     BASELINE_FALLBACK,
@@ -204,8 +203,10 @@ class RolloutScoring:
         if (logps := rollout.behaviour_logps) is not None:  # groups from several batches may have another padded width
             output[OLD] = pad(logps, (0, output["completion_mask"].size(1) - logps.size(1)))  # (B, C)
         elif SAMPLED in output and RATIO not in output and self.pipeline.buffer.needs_logps:
-            is_known = not output[SAMPLED].isnan().any()
-            check(is_known, "`sampler` returned a log-prob that is not a number. Expected all log-probs, or none.")
+            if output[SAMPLED].isnan().any():
+                raise ConfigError(
+                    "`sampler` returned a log-prob that is not a number. Expected all log-probs, or none."
+                )
             output[OLD] = output[SAMPLED]
         if rollout.is_corrected_at_step:
             del output[OLD], output[RATIO]

@@ -146,7 +146,7 @@ def fails_once(error, method):
     def failing(self, *args, **kwargs):
         if next(calls) % GROUP == 1:
             if error is None:
-                time.sleep(30)
+                time.sleep(4)
             raise error
         return method(self, *args, **kwargs)
 
@@ -175,9 +175,9 @@ DOWN = ServiceUnavailable("down", "shelf_http_503")
 FAILURES = [
     ({"reset": fails_once(KeyError("number"), reset)}, "tool_reset_raised_KeyError"),
     ({"reset": fails_once(DOWN, reset)}, "shelf_http_503"),
-    ({"reset": tool(deadline_s=2)(fails_once(None, reset))}, "tool_reset_timeout"),
+    ({"reset": tool(deadline_s=1)(fails_once(None, reset))}, "tool_reset_timeout"),
     ({"get_reward": fails_once(ValueError("no items"), get_reward)}, "tool_get_reward_raised_ValueError"),
-    ({"get_reward": tool(deadline_s=2)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
+    ({"get_reward": tool(deadline_s=1)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
 ]
 
 
