@@ -36,12 +36,14 @@ run() {
   steps+=("$(printf '%5d s  %s' "$((SECONDS - start))" "$name")")
 }
 
+# One worker for each of the other versions, as pytest's own process imports nothing (tests/support/forked.py).
+#
 # With the lowest versions: a training, a test for each dependency, and those of upstream's hooks. Without the page's
 # script with tools, because TRL parses the built-in policy's tool calls only with a newer transformers.
 test_lowest() {
   wait "$lowest_made" || return
   PYTHONPATH="$lowest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu or slow)" \
-    -n 2 --dist loadfile --no-loadscope-reorder "${durations[@]}" tests/integration/test_readme.py tests/upstream \
+    -n 1 "${durations[@]}" tests/integration/test_readme.py tests/upstream \
     --deselect "tests/integration/test_readme.py::test_the_scripts_of_the_how_to_pages_train_as_they_stand[agents-and-tools-Tools-2]" \
     tests/unit/test_packaging.py::test_versions_of_the_environment tests/unit/test_names.py \
     tests/unit/reward/test_chain.py tests/faults/test_http_faults.py tests/unit/demo/services/test_services_http.py \
@@ -51,8 +53,7 @@ test_lowest() {
     tests/unit/telemetry/test_flops.py::test_weights_that_zero_3_took_away_count_in_full
 }
 
-# With the newest vLLM and transformers: TRL's hooks, trainings, the push of weights, saving, a vLLM server. One worker, as
-# it imports nothing itself (tests/support/forked.py).
+# With the newest vLLM and transformers: TRL's hooks, trainings, the push of weights, saving, a vLLM server.
 test_newest() {
   wait "$newest_made" || return
   PYTHONPATH="$newest${PYTHONPATH:+:$PYTHONPATH}" "$bin/python" -m pytest -q -m "not (alone or gpu)" \

@@ -68,5 +68,5 @@ def test_the_log_probs_of_another_engine_are_the_old_ones_of_what_it_generates_a
     train(sampler=Knowing, max_steps=2, rollout_lookahead=lookahead)
     assert [None if each is None else each.amin().item() for each in old] == [-5.0 if lookahead else None] * 2
     if lookahead:
-        with pytest.raises(ConfigError, match="a log-prob that is no number"):
+        with pytest.raises(ConfigError, match="a log-prob that is not a number"):
             train(sampler=type("Unknowing", (Knowing,), {"logprob": None}), max_steps=1, rollout_lookahead=lookahead)
