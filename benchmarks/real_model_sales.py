@@ -26,8 +26,11 @@ JUDGES = SERVICES, SELF = ("services", "self")
 SECOND = "embedded"
 SHARE = 0.1
 """Of the completions that the second judge scores: five times the setting's default, as it is free here."""
+KV_BYTES = 3 << 30
+"""Stated, so that no engine measures memory that another run takes at that time."""
 OF_THE_MODEL = {"prompt_template": "few_shot", "max_completion_length": 96, "vllm_max_model_length": 1024,
-                "learning_rate": 2e-6, "vllm_gpu_memory_utilization": 0.12, "dtype": "float32"}  # fmt: skip
+                "learning_rate": 2e-6, "vllm_gpu_memory_utilization": 0.12, "dtype": "float32",
+                "vllm_engine_kwargs": {"kv_cache_memory_bytes": KV_BYTES}}  # fmt: skip
 """Settings for which the built-in policy has its own."""
 Settings = dict[str, Any]
 
@@ -74,6 +77,7 @@ def judged_by(judge: str, model: str, out: Path) -> Iterator[Settings]:
     if model == "tiny":
         raise SystemExit("--judge self needs the folder of a model: the built-in policy's context is too short.")
     options = ["--served-model-name", SELF, "--gpu-memory-utilization", "0.12"]
+    options += ["--kv-cache-memory-bytes", str(KV_BYTES)]
     with vllm_server(Path(model), out / "judge.txt", *options) as url, EmbeddedServices() as embedded:
         providers = [
             {"name": SELF, "base_url": f"{url}/v1", "model": SELF},
