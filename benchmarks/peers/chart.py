@@ -112,7 +112,9 @@ def _axes() -> str:
     for x, label in ((LEFT, "instant"), (RIGHT, LATENCY)):
         lines.append(f'<line class="axis" x1="{x}" y1="{TOP}" x2="{x}" y2="{BOTTOM}"/>')
         lines.append(_text(x, BOTTOM + 20, label, 'text-anchor="middle"'))
-    lines.append(_text((LEFT + RIGHT) / 2, BOTTOM + 40, "reward latency (medians)", 'class="small" text-anchor="middle"'))
+    lines.append(
+        _text((LEFT + RIGHT) / 2, BOTTOM + 40, "reward latency (medians)", 'class="small" text-anchor="middle"')
+    )
     return "\n".join(lines)
 
 

@@ -148,7 +148,7 @@ class RolloutCorrection:
 
 
 class Chosen(str):
-    """A mode that the user has not set: copies of the settings with another lookahead choose again."""
+    """A mode chosen by this package. A copy of the settings with another lookahead chooses again."""
 
     __slots__ = ()
 
