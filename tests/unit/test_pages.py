@@ -115,7 +115,7 @@ def test_a_wrong_command_is_found(known):
 
 
 def test_committed_pages_stay_within_their_budget():
-    assert sum(len(page.read_bytes()) for page in PAGES if (ROOT / "docs") in page.parents) <= 230 * 1024
+    assert sum(len(page.read_bytes()) for page in PAGES if (ROOT / "docs") in page.parents) <= 230_000
 
 
 def test_habits_of_translated_english_stay_below_a_tenth_of_what_they_were():
