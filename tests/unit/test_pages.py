@@ -120,5 +120,6 @@ def test_committed_pages_stay_within_their_budget():
 
 
 def test_habits_of_translated_english_stay_below_a_tenth_of_what_they_were():
-    counts = english.counted(ROOT)  # 640 on pages and 1,900 in the package at 5b1d9cb5
-    assert (counts["pages"].total() <= 64, counts["package"].total() <= 190) == (True, True)
+    counts = english.counted(ROOT)  # 640 on pages, 1,900 in the package and 186 in scripts and examples at 5b1d9cb5
+    most = {"pages": 64, "package": 190, "scripts": 60}
+    assert {kind for kind in most if counts[kind].total() > most[kind]} == set()
