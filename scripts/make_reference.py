@@ -1,4 +1,4 @@
-"""Write the reference pages that are made from the source: settings, metrics, commands, API, verl's names, errors.
+"""Write the reference pages made from the source: settings, recipes, metrics, commands, API, verl's names, errors.
 
     python scripts/make_reference.py FOLDER
 
@@ -9,8 +9,10 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,7 +22,7 @@ from salesrl_trl.launch.coming_from import Name
 from salesrl_trl.launch.coming_from import names as foreign_names
 from salesrl_trl.launch.presets import FOLDER, PRESETS
 from salesrl_trl.launch.process import FAULTS, Sign
-from salesrl_trl.launch.settings import SALES_CHAIN
+from salesrl_trl.launch.settings import ENVIRONMENT, SALES_CHAIN, SMALL_POLICY
 from salesrl_trl.names import FIGURES
 from scripts import make_api_page
 
@@ -31,14 +33,46 @@ def settings() -> str:
         "# Settings",
         "Every setting works in a recipe (`name: value`) and on the command line (`--name value`). `--help NAME` of "
         "recipes and commands prints the same text. TRL's and transformers' own settings work too.",
-        "[Presets](#presets) set several of them at once.",
+        "[Recipes and presets](recipes.md) shows which settings each of them changes.",
     ]
     for group, of in settings_help.GROUPS.items():
         rows = [each for each in settings_help.settings().values() if each.group == group]
         lines = [f"| {{setting}}`{row.name}` | {_cell(row.default, code=True)} | {_cell(row.text)} |" for row in rows]
         about = str(of["about"])
         parts += [f"## {group}", f"{about[:1].upper()}{about[1:]}.", _table(["setting", "default", "meaning"], lines)]
+    return _page(parts)
+
+
+def recipes() -> str:
+    """What every recipe sets, with a column for each, and what every preset sets."""
+    files = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+    columns = {path.stem: _column(yaml.safe_load(path.read_text("utf-8"))) for path in files}
+    defaults = {name: _cell(setting.default, code=True) for name, setting in settings_help.settings().items()}
+    names = [*defaults, *sorted({name for column in columns.values() for name in column} - defaults.keys())]
+    lines = []
+    for name in names:
+        if any(cells := [column.get(name, "") for column in columns.values()]):
+            lines.append(f"| {' | '.join([f'`{name}`', defaults.get(name, ''), *cells])} |")
+    parts = [
+        "# Recipes and presets",
+        "## Recipes",
+        "What each file in `recipes/` sets. Where a cell is empty, the default applies. *small:* is for the built-in "
+        "small policy, which a recipe trains if `model_name_or_path` isn't set. *sales:* is for the built-in reward "
+        "pipeline and the demo's rows. `env.NAME` is an environment variable.",
+        _table(["setting", "default", *columns], lines),
+    ]
     return _page([*parts, *presets()])
+
+
+def _column(recipe: dict[str, Any]) -> dict[str, str]:
+    """The cells of a recipe's column by setting."""
+    blocks = [(f"*{block.split('_')[0]}:* ", recipe.pop(block, {})) for block in (SALES_CHAIN, SMALL_POLICY)]
+    environment = {f"env.{name}": value for name, value in recipe.pop(ENVIRONMENT, {}).items()}
+    cells = defaultdict[str, list[str]](list)
+    for mark, values in [("", recipe | environment), *blocks]:
+        for name, value in values.items():
+            cells[name].append(mark + _cell(settings_help.shown(value), code=True))
+    return {name: "; ".join(cell) for name, cell in cells.items()}
 
 
 def presets() -> Iterator[str]:
@@ -154,6 +188,7 @@ def _page(parts: list[str]) -> str:
 def pages() -> Iterator[tuple[str, str]]:
     """Each page's file and text."""
     yield "settings.md", _linked(settings())
+    yield "recipes.md", recipes()
     yield "metrics.md", metrics()
     yield "command-line.md", commands()
     yield "api.md", _linked(make_api_page.page())

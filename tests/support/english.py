@@ -25,7 +25,7 @@ LOG_OF_EXPERIMENTS = ("docs/experiments/", "docs/EXPERIMENTS.md")
 """A dated diary, in older checkouts below docs/."""
 GENERATED = tuple(f"docs/{name}.md" for name in ("API", "TROUBLESHOOTING")) + tuple(
     f"docs/reference/{name}.md"
-    for name in ("api", "troubleshooting", "settings", "metrics", "command-line", "verl-names")
+    for name in ("api", "troubleshooting", "settings", "recipes", "metrics", "command-line", "verl-names")
 )
 """Pages made of the package's texts, which count there."""
 

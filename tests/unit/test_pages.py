@@ -23,8 +23,7 @@ from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "recipes/README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
-GENERATED = {"settings.md", "metrics.md", "command-line.md", "api.md", "verl-names.md", "troubleshooting.md"}
-PAGES = [page for page in PAGES if page.name not in GENERATED]
+PAGES = [page for page in PAGES if page.relative_to(ROOT).as_posix() not in english.GENERATED]
 OPTIONS_OF_COMMANDS = {"train": set(), "preflight": {"stage", "load", "json", "calls"}}
 OF_SETTINGS = {*OPTIONS_OF_COMMANDS, "evaluate", "rejudge"}
 READ_FILES = re.compile(r"(?:recipes|accelerate_configs|scripts|examples|benchmarks|requirements)/[\w/.-]+\.\w+")

@@ -1,6 +1,7 @@
 """The packaged judge of a policy that answers directly: rows, references, criteria, failures. All in memory."""
 
 import json
+from pathlib import Path
 
 import pytest
 from support.loopback import chat_completion
@@ -19,6 +20,7 @@ from salesrl_trl.reward.mixed import MixedReward
 from salesrl_trl.reward.reward_funcs import RewardFuncs
 from salesrl_trl.types import Outcome, Reward, Verdict
 
+SAMPLES = Path(__file__).parents[3] / "examples"
 QUESTION = {"prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
 CRITERIA = ["says 5", {"text": "is polite", "weight": 3.0, "name": "polite"}]
 
@@ -58,6 +60,14 @@ def test_the_completion_itself_is_judged_by_the_rows_columns_and_nothing_else_is
         "candidate_answer": "5", "reference_answer": "It is 5.",
     }  # fmt: skip
     assert services.calls == {"8b": 0, "32b": 0, "judge": 1}
+
+
+def test_the_chinese_sample_rubric_is_what_the_judge_reads_for_rows_without_a_branch(services, judged):
+    row = {"prompt": [{"role": "user", "content": "课程开课后还能退款吗？"}], "reference": "前 5 节课内可以退还剩余学费。"}
+    (reward,) = judged([row], ["前 5 节课内可以退。"], rubric_dir=str(SAMPLES / "rubrics_zh"))
+    ((rubric, sections, _),) = asked(services)
+    assert (reward.value, sections["conversation"]) == (0.75, "user: 课程开课后还能退款吗？")
+    assert rubric.startswith((SAMPLES / "rubrics_zh/all.txt").read_text("utf-8"))
 
 
 def test_of_a_prompt_with_a_picture_the_judge_sees_the_text_alone(services, judged):
