@@ -96,7 +96,7 @@ def why_not_divisible(args: SalesGRPOConfig) -> str | None:
     places = parts(size * args.steps_per_generation, size, args.num_generations)
     several = args.gradient_accumulation_steps > args.steps_per_generation and UNITS.get(args.loss_type) == TOKENS
     return first({
-        "micro-batches and groups share no boundary before the batch's end, so it has a single part":
+        "the batch can't be split: no micro-batch except the last one ends where a group ends":
             len(places) <= 1,
         "`scale_rewards: batch` divides by the spread of all rewards": args.scale_rewards == "batch",
         "`hybrid_reference_weight` is scaled by the spread of all rewards; not with `scale_rewards: none`":

@@ -125,7 +125,7 @@ class RewardLoop:
         for batch in list(self._open.values()):
             stages = Counter(stage for each in batch.stages for stage in each.under_way)
             if listed := ", ".join(f"{count} in {name}" for name, count in stages.items()):
-                return "; ".join([f"of {len(batch)} completions {listed}", *(limit.in_words() for limit in fallen())])
+                return "; ".join([f"{listed} (of {len(batch)} completions)", *(each.in_words() for each in fallen())])
         return generating or "no reward is under way on this rank"
 
     def begin_warm_up(self, timeline: Spans) -> None:

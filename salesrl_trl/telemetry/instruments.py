@@ -243,7 +243,7 @@ class Heartbeat:
                 next_s = self._after_s * 2 ** (math.floor(math.log2(seconds / self._after_s)) + 1)
 
     def line(self, phase: str, seconds: float, machine: str) -> str:
-        """`[Heartbeat] step 1/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ...`"""
+        """`[Heartbeat] step 1/21: reward_wait for 12 s: 52 in judge (of 64 completions). Look at: ...`"""
         more = self._events.details[phase]() if phase in self._events.details else ""
         detail = f": {more}" if more else ""
         advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""

@@ -49,7 +49,7 @@ def check_memory(plan: Plan, findings: Findings) -> None:
     _check_disk(plan, findings)
     findings.notes([note])
     if card is None or setup is None:
-        findings.skipped = "this model and these processes cannot be estimated; the stage `step` measures them"
+        findings.skipped = "only unsharded runs of known models on a GPU are estimated; `step` measures the others"
         return
     _compare(setup.weighed(plan.dtype, training.optim.value), card.used_gib, setup, findings)
 

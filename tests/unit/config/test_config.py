@@ -343,7 +343,7 @@ TWO_GENERATIONS = {"gradient_accumulation_steps": 8, "steps_per_generation": 4}
     [
         ({}, None),
         ({"steps_per_generation": 8}, "an update uses part"),
-        ({"per_device_train_batch_size": 2, "num_generations": 8}, "micro-batches and groups share no boundary"),
+        ({"per_device_train_batch_size": 2, "num_generations": 8}, "the batch can't be split"),
         ({"num_iterations": 2}, "`num_iterations`"),
         ({"loss_type": "bnpo"}, "`loss_type` bnpo"),
         (TWO_GENERATIONS, "`loss_type` dapo divides by the tokens"),

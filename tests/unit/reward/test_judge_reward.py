@@ -63,10 +63,10 @@ def test_the_completion_itself_is_judged_by_the_rows_columns_and_nothing_else_is
 
 
 def test_the_chinese_sample_rubric_is_what_the_judge_reads_for_rows_without_a_branch(services, judged):
-    row = {"prompt": [{"role": "user", "content": "课程开课后还能退款吗？"}], "reference": "前 5 节课内可以退还剩余学费。"}
+    row = {"prompt": [{"role": "user", "content": "课程能退款吗？"}], "reference": "前 5 节课内可以退还剩余学费。"}
     (reward,) = judged([row], ["前 5 节课内可以退。"], rubric_dir=str(SAMPLES / "rubrics_zh"))
     ((rubric, sections, _),) = asked(services)
-    assert (reward.value, sections["conversation"]) == (0.75, "user: 课程开课后还能退款吗？")
+    assert (reward.value, sections["conversation"]) == (0.75, "user: 课程能退款吗？")
     assert rubric.startswith((SAMPLES / "rubrics_zh/all.txt").read_text("utf-8"))
 
 

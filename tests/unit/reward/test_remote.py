@@ -222,7 +222,7 @@ def test_a_waiting_person_reads_what_the_child_does(services, remote_process, of
     texts = [action(query="a"), "hello", action(query="b")]
     batch = reward.begun(*texts)
     # limits that fell in tests before, whose transports are not collected yet, are listed behind it
-    until(lambda: reward.loop.status().startswith("of 3 completions 2 in judge"))
+    until(lambda: reward.loop.status().startswith("2 in judge (of 3 completions)"))
     services.let_go.set()
     report = reward.loop.result(batch, texts).report
     assert len(report.spans) == 3 + 2 * 3

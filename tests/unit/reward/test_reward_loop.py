@@ -63,9 +63,9 @@ def test_a_waiting_person_reads_of_the_oldest_batch_until_it_is_given_up(loop, s
     assert (loop.status(), loop.status("vLLM generates")) == (none, "vLLM generates")
     older, newer = begin(loop, 0, 0), begin(loop, 0)
     loop.post(newer.start, 0, action("another"))
-    until(lambda: loop.status("vLLM generates") == "of 1 completions 1 in rag_8b")
+    until(lambda: loop.status("vLLM generates") == "1 in rag_8b (of 1 completions)")
     loop.post(older.start_all, [ACTION, BAD])
-    until(lambda: loop.status() == "of 2 completions 1 in rag_8b")
+    until(lambda: loop.status() == "1 in rag_8b (of 2 completions)")
     loop.wait([older], older.is_settled)
     loop.give_up()
     assert loop.result(begin(loop, 0), [BAD]).values == [-0.25]  # the loop has come to it by now

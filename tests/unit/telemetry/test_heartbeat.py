@@ -53,10 +53,10 @@ def told(caplog):
 
 
 def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
-    beat = heartbeat(lambda: None, reward_wait=lambda: "of 64 completions 52 in judge")
+    beat = heartbeat(lambda: None, reward_wait=lambda: "52 in judge (of 64 completions)")
     line = beat.line("reward_wait", 12.3, "")
     beat.stop()
-    assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: of 64 completions 52 in judge. Look at: ")
+    assert line.startswith("[Heartbeat] step 3/21: reward_wait for 12 s: 52 in judge (of 64 completions). Look at: ")
     assert "its concurrency limit" in line
 
 
