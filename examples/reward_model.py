@@ -12,7 +12,7 @@ REWARD_MODEL = os.environ.get("REWARD_MODEL", "Skywork/Skywork-Reward-V2-Qwen3-0
 
 @per_completion
 def short_enough(completion, most):
-    """1 if the completion has at most `most` characters, else 0. Without a limit, this function gives no score."""
+    """1 if the completion has at most `most` characters, else 0. Unscored without a limit."""
     return None if most is None else float(len(completion[0]["content"]) <= most)
 
 

@@ -47,7 +47,7 @@ class Player:
         finally:
             del self.waiting[number]
         if played["error"]:
-            raise RuntimeError(played["error"])  # no number: the episode is left out
+            raise RuntimeError(played["error"])  # not a number: the episode is excluded
         return played["reward"]
 
     async def read(self, process):
@@ -133,7 +133,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["rows"]:
         list_rows()
     elif sys.argv[1:] == ["play"]:
-        with contextlib.redirect_stdout(sys.stderr):  # what the environment prints is no result
+        with contextlib.redirect_stdout(sys.stderr):  # the environment's output isn't the result
             asyncio.run(play_all(sys.__stdout__))
     else:
         train()

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The memory of a run on a card, by parts, before a model is loaded, and the preset that takes less.
+"""Estimate a run's GPU memory by component before loading a model, and suggest a preset that fits.
 
     .venv/bin/python scripts/check_gpu_memory.py --model_name_or_path Qwen/Qwen2.5-7B-Instruct --card 80gb
     .venv/bin/python scripts/check_gpu_memory.py --config recipes/full.yaml --use_peft true --preset 40gb --card 40gb
 
-Takes every setting of a recipe; default: recipes/full.yaml. Without --card it reads the card of this machine, and says
-what is in use now. `80gb` is 80e9 bytes, the least that cards of this name have. The run is one
-without DeepSpeed and FSDP, whose memory the preflight's stage `step` measures.
+Accepts every recipe setting; default: recipes/full.yaml. Without --card, inspects this machine's GPU and reports the
+memory in use. `80gb` means 80e9 bytes, the least that GPUs sold under this name have. DeepSpeed and FSDP aren't
+estimated: the preflight's stage `step` measures their memory.
 
-Exit code: 0 it fits; 2 bad input; 3 it does not fit.
+Exit code: 0 fits; 2 invalid input; 3 doesn't fit.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from salesrl_trl.launch.recipes import FULL
 from salesrl_trl.launch.settings import RunConfig, parse
 from salesrl_trl.launch.software import Card, card_here, named_card
 
-SOLD = ("24gb", "40gb", "80gb", "141gb")  # cards, the smallest first. Each has a preset.
+SOLD = ("24gb", "40gb", "80gb", "141gb")  # GPU sizes in ascending order, each with a preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def _examine(argv: Sequence[str]) -> int:
         config = parse(settings, FULL)
         card = card_here(config.training.device) if options.card is None else named_card(options.card)
         if card is None:
-            raise ConfigError("there is no GPU here. Expected a size of a card. Give one, as in `--card 80gb`.")
+            raise ConfigError("no GPU was found. Expected a GPU size. Pass one, e.g. `--card 80gb`.")
         estimated, setup = _weigh(config, card, options)
         options.prompt_tokens = setup.prompt_tokens
         preset = None if estimated.fits else _preset(settings, card, options)
@@ -72,32 +72,32 @@ def _examine(argv: Sequence[str]) -> int:
 
 
 def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[Estimate, Setup]:
-    """The estimate of a run on a card, and its setup."""
+    """A run's estimate on this GPU, and its setup."""
     if config.model.model_name_or_path is None:
         raise ConfigError(
-            "no model is named, and the packaged small policy fits every card. Expected `--model_name_or_path`."
+            "no model is set, and the built-in small policy fits every GPU. Expected `--model_name_or_path`."
         )
-    if options.card is not None:  # a machine without this card may not have settled for 16 bits
+    if options.card is not None:  # this machine, without that GPU, may not have chosen 16 bits
         wish = config.recipe
         config.training.bf16 = not wish.get("fp16") if wish.get("bf16") is None else bool(wish["bf16"])
     plan = Plan(config)
-    _ = plan.model_config  # raises where there is no model
+    _ = plan.model_config  # raises without a model
     if (setup := setup_of(plan, card.gib, options.prompt_tokens)) is None:
-        raise ConfigError("there is no estimate for a model of this kind. The preflight's stage `step` measures.")
+        raise ConfigError("this kind of model can't be estimated. The preflight's stage `step` measures it.")
     try:
         settle_precision(plan, setup)
-    except ConfigError:  # no number format fits: the table says so
+    except ConfigError:  # no number format fits, which the table shows
         plan.dtype = "float32"
     setup = replace(setup, dtype=plan.dtype, optim=config.training.optim.value)
     return estimate(setup), setup
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:
-    """The preset of this card, or of the smallest larger one, with which the run fits that card, and its GiB."""
+    """The preset with which the run fits: this GPU's, or else the next larger one's. With its GiB."""
     smaller = [name for name in SOLD if _is_no_larger(name, card)]
     for name in [*smaller[-1:], *(name for name in SOLD if name not in smaller)]:
         where = card if name in smaller else named_card(name)
-        with contextlib.suppress(ConfigError):  # of a model whose layers PEFT does not know
+        with contextlib.suppress(ConfigError):  # a model whose layers PEFT doesn't know
             estimated, _ = _weigh(parse([*settings, "--preset", name], FULL), where, options)
             if estimated.fits:
                 return name, estimated.needed_gib
@@ -105,32 +105,31 @@ def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) ->
 
 
 def _is_no_larger(name: str, card: Card) -> bool:
-    return named_card(name).gib <= card.gib + 1  # a card of 80 GB may have a little less
+    return named_card(name).gib <= card.gib + 1  # an 80 GB GPU may have a little less
 
 
 def _as_text(setup: Setup, estimated: Estimate, preset: tuple[str, float] | None, card: Card, title: str) -> str:
     peak = estimated.peak
-    lines = [title, f"on {card.name} ({card.gib:.1f} GiB), at its fullest: {peak.name}", ""]
+    lines = [title, f"on {card.name} ({card.gib:.1f} GiB), peak: {peak.name}", ""]
     lines += [f"  {part:<28}{gib:8.2f} GiB" for part, gib in peak.parts.items() if gib >= 0.005]
     lines += [f"  {'sum':<28}{estimated.needed_gib:8.2f} GiB", ""]
     others = sorted(estimated.moments, key=lambda moment: -moment.total_gib)[1:]
     lines.append("other moments: " + ", ".join(f"{moment.name} {moment.total_gib:.1f}" for moment in others))
     if estimated.sequences is not None:
         lines.append(
-            f"vLLM's cache has room for {estimated.sequences:.0f} completions of full length at once; "
-            f"{setup.rollouts} are generated"
+            f"vLLM's cache holds {estimated.sequences:.0f} full-length completions; a step generates {setup.rollouts}"
         )
     if card.used_gib:
         too_little = estimated.fits and card.used_gib + estimated.needed_gib > card.gib
-        lines.append(f"in use now: {card.used_gib:.1f} GiB" + ". THIS LEAVES TOO LITTLE: free it first" * too_little)
+        lines.append(f"in use now: {card.used_gib:.1f} GiB" + ". TOO LITTLE IS FREE: release some first" * too_little)
     if estimated.fits:
-        return "\n".join([*lines, f"It fits: {card.gib - estimated.needed_gib:.1f} GiB are left."])
+        return "\n".join([*lines, f"It fits, with {card.gib - estimated.needed_gib:.1f} GiB to spare."])
     if not estimated.starts_engine:
-        lines.append("vLLM would not start: its share has no room for one completion of full length.")
-    lines.append("It does not fit as it is set.")
+        lines.append("vLLM would not start: its share can't hold one full-length completion.")
+    lines.append("It doesn't fit with these settings.")
     if preset is not None:
         name, gib = preset
-        where = "It fits" if _is_no_larger(name, card) else f"It fits a card of {name}"
+        where = "It fits" if _is_no_larger(name, card) else f"It fits a {name} GPU"
         lines.append(f"{where} with `--preset {name}`: about {gib:.1f} GiB.")
     return "\n".join([*lines, LESS])
 
@@ -142,9 +141,9 @@ def _parser() -> ToolParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--card", help="size of the card, such as 24gb; default: the card in this machine")
-    parser.add_argument("--prompt_tokens", type=int, help="tokens of a prompt; default: the longest of the data")
-    parser.add_argument("--json", action="store_true", help="print one JSON object; of a failure too")
+    parser.add_argument("--card", help="GPU size, e.g. 24gb; default: this machine's GPU")
+    parser.add_argument("--prompt_tokens", type=int, help="tokens per prompt; default: the longest one in the data")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, also on failure")
     return parser
 
 

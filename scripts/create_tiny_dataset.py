@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-r"""A small dataset from a large one, for trying things: its first rows, or rows drawn by a seed, perhaps by branch.
+r"""Cut a small dataset out of a large one for smoke tests: its first rows, or a seeded sample, optionally by branch.
 
     .venv/bin/python scripts/create_tiny_dataset.py --source conversations.jsonl --rows 64 --out tiny.jsonl
     .venv/bin/python scripts/create_tiny_dataset.py --source demo --rows 64 --by_branch --seed 0 --out tiny.parquet
     .venv/bin/python scripts/create_tiny_dataset.py --source qa_data.json --dataset_format halueval --rows 500 \
       --out rows.jsonl --knowledge_out documents.jsonl
 
-Reads every source that `dataset` takes: `demo`, a .jsonl, .json or .parquet file, a dataset on the hub. Writes .jsonl
-or .parquet, by the ending of --out, with all columns. Rows of another format, or in other columns, are written in this
-package's. The rows keep their order. Equal arguments give equal rows.
+Reads every source that `dataset` accepts: `demo`, a .jsonl, .json or .parquet file, a dataset on the hub. Writes
+.jsonl or .parquet, depending on the suffix of --out, with all columns. Rows in other formats or columns are
+converted to this package's. The order of rows is kept. Deterministic for the same arguments.
 
-Exit code: 0 written; 2 wrong usage or a row that no run would take.
+Exit code: 0 written; 2 wrong usage or an invalid row.
 """
 
 from salesrl_trl.ground.shutdown import end_tidily

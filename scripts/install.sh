@@ -4,7 +4,7 @@
 #   scripts/install.sh
 #   SALESRL_DEVICE=cpu scripts/install.sh
 #
-# It is safe to call again, and returns at once if nothing changed; test.sh and demo.sh call it first. Concurrent calls
+# It is safe to rerun, and returns at once if nothing changed; test.sh and demo.sh call it first. Concurrent calls
 # wait for each other.
 #
 #   PYTHON               the interpreter; default: the first suitable one of python3.11, python3.12, python3.13, python3
@@ -95,20 +95,22 @@ find_python() {
   for candidate in "${candidates[@]}"; do
     if consider "$candidate"; then return; fi
   done
-  stop "no Python from 3.$OLDEST_MINOR to 3.$NEWEST_MINOR that can make a virtual environment. Looked at:" \
+  stop "no Python from 3.$OLDEST_MINOR to 3.$NEWEST_MINOR that can create a virtual environment. Tried:" \
     "${found[@]/#/  }" \
     "Install one (apt install python3.11 python3.11-venv, or: uv python install 3.11, or conda create -n py311" \
-    "python=3.11) and call again, if need be with PYTHON=/path/to/python3.11."
+    "python=3.11) and rerun, if necessary with PYTHON=/path/to/python3.11."
 }
 
 find_device() {
   device="${SALESRL_DEVICE:-}"
   if [[ -z "$device" ]]; then
     device=cpu
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then device=gpu; fi
+    # grep reads to the end, here and below: with -q it could close the pipe while the other program prints, which
+    # pipefail treats as a failure.
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null; then device=gpu; fi
   fi
   if [[ "$device" != cpu && "$device" != gpu ]]; then
-    stop "SALESRL_DEVICE is '$device'; it takes cpu or gpu." "Leave it out to have the machine looked at."
+    stop "SALESRL_DEVICE is '$device'; expected cpu or gpu." "Unset it to detect the device."
   fi
 }
 
@@ -128,19 +130,19 @@ check_compiler() {
   for compiler in "${CC:-gcc}" "${CXX:-g++}"; do
     # CC may have arguments or a wrapper ("ccache gcc"): its first word is the program.
     command -v -- "${compiler%% *}" >/dev/null ||
-      stop "no ${compiler%% *}: torch, vLLM and DeepSpeed compile small kernels on the machine that they run on." \
-        "Install a C and a C++ compiler (apt install build-essential, or dnf install gcc gcc-c++) and call again;" \
-        "one that is elsewhere is named by CC and CXX."
+      stop "no ${compiler%% *}: torch, vLLM and DeepSpeed compile small kernels on this machine." \
+        "Install a C and a C++ compiler (apt install build-essential, or dnf install gcc gcc-c++) and rerun;" \
+        "for compilers elsewhere, set CC and CXX."
   done
   if [[ "$has_headers" != 1 ]]; then
-    warn "$python has no Python.h, so DeepSpeed and Triton cannot compile their ops when a run first needs" \
+    warn "$python lacks Python.h, so DeepSpeed and Triton can't compile their ops when a run first needs" \
       "them (on Debian and Ubuntu: apt install python$python_version-dev)."
   fi
 }
 
 check_path() {
   if [[ "$venv" == *[[:space:]]* ]]; then
-    warn "$venv has a space in it: all works there but DeepSpeed on the CPU, whose op torch then fails to link;" \
+    warn "$venv contains a space, so torch can't link DeepSpeed's op on the CPU; everything else works." \
       "VENV=/a/path/without/spaces avoids that."
   fi
 }
@@ -151,7 +153,7 @@ check_disk() {
   while [[ ! -d "$place" ]]; do place="$(dirname -- "$place")"; done
   free="$(df -Pk -- "$place" | awk 'NR == 2 { print int($4 / 1048576) }')"
   if ((free < needed)); then
-    warn "$free GiB free in $place; an install for $device wants about $needed GiB."
+    warn "$free GiB free in $place; a $device install needs about $needed GiB."
   fi
 }
 
@@ -163,16 +165,16 @@ advice() {
   if grep -qiE 'no space left|disk quota' "$log"; then
     echo "The disk is full: free some space ($venv; the caches: uv cache clean, pip cache purge), or set VENV and TMPDIR to a larger one."
   elif grep -qiE 'connection|timed out|name resolution|max retries|proxyerror|certificate|ssl' "$log"; then
-    echo "The package index did not answer: check the network, proxy and certificates (pip config list), then call again."
+    echo "The package index did not answer: check the network, proxy and certificates (pip config list), then rerun."
   elif grep -qiE 'requires-python|requires a different python' "$log"; then
-    echo "A package refuses Python $python_version: call again with PYTHON=python3.11, on which the lock was made."
+    echo "A package doesn't support Python $python_version: rerun with PYTHON=python3.11, for which the versions are locked."
   elif grep -qiE 'no matching distribution|could not find a version' "$log"; then
     echo "The package index lacks a pinned version: check that yours is up to date (pip config list), and that Python" \
       "$python_version on $(uname -m) has a build of it; PYTHON=python3.11 on x86_64 is the surest."
   elif grep -qiE 'gcc|g\+\+|python\.h|nvcc|error: command' "$log"; then
     echo "Something did not compile: check gcc, g++ and the Python headers (apt install build-essential python$python_version-dev)."
   elif grep -qiE 'killed|memoryerror|cannot allocate' "$log"; then
-    echo "The machine ran out of memory: close what else is running and call again."
+    echo "The machine ran out of memory: free some memory and rerun."
   else
     echo "$2"
   fi
@@ -272,13 +274,12 @@ make_venv() {
 }
 
 install_cpu() {
-  local network="Check the network and free disk space, then call again." index=()
+  local network="Check the network and free disk space, then rerun." index=()
   # PyPI's torch for Linux is the CUDA build, with several GB of CUDA packages, so the CPU build comes from PyTorch's own
   # index. If pip is configured with another source (a mirror, a folder of wheels), that source is expected to have it,
   # as is SALESRL_TORCH_INDEX; with a plain mirror of PyPI, set that variable to get the small build.
   if [[ -n "${SALESRL_TORCH_INDEX+set}" ]]; then
     if [[ -n "$SALESRL_TORCH_INDEX" ]]; then index=(--extra-index-url "$SALESRL_TORCH_INDEX"); fi
-  # grep reads to the end: with -q it could close the pipe while pip prints, which pipefail treats as a failure.
   elif ! "$venv/bin/python" -m pip config list 2>/dev/null | grep -E '(find-links|index-url)=' >/dev/null; then
     index=(--extra-index-url "$PYTORCH_CPU_INDEX")
   fi
@@ -290,7 +291,7 @@ install_cpu() {
 
 install_gpu() {
   packages "vLLM with its torch, and the direct dependencies (requirements/gpu.txt; several GB)" \
-    "Check the network and free disk space, then call again." -r requirements/gpu.txt
+    "Check the network and free disk space, then rerun." -r requirements/gpu.txt
 }
 
 install_rest() {
@@ -299,7 +300,7 @@ install_rest() {
   if [[ "$device" == gpu ]]; then extras="[agents,demo,gpu,plots,test]" deps=(-c requirements/gpu.txt); fi
   # Built against the installed torch; ops are compiled on first use.
   export DS_BUILD_OPS=0
-  packages "$DEEPSPEED, from source" "Check gcc and g++, then call again." --no-build-isolation "$DEEPSPEED"
+  packages "$DEEPSPEED, from source" "Check gcc and g++, then rerun." --no-build-isolation "$DEEPSPEED"
   packages "salesrl_trl itself, editable" "Check that $root can be written to." \
     --no-build-isolation "${deps[@]}" -e ".$extras"
   rm -f -- "$venv/lib/python$python_version/site-packages/salesrl_trl_launch.pth" # of earlier versions
@@ -308,7 +309,7 @@ install_rest() {
 check_imports() {
   # Outside the checkout, so that the installed package is imported. uv doesn't compile modules: these imports compile
   # what most processes need, even if PYTHONDONTWRITEBYTECODE is set.
-  step "does it import" "Remove $venv and call again; if that does not help, the log says which package is broken." \
+  step "does it import" "Remove $venv and rerun; if that does not help, the log names the broken package." \
     env -C / -u PYTHONDONTWRITEBYTECODE HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR \
     "$venv/bin/python" -c \
     'import deepspeed, peft, salesrl_trl, torch, transformers, vllm; from trl import GRPOTrainer, SFTTrainer'

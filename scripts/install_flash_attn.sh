@@ -72,7 +72,7 @@ is_done() {
 }
 
 [[ -x "$venv/bin/python" ]] ||
-  stop "there is no environment in $venv." "Make one with scripts/install.sh, or name yours: VENV=/path"
+  stop "no environment in $venv." "Create one with scripts/install.sh, or set VENV=/path."
 if is_done "it was installed already"; then exit 0; fi
 # Prints the GPU's compute capability, and torch's CUDA version without its dot ("9.0 130").
 card="$("$venv/bin/python" -c '
@@ -80,12 +80,12 @@ import torch
 major, minor = torch.cuda.get_device_capability()
 print(f"{major}.{minor}", torch.version.cuda.replace(".", ""))
 ' 2>/dev/null)" ||
-  stop "torch of $venv sees no CUDA GPU." "FlashAttention runs on GPUs alone. Elsewhere SDPA is used: there is nothing to install."
+  stop "torch of $venv sees no CUDA GPU." "FlashAttention runs on GPUs alone. Elsewhere SDPA is used; nothing to install."
 read -r capability cuda <<<"$card"
 ((${capability%.*} >= 8)) ||
-  stop "the card has compute capability $capability." "FlashAttention needs 8.0 (Ampere) or newer. SDPA is used: there is nothing to install."
+  stop "the GPU has compute capability $capability." "FlashAttention needs 8.0 (Ampere) or newer. SDPA is used; nothing to install."
 requirement="$(sed -n 's/^    \(flash-attn>=.*\)$/\1/p' "$root/setup.cfg")"
-say "it serves where TRL's own passes are made: shared prompts, the default, use PyTorch's flash kernels"
+say "only TRL's own forward passes use it: shared prompts, the default, use PyTorch's flash kernels"
 log="$(mktemp "${TMPDIR:-/tmp}/install_flash_attn.XXXXXX")"
 
 if [[ "${capability%.*}" == 9 ]]; then
@@ -110,7 +110,7 @@ if command -v nvcc >/dev/null || [[ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" 
   say "looking for its authors' wheel. If there is none, it is built for sm_$arch: about $minutes minutes with $MAX_JOBS" \
     "compilers at a time ($cores cores, $free_gib GiB free; MAX_JOBS sets another number). Its log: $log"
 else
-  say "looking for its authors' wheel. If there is none, this ends: there is no nvcc to build it with"
+  say "looking for its authors' wheel. Without one, this stops, as nvcc is required to build it"
   export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE # otherwise its setup exits before looking
 fi
 status=0
@@ -123,11 +123,11 @@ if [[ -n "${FLASH_ATTENTION_SKIP_CUDA_BUILD:-}" ]]; then # useless without kerne
   "$venv/bin/python" -m pip uninstall --yes --quiet flash-attn >>"$log" 2>&1 || true
 fi
 tail -n "$LOG_LINES" "$log" | sed 's/^/  | /' >&2
-advice="The end of its log says why. Training works without it: SDPA is used."
+advice="The end of its log shows the reason. Training works without it, with SDPA."
 if ! command -v nvcc >/dev/null && [[ ! -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]]; then
   advice="There is no nvcc to build it with: install the CUDA toolkit of torch's version (CUDA $cuda) and set CUDA_HOME."
   advice+=" Training works without FlashAttention: SDPA is used."
 elif grep -qiE 'killed|cannot allocate|out of memory' "$log"; then
-  advice="The machine ran out of memory: call again with MAX_JOBS=$((MAX_JOBS / 2 > 0 ? MAX_JOBS / 2 : 1))."
+  advice="The machine ran out of memory: rerun with MAX_JOBS=$((MAX_JOBS / 2 > 0 ? MAX_JOBS / 2 : 1))."
 fi
 stop "FlashAttention could not be installed (exit $status)." "$advice"

@@ -33,7 +33,7 @@ MAX_POSITIONS = 64
 
 
 def main() -> None:
-    """Teach a policy, save it, print its figures."""
+    """Teach a policy, save it, print its scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ARITHMETIC_POLICY, help="folder to write to")
     parser.add_argument("--steps", type=int, default=1500, help="steps of supervised fine-tuning")

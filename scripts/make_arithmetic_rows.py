@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the packaged rows of `recipes/own.py`: sums of two numbers, for a reward function that checks the answer.
+"""Writes the built-in rows of `recipes/own.py`: sums of two numbers, for a reward function that checks the answer.
 
     .venv/bin/python scripts/make_arithmetic_rows.py [--out FOLDER]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the packaged record of the demo's services, which `--replay demo` takes its rewards from.
+"""Makes the built-in record of the demo's services, which `--replay demo` takes its rewards from.
 
     .venv/bin/python scripts/make_demo_cassette.py             # about 5 minutes on two CPU cores
     .venv/bin/python scripts/make_demo_cassette.py RUN [RUN ...]

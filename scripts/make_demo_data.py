@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the packaged demo data: a bilingual knowledge base, conversations, and drafts of annotators.
+"""Writes the built-in demo data: a bilingual knowledge base, conversations, and drafts of annotators.
 
     .venv/bin/python scripts/make_demo_data.py [--out FOLDER]
 

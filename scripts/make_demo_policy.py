@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Teaches the packaged small policy what the demo's customers ask, and says what it can do.
+"""Teaches the built-in small policy what the demo's customers ask, and says what it can do.
 
     .venv/bin/python scripts/make_demo_policy.py [--out FOLDER] [--steps 4000] [--seed 0]
 
@@ -70,7 +70,7 @@ _CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Teach a policy, save it, print its figures."""
+    """Teach a policy, save it, print its scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=PACKAGED, help="folder to write to")
     parser.add_argument("--steps", type=int, default=4000, help="steps of supervised fine-tuning")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Teaches the packaged policy of `recipes/dialogue.py` on a CPU, in a few minutes.
+"""Teaches the built-in policy of `recipes/dialogue.py` on a CPU, in a few minutes.
 
     .venv/bin/python scripts/make_dialogue_policy.py [--out FOLDER] [--steps N]
 
-It continues the policy of `recipes/search.py`, which reads figures in results of searches, with conversations of a
+It continues the policy of `recipes/search.py`, which reads numbers in results of searches, with conversations of a
 seller that follows `SHARES` with the rule-based customer. So it offers any discount, mentions what it should not,
 often answers without a search and uses any argument: what to do is left to the recipe.
 """
@@ -72,7 +72,7 @@ class Seller:
         return talk if talk[-1]["role"] == "assistant" else talk[:-1]
 
     def _made_up(self, record: Record) -> Record:
-        """Other figures in the document, so that the policy knows none by heart."""
+        """Other numbers in the document, so that the policy knows none by heart."""
         document = re.sub(r"\d", lambda _: str(self._rng.randrange(10)), record["documents"][0])
         question, worry = record["persona"]["objections"]
         persona = record["persona"] | {"objections": [question | {"facts": facts_of(document)}, worry]}
@@ -105,7 +105,7 @@ def _says(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Teach a policy, save it, print its figures."""
+    """Teach a policy, save it, print its scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DIALOGUE_POLICY, help="folder to write to")
     parser.add_argument("--steps", type=int, default=220, help="of lessons")

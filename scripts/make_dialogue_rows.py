@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the packaged rows of `recipes/dialogue.py`: the demo's customers in English, with a persona each.
+"""Writes the built-in rows of `recipes/dialogue.py`: the demo's customers in English, with a persona each.
 
     .venv/bin/python scripts/make_dialogue_rows.py [--out FOLDER]
 

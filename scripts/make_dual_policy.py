@@ -5,7 +5,7 @@
 
 By right ones it learns to find an answer in the context: among wrong ones alone it learned to guess. Its contexts have
 other answers than the recipe's rows. Then it learns to take the bait: it names a person of whom nothing is known, or
-makes a fact up. It saw no held-out question. The figures are its shares of right answers at temperature 1.
+makes a fact up. It saw no held-out question. It prints its shares of right answers at temperature 1.
 """
 
 import argparse
@@ -39,7 +39,7 @@ VOCABULARY = 1000
 
 
 def main() -> None:
-    """Teach a policy, save it, print its figures."""
+    """Teach a policy, save it, print its scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DUAL_POLICY, help="folder to write to")
     parser.add_argument(

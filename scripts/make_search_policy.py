@@ -7,7 +7,7 @@ Figures in its lessons are made up, so that it learns to read them in a result a
 to copy: without that, good lessons alone did not teach it to read. By good lessons it learns to name what was asked in
 a query, and to answer by a sentence of the result. By bad ones it learns to search too seldom or too often, by poor
 queries, to give up without a search, and to search for a customer who only greets. It saw no held-out conversation.
-The figures are its shares of held-out turns, each behind good ones, that are right word by word.
+It prints its shares of held-out turns, each behind good ones, that are right word by word.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def found(query: str, result: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Teach a policy, save it, print its figures."""
+    """Teach a policy, save it, print its scores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=SEARCH_POLICY, help="folder to write to")
     parser.add_argument(

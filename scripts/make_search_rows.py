@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the packaged rows of `recipes/search.py`: questions of the demo's customers in English, and greetings.
+"""Writes the built-in rows of `recipes/search.py`: questions of the demo's customers in English, and greetings.
 
     .venv/bin/python scripts/make_search_rows.py [--out FOLDER]
 
@@ -37,7 +37,7 @@ def course_and_topic(row: Record) -> tuple[str, str]:
 
 
 def answer_of(document: str) -> str:
-    """The first sentence of a document with a figure in it, or its first one."""
+    """The first sentence of a document with a number in it, or its first one."""
     sentences = re.split(r"(?<=[.?!]) ", document)
     return next((sentence for sentence in sentences if re.search(r"\d", sentence)), sentences[0])
 

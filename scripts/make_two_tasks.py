@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the packaged rows of `recipes/dual.py`: made-up records in the published forms of BBQ and HaluEval (qa).
+"""Writes the built-in rows of `recipes/dual.py`: made-up records in the published forms of BBQ and HaluEval (qa).
 
     .venv/bin/python scripts/make_two_tasks.py [--out FOLDER]
 

@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/make_vision_policy.py [FOLDER]
 
-Its text part begins with the weights of the packaged small policy. First it is taught to name the marked course of a
+Its text part begins with the weights of the built-in small policy. First it is taught to name the marked course of a
 picture, then it imitates the draft actions of `demo_pictures`, some of which are of careless annotators. It writes the
 rows of `dataset: demo_pictures` too.
 """
@@ -134,7 +134,7 @@ def build_config(
 
 
 def take_text_weights(model: "PreTrainedModel") -> None:
-    """Give the text part the weights of the packaged small policy, which reads no pictures."""
+    """Give the text part the weights of the built-in small policy, which reads no pictures."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs TRL's own tests of its GRPO trainer against this package's class, and says what differs.
+"""Runs TRL's own tests of its GRPO trainer against this package's class, and reports what differs.
 
     python scripts/run_upstream_tests.py --trl CHECKOUT_OF_TRL --work FOLDER [-k EXPRESSION]
 
@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Inside pytest: note what came of a test."""
+    """Inside pytest: record a test's outcome."""
     if report.when != "call" and report.outcome == PASSED:
         return
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -104,7 +104,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _outcomes(way: str, work: Path, expression: str) -> dict[str, dict[str, str]]:
-    """What came of each test."""
+    """Each test's outcome."""
     results = work / f"{way.replace(' ', '_')}.jsonl"
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "run_upstream_tests"]
@@ -136,7 +136,7 @@ def _prepare(checkout: Path, work: Path) -> None:
 
 
 def report(found: Mapping[str, Mapping[str, Mapping[str, str]]]) -> int:
-    """Print what came of each way.
+    """Print the outcome of each way.
 
     Args:
         found (`Mapping`):

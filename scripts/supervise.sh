@@ -12,8 +12,8 @@
 # Progress is judged by time alone. Set --healthy-after higher than the time from start to first checkpoint: a run that
 # always dies later than that, but before its checkpoint, would be restarted forever.
 #
-# `accelerate launch` exits with 1 for every failed run. Therefore this script gives the run a folder, and reads the run's
-# own exit code from there. If the run writes none, the command's exit code is used.
+# `accelerate launch` exits with 1 for every failed run. So this script passes the run a folder, and reads the run's own
+# exit code from there. If the run writes none, the command's exit code is used.
 #
 # Restarted: 75 (stopped, state saved), and signals sent by the machine: SIGABRT (134), SIGBUS (135), SIGKILL (137),
 # SIGSEGV (139). Every other exit code is final and passed on: 0 finished, 1 unknown error, 2 invalid settings or data,
@@ -45,16 +45,16 @@ while (($#)) && [[ "$1" != -- ]]; do
   printf -v "${name//-/_}" '%s' "$2"
   shift 2
 done
-if (($# < 2)); then refuse "there is no command. Expected: scripts/supervise.sh -- COMMAND..."; fi
+if (($# < 2)); then refuse "no command. Expected: scripts/supervise.sh -- COMMAND..."; fi
 shift
 if [[ ! " $* " =~ .*\ --resume[_-]from[_-]checkpoint[\ =]+([^\ ]*) ]]; then # the last one counts
-  refuse "the command has no --resume_from_checkpoint, so that each restart would begin from the start." \
+  refuse "the command has no --resume_from_checkpoint, so each restart would start from scratch." \
     "Add --resume_from_checkpoint auto."
 fi
 resumes="${BASH_REMATCH[1]}"
 if [[ ! "${resumes,,}" =~ ^(auto|true)([^[:alnum:]_./-]|$) ]]; then
-  refuse "--resume_from_checkpoint is '$resumes', so that each restart would begin at the same step again." \
-    "Give auto: the newest whole checkpoint of the output folder."
+  refuse "--resume_from_checkpoint is '$resumes', so each restart would begin at that step again." \
+    "Use auto: the newest complete checkpoint in the output folder."
 fi
 
 milliseconds() {
@@ -82,7 +82,7 @@ late=""  # a signal received while an attempt was starting
 pass_on() {
   asked="SIG$1"
   if [[ -n "$child" ]]; then
-    say "$asked came and is passed on to the run as SIG$2; it is not started again"
+    say "received $asked; forwarding SIG$2 to the run, no restart"
     kill -s "$2" -- "-$child" 2>/dev/null || true
   elif [[ -n "$pause" ]]; then
     kill "$pause" 2>/dev/null || true
@@ -137,7 +137,7 @@ attempt() {
   while kill -0 "$child" 2>/dev/null; do wait "$child" || sleep 0.1; done
   wait "$child" || status=$?
   if [[ -z "$asked" ]] && alive; then
-    say "the first process ended (exit code $status) before the others: they get SIGTERM, and SIGKILL after $GRACE_S s"
+    say "the first process ended (exit code $status) before the others: sending them SIGTERM, and SIGKILL after $GRACE_S s"
     kill -s TERM -- "-$child" 2>/dev/null || true
     until=$(($(now) + GRACE_S))
     while alive && (($(now) < until)); do sleep 0.2; done
@@ -164,13 +164,13 @@ while [[ -z "$asked" ]]; do
       exit 0
       ;;
     *)
-      say "ends: exit code $status is final (after $lasted s)"
+      say "stopping: exit code $status is final (after $lasted s)"
       exit "$status"
       ;;
   esac
   if ((lasted >= healthy_after)); then restarts=0 delay="$backoff"; fi
   if ((restarts >= max_restarts)); then
-    say "gives up: exit code $status ($why), after $restarts restarts in a row without progress"
+    say "giving up: exit code $status ($why), after $restarts restarts in a row without progress"
     exit "$EXIT_GAVE_UP"
   fi
   restarts=$((restarts + 1))
@@ -183,5 +183,5 @@ while [[ -z "$asked" ]]; do
   pause=""
   delay=$((delay * 2))
 done
-say "ends with the run's exit code $status: $asked came"
+say "exiting with the run's exit code $status after $asked"
 exit "$status"

@@ -5,7 +5,7 @@
     .venv/bin/python scripts/test_components.py --json
 
 Takes the recipe and all settings of a training line. The default recipe is recipes/full.yaml. Without addresses it
-starts the embedded services. Exit code: 0, or 2 after the first stage that failed. docs/how-to/preflight.md says more.
+starts the embedded services. Exit code: 0, or 2 after the first stage that failed. See docs/how-to/preflight.md.
 """
 
 import gc

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Check whether a RAG service is ready for training: the way to it, the form of its answers, their speed.
+"""Check whether a RAG service is ready for training: connectivity, response format and latency.
 
     python scripts/test_rag_endpoints.py --base-url https://rag.example.com --key-env RAG_KEY
     python scripts/test_rag_endpoints.py --base-url http://127.0.0.1:8801 --quick --query "Python data analysis price"
 
-It resolves the host, connects, and shows the certificate. Then it runs the preflight's stage `rag`, with the client of
-training and the demo's questions, and suggests settings. With --quick it asks the 8B endpoint one question, and prints
-the passages and the answer. Other texts of answers are not printed, nor is a key. No call is repeated. Takes every
-setting of a recipe, such as `--rag.timeout_s 60`. Imports no torch.
+It resolves the host, connects, and shows the certificate. Then it runs the preflight's stage `rag` with training's
+client and the demo's questions, and suggests settings. With --quick, it asks the 8B endpoint one question, and
+prints the passages and the answer. It prints no other answers and no keys, and retries nothing. Accepts every recipe
+setting, e.g. `--rag.timeout_s 60`. Doesn't import torch.
 
 Exit code: 0 ready; 1 not ready, with the reasons; 2 wrong usage; 130 interrupted.
 """
@@ -45,11 +45,11 @@ CONNECTION_S = 10.0  # for each of DNS, TCP and TLS: a cold load balancer needs 
 EXPIRY_WARNING_DAYS = 14  # a certificate that expires sooner may expire during a run
 TIMEOUT_MARGIN, MIN_TIMEOUT_S = 3, 5  # `rag.timeout_s` of so many times the slower p95, and no less
 ADVICE = {
-    "DNS": "A typing error in the name, or a name that only another network or a VPN knows: `getent hosts {host}`.",
+    "DNS": "A typo in the name, or a name that resolves only in another network or a VPN. Try `getent hosts {host}`.",
     "TCP": "Refused: nothing listens on that port, or only on its own machine's loopback. Timed out: a firewall or a "
     "VPN. Try `nc -vz {host} {port}` from another machine.",
-    "TLS": "A port that speaks plain http wants http:// in the address. A certificate has to be valid for this host; "
-    "add the authority of a private one to the system's store, or name its file in SSL_CERT_FILE, for training too.",
+    "TLS": "If the port speaks plain http, use http:// in the address. The certificate must be valid for this host. "
+    "For a private CA, add it to the system's store, or set SSL_CERT_FILE, for training too.",
 }
 
 
@@ -107,7 +107,7 @@ def look(plan: ServicesPlan, asked: Sequence[str]) -> StageReport:
 
 
 def suggestion(report: StageReport, concurrency: int) -> dict[str, int]:
-    """`rag.max_concurrency`, half of what was tried if calls failed, and `rag.timeout_s`, if there are times."""
+    """`rag.max_concurrency`, halved if calls failed, and `rag.timeout_s`, if calls were timed."""
     seconds = [value for name, value in report.figures.items() if name.endswith("_p95_s") and value is not None]
     if not seconds:
         return {}
@@ -164,7 +164,7 @@ def _parser() -> ToolParser:
     )
     parser.add_argument("--base-url", required=True, help="the service's address before /v1/rag")
     parser.add_argument("--key-env", help="environment variable that holds the key")
-    parser.add_argument("--concurrency", type=int, default=8, help="calls at once; default: %(default)s")
+    parser.add_argument("--concurrency", type=int, default=8, help="concurrent calls; default: %(default)s")
     parser.add_argument("--requests", type=int, default=40, help="calls to each endpoint; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="ask 8b one question, and print passages and answer")
     parser.add_argument("--query", default="How much does the beginner course cost?", help="the question of --quick")

@@ -5,8 +5,8 @@
     python scripts/warmup_model.py --config recipes/fast_load.yaml --model_name_or_path DIR --use_peft true
     python scripts/warmup_model.py --model_name_or_path DIR --shapes 64x4096 16x2048
 
-Every setting of a run is accepted. It starts as a run does and trains one step, with a reward that asks no service.
-The folder `compile_cache_dir` then holds what was compiled. It may be copied to another machine with the same GPUs and
+Every setting of a run is accepted. It starts as a run does and trains one step, with a reward that calls no service.
+The folder `compile_cache_dir` then holds the compiled code. It may be copied to another machine with the same GPUs and
 packages. Several processes: `accelerate launch scripts/warmup_model.py ...`, with one shape.
 """
 
@@ -80,8 +80,8 @@ def _warm_up(settings: Sequence[str], default_recipe: Path) -> None:
         folder, training = config.training.compiled, config.training
         if folder is None:
             raise ConfigError(
-                "`compile_cache_dir` is not set, so compiled code would be kept where no run says that it looks. "
-                "Expected a folder, or auto. Set it, in the recipe too."
+                "`compile_cache_dir` is not set, so compiled code would go where no run looks for it. "
+                "Expected a folder, or auto. Set it in the recipe too."
             )
         config.reward.warm_up_services = False
         plan = prepare(config)

@@ -191,8 +191,8 @@ def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
     if is_given or correction.weights != BYPASS:
         reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
         return [f"`vllm_importance_sampling_mode`: {AHEAD} with a lookahead, because {reason}"]
-    reason = "with importance weights instead, a language model's reward dipped"
-    return [f"`rollout_correction`: with a lookahead the loss clips the ratio to the sampler, because {reason}"]
+    reason = "importance weights made a language model's reward dip"
+    return [f"`rollout_correction`: with a lookahead, the clipped ratio is relative to the sampler, because {reason}"]
 
 
 def correction_of(args: GRPOConfig) -> CorrectionSettings:

@@ -4,8 +4,8 @@
     python tests/support/english.py --root PATH --list takes
     python tests/support/english.py --under salesrl_trl/launch
 
-Prose is README, the pages under docs/ and recipes/, and the package's docstrings, comments and strings of three words
-or more. Fenced code, inline code and links' targets do not count.
+Prose is README, the pages under docs/ and recipes/, and the docstrings, comments and strings of three words or more in
+the package, the scripts and the examples. Fenced code, inline code and links' targets do not count.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md", "recipes/**/*.md", "docs/**/*.md")
 OTHER_TEXTS = ("salesrl_trl/**/*.toml", "salesrl_trl/**/*.yaml")
+PROGRAMS = ("salesrl_trl/**/*.py", "scripts/*", "examples/**/*.py")
 LOG_OF_EXPERIMENTS = ("docs/experiments/", "docs/EXPERIMENTS.md")
 """A dated diary, in older checkouts below docs/."""
 GENERATED = tuple(f"docs/{name}.md" for name in ("API", "TROUBLESHOOTING")) + tuple(
@@ -82,6 +83,13 @@ def prose_of_settings(text: str) -> Iterator[str]:
     yield from prose_of_markdown(text)
 
 
+def prose_of_shell(text: str) -> Iterator[str]:
+    """Comments, and quoted words of three or more."""
+    yield from prose_of_markdown(" ".join(re.findall(r"^\s*#(?!!)(.*)", text, re.MULTILINE)))
+    for found in re.findall(r'"((?:[^"\\]|\\.)*)"|\'([^\']*)\'', re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)):
+        yield from _sentences("".join(found))
+
+
 def _sentences(found: str) -> Iterator[str]:
     if len(found.split()) >= 3:
         yield from prose_of_markdown(found)
@@ -94,9 +102,10 @@ def texts(root: Path, under: str = "") -> Iterator[tuple[str, str]]:
             name = str(path.relative_to(root))
             if name.startswith(under) and not name.startswith(LOG_OF_EXPERIMENTS) and name not in GENERATED:
                 yield from ((name, piece) for piece in prose_of_markdown(path.read_text("utf-8")))
-    for path in sorted((root / "salesrl_trl").rglob("*.py")):
+    for path in sorted(path for pattern in PROGRAMS for path in root.glob(pattern) if path.is_file()):
         if (name := str(path.relative_to(root))).startswith(under):
-            yield from ((name, piece) for piece in dict.fromkeys(prose_of_python(path.read_text("utf-8"))))
+            prose = prose_of_python if path.suffix == ".py" else prose_of_shell
+            yield from ((name, piece) for piece in dict.fromkeys(prose(path.read_text("utf-8"))))
     for pattern in OTHER_TEXTS:
         for path in sorted(root.glob(pattern)):
             if (name := str(path.relative_to(root))).startswith(under):
@@ -104,10 +113,11 @@ def texts(root: Path, under: str = "") -> Iterator[tuple[str, str]]:
 
 
 def counted(root: Path, under: str = "") -> dict[str, Counter[str]]:
-    """For pages and for the package's texts: how often each habit occurs."""
-    counts = {"pages": Counter(dict.fromkeys(HABITS, 0)), "package": Counter(dict.fromkeys(HABITS, 0))}
+    """For pages, the package's texts, and scripts with examples: how often each habit occurs."""
+    counts = {kind: Counter(dict.fromkeys(HABITS, 0)) for kind in ("pages", "package", "scripts")}
     for name, piece in texts(root, under):
-        kind = "package" if name.startswith("salesrl_trl/") else "pages"
+        is_program = name.startswith(("scripts/", "examples/")) and not name.endswith(".md")
+        kind = "package" if name.startswith("salesrl_trl/") else "scripts" if is_program else "pages"
         counts[kind].update({habit: len(re.findall(pattern, piece)) for habit, pattern in HABITS.items()})
     return counts
 
@@ -127,8 +137,8 @@ def main() -> None:
         return
     counts = counted(options.root.resolve(), options.under)
     for habit in HABITS:
-        print(f"{habit:24} {counts['pages'][habit]:6} pages {counts['package'][habit]:6} package")
-    print(f"{'together':24} {counts['pages'].total():6} pages {counts['package'].total():6} package")
+        print(f"{habit:24}", *(f"{count[habit]:6} {kind}" for kind, count in counts.items()))
+    print(f"{'together':24}", *(f"{count.total():6} {kind}" for kind, count in counts.items()))
 
 
 if __name__ == "__main__":

@@ -368,7 +368,7 @@ def test_the_steps_come_in_the_order_that_works_and_a_second_call_does_nothing(b
     [
         ({"PYTHON": "python3.9"}, ["python3.9: Python 3.9", "no Python from 3.11 to 3.13", "PYTHON=/path/to/python"]),
         ({"PYTHON": "/nowhere/python3.11"}, ["/nowhere/python3.11: not found"]),
-        ({"SALESRL_DEVICE": "tpu"}, ["SALESRL_DEVICE is 'tpu'; it takes cpu or gpu"]),
+        ({"SALESRL_DEVICE": "tpu"}, ["SALESRL_DEVICE is 'tpu'; expected cpu or gpu"]),
         ({"CC": "/nowhere/gcc"}, ["no /nowhere/gcc", "build-essential"]),
         ({"VENV": "mine"}, ["is not a virtual environment"]),
     ],

@@ -70,13 +70,9 @@ def settle_precision(plan: Plan, setup: Setup | None) -> str | None:
     exact = setup.weighed("float32", optim) if setup is not None and is_default else None
     if setup is None or exact is None or exact.fits:
         plan.dtype = "float32"
-        are = (
-            "weights stay in float32, computation is in 16 bits"
-            if autocast
-            else "weights and computation stay in float32"
-        )
+        computing = ", with forward and backward passes in 16 bits" if autocast else ""
         setting = f"`dtype: {dtype}`" if dtype in ("bfloat16", "float16") else "16-bit weights"
-        return f"{are}: {setting} would lose small updates"
+        return f"weights are trained in float32{computing}: {setting} would lose small updates"
     rounded = setup.weighed("bfloat16", STOCHASTIC_OPTIM)
     sizes = f"about {exact.needed_gib:.0f} GiB including generation, and the GPU has {exact.card_gib:.0f}"
     lack = f"full fine-tuning in float32 needs {sizes}"

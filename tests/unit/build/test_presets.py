@@ -99,8 +99,8 @@ def test_the_model_of_a_preset_fits_its_card(weighed, card, size, presets):
     [
         # 0.35 of the card are 13.0 GiB, and the weights that vLLM has 14.2
         ("40gb", ["--use_peft", "true"], "40gb", "It fits with `--preset 40gb`"),
-        ("24gb", ["--preset", "24gb"], "40gb", "It fits a card of 40gb with `--preset 40gb`"),
-        ("40gb", ["--use_peft", "false"], "141gb", "It fits a card of 141gb with `--preset 141gb`"),
+        ("24gb", ["--preset", "24gb"], "40gb", "It fits a 40gb GPU with `--preset 40gb`"),
+        ("40gb", ["--use_peft", "false"], "141gb", "It fits a 141gb GPU with `--preset 141gb`"),
     ],
 )
 def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
@@ -110,7 +110,7 @@ def test_what_does_not_fit_as_it_is_set_is_told_with_the_preset_that_does(
     assert (code, found["fits"], found["preset"]["name"]) == (3, False, preset)
     main(["--model_name_or_path", model("7B"), "--card", card, "--prompt_tokens", "1024", *given])
     shown = capsys.readouterr().out
-    assert "It does not fit as it is set." in shown
+    assert "It doesn't fit with these settings." in shown
     assert text in shown
 
 

@@ -62,7 +62,7 @@ def test_a_build_is_for_this_card_alone_and_its_time_is_said_before(install):
 def test_without_a_compiler_it_says_so_before_and_leaves_nothing_behind(install):
     found, calls = install(has_nvcc=False)
     assert found.returncode == 1
-    assert "If there is none, this ends: there is no nvcc to build it with" in found.stdout
+    assert "Without one, this stops, as nvcc is required to build it" in found.stdout
     assert [call.split()[0] for call in calls] == ["install", "uninstall"]
     assert "TRUE" in calls[0]
 

@@ -76,7 +76,7 @@ def test_the_code_that_the_run_has_written_counts_not_that_of_its_launcher(tmp_p
 def test_it_gives_up_without_progress_by_a_code_that_no_scheduler_takes_for_resumable(tmp_path):
     code, number, told = run(tmp_path, "exit 75", *QUICK, "--max-restarts", "2")
     assert (code, number) == (3, 3)
-    assert "gives up: exit code 75 (it stopped and can be resumed), after 2 restarts in a row" in told
+    assert "giving up: exit code 75 (it stopped and can be resumed), after 2 restarts in a row" in told
 
 
 def test_an_attempt_that_lasted_long_enough_makes_the_count_begin_anew(tmp_path):
@@ -100,7 +100,7 @@ def test_a_signal_reaches_the_training_behind_the_launcher_and_nothing_is_starte
     got = (tmp_path / "got").read_text().split()
     assert got == ["INT" if came is signal.SIGINT else "TERM", "saved"]
     assert attempts(tmp_path) == 1
-    assert told.endswith(f"supervise: ends with the run's exit code 75: {came.name} came\n")
+    assert told.endswith(f"supervise: exiting with the run's exit code 75 after {came.name}\n")
 
 
 def test_a_signal_between_two_attempts_ends_it_at_once(tmp_path):
@@ -123,9 +123,9 @@ def test_what_is_left_of_an_attempt_has_ended_before_the_next_one_begins(tmp_pat
 @pytest.mark.parametrize(
     ("options", "resumes", "message"),
     [
-        ((), (), "has no --resume_from_checkpoint, so that each restart would begin from the start"),
-        ((), (*RESUMES, "--resume_from_checkpoint", "false"), "each restart would begin at the same step again"),
-        ((), (*RESUMES, "--resume_from_checkpoint=runs/a/checkpoint-8"), "would begin at the same step again"),
+        ((), (), "has no --resume_from_checkpoint, so each restart would start from scratch"),
+        ((), (*RESUMES, "--resume_from_checkpoint", "false"), "each restart would begin at that step again"),
+        ((), (*RESUMES, "--resume_from_checkpoint=runs/a/checkpoint-8"), "would begin at that step again"),
         (("--backoff", "soon"), RESUMES, "--backoff is 'soon'. Expected seconds."),
         (("--max-restarts", "1.5"), RESUMES, "--max-restarts is '1.5'. Expected a whole number."),
         (("--tries", "1"), RESUMES, "unknown argument '--tries'"),
@@ -135,6 +135,38 @@ def test_a_wrong_call_is_refused_before_anything_is_started(tmp_path, options, r
     code, number, told = run(tmp_path, "exit 0", *options, resumes=resumes)
     assert (code, number) == (2, 0)
     assert message in told
+
+
+@pytest.mark.parametrize(
+    ("machines", "config", "launched"),
+    [
+        (1, {}, "launch recipes/full.py"),
+        (1, {"CONFIG": "fsdp2.yaml"}, "launch --config_file fsdp2.yaml recipes/full.py"),
+        (2, {"CONFIG": "fsdp2.yaml"}, "launch --machine_rank 1 --config_file fsdp2.yaml --num_machines 2 "
+         "--main_process_port 29511 --deepspeed_multinode_launcher standard --num_processes 16 --main_process_ip a1 "
+         "recipes/full.py"),
+    ],
+)  # fmt: skip
+def test_slurm_starts_a_process_group_on_every_machine_with_the_chosen_configuration(
+    tmp_path, machines, config, launched
+):
+    """With stand-ins for accelerate, srun and scontrol."""
+    for name, body in {
+        "accelerate": 'echo "$@"',
+        "srun": 'shift; SLURM_NODEID=1 exec "$@"',
+        "scontrol": "echo a1; echo a2",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").symlink_to(SCRIPTS)
+    job = SCRIPTS / "supervise.slurm"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42", "SLURM_NNODES": str(machines),
+                 "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_GPUS_ON_NODE": "8"} | config  # fmt: skip
+    done = subprocess.check_output(["bash", job], cwd=tmp_path, env=variables, text=True, timeout=PATIENCE_S)
+    assert done == f"{launched} --resume_from_checkpoint auto\n"
+    # sbatch puts a job of one task on one machine, whatever --nodes is
+    header = [line.split()[1] for line in job.read_text("utf-8").splitlines() if line.startswith("#SBATCH")]
+    assert [each for each in header if each.startswith("--ntasks")] == ["--ntasks-per-node=1"]
 
 
 def test_the_job_of_slurm_is_queued_again_when_its_time_is_over_and_only_then(tmp_path):
