@@ -205,6 +205,7 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
         succeeds=False,
+        **NOTHING_IS_COMPILED,
     )
     # dummy weights in vLLM, until the trainer's are pushed
     assert told.count("[Weights] vLLM samples from the weights being trained") == 1
