@@ -1,5 +1,6 @@
 """The package's own files: their version, hash and commit."""
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -29,8 +30,9 @@ class Code:
         return f"{self.version} ({f'commit {self.commit}{changed}' if self.commit else f'hash {self.digest}'})"
 
 
+@functools.cache
 def code() -> Code:
-    """The version, hash and commit of the package's files."""
+    """The version, hash and commit of the package's files, when this process first asks for them."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:

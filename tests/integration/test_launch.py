@@ -132,7 +132,7 @@ def test_own_rows_and_a_function_in_the_working_folder_are_all_that_the_own_reci
 def test_the_search_recipe_s_policy_searches_before_it_answers_and_its_figures_are_of_its_conversations(tmp_path):
     told = launch(
         "search",
-        *("--max_steps", "3", "--max_eval_rows", "48", "--quick_eval_steps", "2", "--quick_eval_rows", "8"),
+        *("--max_steps", "3", "--max_eval_rows", "24", "--quick_eval_steps", "2", "--quick_eval_rows", "8"),
         *("--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"),
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
@@ -205,6 +205,7 @@ def test_the_fast_load_recipe_without_an_accelerate_configuration_saves_and_stop
         *("--output_dir", str(tmp_path / "run")),
         configured=False,
         succeeds=False,
+        **NOTHING_IS_COMPILED,
     )
     # dummy weights in vLLM, until the trainer's are pushed
     assert told.count("[Weights] vLLM samples from the weights being trained") == 1

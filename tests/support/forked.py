@@ -33,8 +33,9 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 """Its driver can't be used in a fork of a process that has asked for it."""
 EVERYTHING = (
     "accelerate.commands.launch", "deepspeed", "torch.distributed.fsdp", "torch.distributed.run",
-    "transformers.models.qwen2.modeling_qwen2", "vllm.entrypoints.openai.api_server",
-    "salesrl_trl.launch.train", "salesrl_trl.trainer", "support.keyed", "support.scripted",
+    "torch.utils.tensorboard", "transformers.models.qwen2.modeling_qwen2", "vllm.entrypoints.openai.api_server",
+    *(() if HAS_GPU else ("vllm.model_executor.models.qwen2", "vllm.v1.worker.cpu_worker")),
+    "salesrl_trl.demo.rows", "salesrl_trl.launch.train", "salesrl_trl.trainer", "support.keyed", "support.scripted",
 )  # fmt: skip
 COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
 """Python, which imports what it needs."""
@@ -320,9 +321,11 @@ def _exit_code(end):
 
 
 def _import(modules):
+    from salesrl_trl.ground import own_code
     from salesrl_trl.launch import kept
 
     kept.remember_packages()
+    own_code.code()  # hashes all files and asks git: 0.1 s of each training
     for module in modules:
         try:
             importlib.import_module(module)

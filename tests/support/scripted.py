@@ -71,12 +71,13 @@ def build_trainer(policy_path, reward, texts, rows, output_dir, kind=ScriptedTra
     # All others that a test gives are settings, as are names of these.
     of_it = {name for each in (SalesGRPOTrainer, GRPOTrainer) for name in inspect.signature(each.__init__).parameters}
     own = {name: given.pop(name) for name in [*given] if name in of_it and not isinstance(given[name], str)}
-    own.setdefault("eval_dataset", build_dataset(rows, "compact"))
+    dataset = build_dataset(rows, "compact")
+    own.setdefault("eval_dataset", dataset)
     trainer = kind(
         AutoModelForCausalLM.from_pretrained(policy_path),
         reward,
         SalesGRPOConfig(**sales_settings(output_dir, **given)),
-        train_dataset=build_dataset(rows, "compact"),
+        train_dataset=dataset,
         processing_class=AutoTokenizer.from_pretrained(policy_path),
         **own,
     )

@@ -221,9 +221,13 @@ def test_ctrl_c_ends_a_run_with_one_line_and_the_shell_s_code(interrupted, tmp_p
     assert capsys.readouterr().err == told
 
 
-def test_the_map_of_installed_packages_is_made_once_while_a_recipe_imports(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "of"), [("packages_distributions", ()), ("metadata", ("torch",)), ("version", ("torch",))]
+)
+def test_what_is_known_of_installed_packages_is_read_once_in_a_recipe_s_process(name, of, monkeypatch):
     asked = []
-    monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: asked.append(1) or {"torch": ["torch"]})
+    for each in ("packages_distributions", "metadata", "version"):
+        monkeypatch.setattr(importlib.metadata, each, lambda *given: asked.append(given) or {"torch": ["torch"]})
     remember_packages()
-    assert [importlib.metadata.packages_distributions() for _ in range(2)] == [{"torch": ["torch"]}] * 2
-    assert len(asked) == 1
+    assert [getattr(importlib.metadata, name)(*of) for _ in range(2)] == [{"torch": ["torch"]}] * 2
+    assert asked == [of]

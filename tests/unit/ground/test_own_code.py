@@ -31,7 +31,15 @@ def commit(package, name):
     return git(package, "rev-parse", "HEAD")
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_process_of_its_own():
+    own_code.code.cache_clear()
+    yield
+    own_code.code.cache_clear()
+
+
 def has(name, *more):
+    own_code.code.cache_clear()
     return env.main(["--has", name, *more])
 
 
@@ -71,6 +79,7 @@ def test_an_installed_package_knows_the_commit_that_pip_noted_or_says_that_it_ca
     assert (has(noted), f"is {own_code.__version__} (hash " in capsys.readouterr().err) == (2, True)
     (info / "direct_url.json").write_text(json.dumps({"url": "https://x", "vcs_info": {"commit_id": noted}}))
     assert has(noted) == has(noted[:7]) == 0
+    own_code.code.cache_clear()
     assert (own_code.code().commit, own_code.code().changed_files) == (noted[:12], 0)
     assert has("fedcba9876") == has(noted[:3]) == 2  # before it, after it, or another's
     assert f"is {own_code.__version__} (commit {noted[:12]})" in capsys.readouterr().err
