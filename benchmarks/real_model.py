@@ -43,7 +43,8 @@ from benchmarks.common import device, device_name, parser, quiet
 from benchmarks.kl_control import SIZE, in_band
 from benchmarks.kl_control import windows as of_steps
 from benchmarks.real_model_files import prepare
-from benchmarks.real_model_sales import JUDGES, train_sales
+from benchmarks.real_model_sales import JUDGES, SELF, check_launch, train_sales
+from benchmarks.real_model_sales import settings_of as launch_of
 from benchmarks.real_model_tasks import TASKS, Rows
 from salesrl_trl.ground.row_statistics import Mean, difference_of, mean_of
 from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3, STALENESS, kl_of
@@ -161,6 +162,8 @@ def config_of(args: argparse.Namespace, arm: str, seed: int, out: Path) -> tuple
 
 def check_arms(args: argparse.Namespace) -> None:
     """Find now what would end a run minutes later. Raises `SystemExit`, or `ConfigError` for settings."""
+    if SALES in args.tasks and args.judge == SELF and args.model == TINY:
+        raise SystemExit("--judge self needs the folder of a model: the built-in policy's context is too short.")
     if EVALUATED % args.samples:
         raise SystemExit(f"--samples {args.samples}: an evaluation's batch has {EVALUATED} completions, of whole rows")
     for arm in args.arms:
@@ -168,7 +171,8 @@ def check_arms(args: argparse.Namespace) -> None:
         for task in args.tasks:
             branches = {row["branch"] for row in rows_of(task, "heldout")} if task != SALES else set()
             if task == SALES:
-                sales_settings(arm)
+                own = launch_of(args, sales_settings(arm), args.seeds[0], args.out / "scratch")
+                check_launch({name: value for name, value in own.items() if name != "model_name_or_path"}, "full")
             elif unknown := sorted(set(given.get("branch_kl", ())) - branches):
                 raise SystemExit(f"the arm {arm} has bands for {', '.join(unknown)}, and the task {task} no such rows")
             else:

@@ -57,7 +57,9 @@ def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
         ),
         (["--arms", "on_policy+lora", "odd"], "rollout_correction.weights"),
         (["--arms", "stock", "--samples", "7"], "--samples 7"),
+        (["--model", "tiny", "--tasks", "sales", "--judge", "self"], "the built-in policy's context"),
         (["--arms", "stock", "--tasks", "sums", "sales"], "the task sales has no arm"),
+        (["--arms", "odd", "--tasks", "sales"], "rollout_correction.weights"),
     ],
 )
 def test_what_would_end_a_run_minutes_later_is_refused_before_the_first_one(words, message, tmp_path, monkeypatch):
