@@ -374,12 +374,10 @@ class RewardBatch:
         return task is not None and task.cancel()
 
 
-async def wait_for(
-    batches: Sequence[RewardBatch], is_enough: Callable[[], object], began: float | None = None
-) -> None:
+async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], object], began: float = 0.0) -> None:
     """Wait until `is_enough()`, which is checked again whenever a reward of these batches arrives. Supports one waiter
     at a time. Cancelling the waiter cancels the batches. `began`: when the wait began, if earlier."""
-    began = time.perf_counter() if began is None else began
+    began = began or time.perf_counter()
     try:
         while not is_enough():
             changed = asyncio.get_running_loop().create_future()
