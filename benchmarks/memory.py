@@ -337,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for row in wanted:
         rows.append(measure(row))
         show(line(rows[-1]))
-    figures = {"device": device_name(device()), "rows": rows}
-    write_json(args.json, figures)
+        figures = {"device": device_name(device()), "rows": rows}
+        write_json(args.json, figures)  # of a bench that a later row ends, too
     return figures
 
 

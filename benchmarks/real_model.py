@@ -37,18 +37,20 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.common import device, device_name, parser, quiet
 from benchmarks.kl_control import SIZE, in_band
 from benchmarks.kl_control import windows as of_steps
 from benchmarks.real_model_files import prepare
-from benchmarks.real_model_sales import JUDGES, train_sales
+from benchmarks.real_model_sales import JUDGES, SELF, check_launch, train_sales
+from benchmarks.real_model_sales import settings_of as launch_of
 from benchmarks.real_model_tasks import TASKS, Rows
 from salesrl_trl.ground.row_statistics import Mean, difference_of, mean_of
 from salesrl_trl.names import EFFECTIVE_SAMPLES, LEFT_OUT, SAMPLER_KL, SAMPLER_KL_K3, STALENESS, kl_of
 
 Settings = dict[str, Any]
-BASE, STOCK = "on_policy", "stock"
+BASE, STOCK, SALES = "on_policy", "stock", "sales"
 DRAW = "draw"
 """A part's entry, no setting: rows by difficulty, remembered in this `run`, or also from an earlier one's `record`."""
 BANDS: dict[str, dict[str, float]] = {
@@ -97,6 +99,8 @@ MOST_STEPS = 100_000
 TINY = "tiny"
 GROUP = 8
 """Completions of a row."""
+EVALUATED = 64
+"""Completions of an evaluation's batch."""
 
 
 # One run
@@ -124,6 +128,57 @@ def counterpart(arm: str) -> str:
     return "+".join([BASE, *(part for part in arm.split("+") if part.startswith(FOR_BASE))])
 
 
+def config_of(args: argparse.Namespace, arm: str, seed: int, out: Path) -> tuple[Any, Settings]:
+    """The settings of a run's trainer, and arguments of vLLM for which TRL has none. Raises `ConfigError`."""
+    from trl import GRPOConfig
+
+    from salesrl_trl import SalesGRPOConfig
+
+    given, is_tiny, is_stock = settings_of(arm), args.model == TINY, STOCK in arm.split("+")
+    for own in (DRAW, "lora"):
+        given.pop(own, None)
+    sizes: Settings = (
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "max_completion_length": 8}
+        if is_tiny
+        else {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4, "max_completion_length": 24,
+              "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.06, "bf16": True,
+              # stated, so that no engine measures memory that another run takes at that time
+              "vllm_engine_kwargs": {"kv_cache_memory_bytes": 2 << 30},
+              "vllm_max_model_length": 512, "max_sampling_logp_difference": 1.0}
+    )  # fmt: skip
+    config_type = GRPOConfig if is_stock else SalesGRPOConfig
+    settings = (
+        quiet(device(), str(out / "run"), num_generations=GROUP, per_device_eval_batch_size=EVALUATED,
+              num_generations_eval=args.samples, beta=0.0, held_out_eval=False, seed=seed,
+              max_steps=MOST_STEPS if args.seconds else args.steps,
+              lr_scheduler_type="constant", dataloader_pin_memory=False)
+        | {"learning_rate": 5e-4 if is_tiny else 2e-6} | sizes | given
+    )  # fmt: skip
+    known = {
+        name: value for name, value in settings.items() if not is_stock or name in config_type.__dataclass_fields__
+    }
+    return config_type(**known), settings.get("vllm_engine_kwargs", {})
+
+
+def check_arms(args: argparse.Namespace) -> None:
+    """Find now what would end a run minutes later. Raises `SystemExit`, or `ConfigError` for settings."""
+    if SALES in args.tasks and args.judge == SELF and args.model == TINY:
+        raise SystemExit("--judge self needs the folder of a model: the built-in policy's context is too short.")
+    if EVALUATED % args.samples:
+        raise SystemExit(f"--samples {args.samples}: an evaluation's batch has {EVALUATED} completions, of whole rows")
+    for arm in args.arms:
+        given = settings_of(arm)
+        for task in args.tasks:
+            branches = {row["branch"] for row in rows_of(task, "heldout")} if task != SALES else set()
+            if task == SALES:
+                own = launch_of(args, sales_settings(arm), args.seeds[0], args.out / "scratch")
+                check_launch({name: value for name, value in own.items() if name != "model_name_or_path"}, "full")
+            elif unknown := sorted(set(given.get("branch_kl", ())) - branches):
+                raise SystemExit(f"the arm {arm} has bands for {', '.join(unknown)}, and the task {task} no such rows")
+            else:
+                config_of(args, arm, args.seeds[0], args.out / "scratch")
+
+
 def earlier_run(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -> Path:
     """The folder of a recorded run on-policy of another seed, which is done first unless it was."""
     arm, seed, out = f"{counterpart(arm)}+recorded", seed + 1000, out / "earlier"
@@ -144,48 +199,26 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from benchmarks.difficulty import Drawn, Memory
     from benchmarks.real_model_run import reward_of_all, right_of, stock_engine, watch
-    from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer
+    from salesrl_trl import SalesGRPOTrainer
     from salesrl_trl.demo.packaged import ARITHMETIC_POLICY
 
     rows, held_out = rows_of(task, "train")[: args.rows or None], rows_of(task, "heldout")[: args.held_out]
     memory = Memory([row["id"] for row in rows], GROUP)
-    given, where, is_tiny, is_stock = settings_of(arm), device(), args.model == TINY, STOCK in arm.split("+")
-    draws = given.pop(DRAW, None)
-    if draws == "record":
+    given, is_stock = settings_of(arm), STOCK in arm.split("+")
+    if (draws := given.get(DRAW)) == "record":
         memory.read(earlier_run(args, task, arm, seed, out))
     set_seed(seed)
-    model = str(ARITHMETIC_POLICY) if is_tiny else args.model
-    is_lora = given.pop("lora", False)
-    sizes: Settings = (
-        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "max_completion_length": 8}
-        if is_tiny
-        else {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4, "max_completion_length": 24,
-              "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.06, "bf16": True,
-              # stated, so that no engine measures memory that another run takes at that time
-              "vllm_engine_kwargs": {"kv_cache_memory_bytes": 2 << 30},
-              "vllm_max_model_length": 512, "max_sampling_logp_difference": 1.0}
-    )  # fmt: skip
-    config_type = GRPOConfig if is_stock else SalesGRPOConfig
-    settings = (
-        quiet(where, str(out / "run"), num_generations=GROUP, per_device_eval_batch_size=64,
-              num_generations_eval=args.samples, beta=0.0, held_out_eval=False, seed=seed,
-              max_steps=MOST_STEPS if args.seconds else args.steps,
-              lr_scheduler_type="constant", dataloader_pin_memory=False)
-        | {"learning_rate": 5e-4 if is_tiny else 2e-6} | sizes | given
-    )  # fmt: skip
-    known = {
-        name: value for name, value in settings.items() if not is_stock or name in config_type.__dataclass_fields__
-    }
-    config = config_type(**known)
+    model = str(ARITHMETIC_POLICY) if args.model == TINY else args.model
+    config, engine = config_of(args, arm, seed, out)
     trainer_type: Any = (
         GRPOTrainer if is_stock else SalesGRPOTrainer if draws is None else partial(Drawn, memory=memory)
     )
     calls = args.steps * config.generation_batch_size
-    with stock_engine(settings.get("vllm_engine_kwargs", {}) if is_stock else {}):
+    with stock_engine(engine if is_stock else {}):
         trainer = trainer_type(
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             [right_of(memory, args.reward_s, is_stock)],
@@ -193,7 +226,7 @@ def train(args: argparse.Namespace, task: str, arm: str, seed: int, out: Path) -
             train_dataset=Dataset.from_list(rows),
             eval_dataset=Dataset.from_list(held_out),
             processing_class=AutoTokenizer.from_pretrained(model),
-            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if is_lora else None,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if given.get("lora") else None,
             callbacks=[watch(memory, calls, args.evaluations, "refill_groups" in given, args.seconds)],
         )
     before = trainer.evaluate()["eval_reward"]
@@ -400,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("out", type=Path, help="folder of runs, tables and curves; the model goes there too")
     made.add_argument("--model", help=f"folder of a model, or {TINY}; defaults to Gemma 3 270M of the package index")
-    made.add_argument("--tasks", nargs="+", choices=[*TASKS, "sales"], default=["words"])
+    made.add_argument("--tasks", nargs="+", choices=[*TASKS, SALES], default=["words"])
     made.add_argument("--arms", nargs="+", default=[*ARMS])
     made.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     made.add_argument("--steps", type=int, default=100)
@@ -416,19 +449,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     made.add_argument("--report", action="store_true", help="run nothing")
     made.add_argument("--one", nargs=3, metavar=("TASK", "ARM", "SEED"), help="a single run, in this process")
     args = made.parse_args(argv)
-    for arm in args.arms:
-        settings_of(arm)
-        if "sales" in args.tasks:
-            sales_settings(arm)
-    if args.seconds and "sales" in args.tasks:
+    if args.seconds and SALES in args.tasks:
         raise SystemExit("--seconds doesn't end the task sales. Expected --steps, or other tasks.")
     args.out = args.out.absolute()
+    if not (args.report or args.one):
+        with mock.patch.dict(os.environ):  # settings of a trainer set variables, which the runs would inherit
+            check_arms(args)
     if not args.model:
         args.model = "" if args.report else str(prepare(args.out / "model"))
     if args.one:
         task, arm, seed = args.one[0], args.one[1], int(args.one[2])
         file, scratch = file_of(args.out, task, arm, seed), scratch_of(args.out, task, arm, seed)
-        is_sales = task == "sales"
+        is_sales = task == SALES
         run = (
             train_sales(args, sales_settings(arm), seed, scratch)
             if is_sales

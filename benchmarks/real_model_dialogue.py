@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import parser
 from benchmarks.real_model_files import prepare
-from benchmarks.real_model_sales import log_of
+from benchmarks.real_model_sales import RECIPES, check_launch, log_of, words_of
 from benchmarks.vllm_server import vllm_server
 
 SELLER = """{{ bos_token }}A seller of courses talks to a customer.
@@ -85,16 +85,16 @@ def main(argv: list[str] | None = None) -> None:
     options = ["--served-model-name", "self", "--gpu-memory-utilization", "0.2", "--max-model-len", "2048",
                "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']  # fmt: skip
     options += [] if torch.cuda.is_available() else ["--enforce-eager"]  # compiling takes minutes on a CPU
+    form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": REPLY}}
+    partner = {"kind": "customer", "base_url": "http://127.0.0.1/v1", "model": "self", "max_completion_tokens": 96,
+               "timeout_s": 120, "extra_body": {"response_format": form}}  # fmt: skip
+    settings = SETTINGS | {
+        "model_name_or_path": sides["seller"], "output_dir": run, "max_steps": args.steps, "partner": partner,
+    }  # fmt: skip
+    check_launch(settings, "dialogue", further)
     with vllm_server(sides["customer"], args.out / "customer.txt", *options) as url:
-        form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": REPLY}}
-        partner = {"kind": "customer", "base_url": f"{url}/v1", "model": "self", "max_completion_tokens": 96,
-                   "timeout_s": 120, "extra_body": {"response_format": form}}  # fmt: skip
-        settings = SETTINGS | {
-            "model_name_or_path": sides["seller"], "output_dir": run, "max_steps": args.steps, "partner": partner,
-        }  # fmt: skip
-        command = [sys.executable, str(Path(__file__).parents[1] / "recipes/dialogue.py")]
-        for name, value in settings.items():
-            command += [f"--{name}", json.dumps(value) if isinstance(value, dict | list | bool) else str(value)]
+        settings["partner"] = partner | {"base_url": f"{url}/v1"}
+        command = [sys.executable, str(RECIPES / "dialogue.py"), *words_of(settings)]
         subprocess.run([*command, *further], check=True)
     report(run)
 

@@ -15,12 +15,14 @@
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 JUDGES = SERVICES, SELF = ("services", "self")
 SECOND = "embedded"
@@ -33,13 +35,25 @@ OF_THE_MODEL = {"prompt_template": "few_shot", "max_completion_length": 96, "vll
                 "vllm_engine_kwargs": {"kv_cache_memory_bytes": KV_BYTES}}  # fmt: skip
 """Settings for which the built-in policy has its own."""
 Settings = dict[str, Any]
+RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def train_sales(args: argparse.Namespace, given: Settings, seed: int, out: Path) -> dict[str, Any]:
     """Launch once. `given`: the arm's settings. Returns the run's log, its held-out rewards, and those by the embedded
     judge where another one is the reward."""
     out.mkdir(parents=True, exist_ok=True)
-    given, is_tiny, run = dict(given), args.model == "tiny", out / "run"
+    run = out / "run"
+    with judged_by(args.judge, args.model, out) as judges:
+        launch("train", [], settings_of(args, given, seed, run) | judges)
+    found: dict[str, Any] = {"log": log_of(run), "held_out": held_out_of(run)}
+    if args.judge != SERVICES:
+        found["true"] = true_rewards(run, out / "evaluation.json", args.model)
+    return found
+
+
+def settings_of(args: argparse.Namespace, given: Settings, seed: int, run: Path) -> Settings:
+    """The settings of a launch, without those of its judges."""
+    given, is_tiny = dict(given), args.model == "tiny"
     if given.pop("lora", False):
         given["use_peft"] = True
     if "beta" in given:
@@ -48,21 +62,29 @@ def train_sales(args: argparse.Namespace, given: Settings, seed: int, out: Path)
     words |= {"max_steps": args.steps, "seed": seed, "output_dir": run, "save_strategy": "no", "quick_eval_steps": 0,
               "rollout_lookahead": 0, "record": False, "held_out_eval": True, "report_to": "tensorboard",
               "save_rollouts": False, "allow_changed_resume": False}  # fmt: skip
-    with judged_by(args.judge, args.model, out) as judges:
-        launch("train", [], words | judges | given)
-    found: dict[str, Any] = {"log": log_of(run), "held_out": held_out_of(run)}
-    if args.judge != SERVICES:
-        found["true"] = true_rewards(run, out / "evaluation.json", args.model)
-    return found
+    return words | given
 
 
-def launch(command: str, first: list[str], settings: Settings) -> None:
-    words = [
+def words_of(settings: Settings) -> list[str]:
+    """Settings as words of a command line."""
+    return [
         word
         for name, value in settings.items()
         for word in (f"--{name}", json.dumps(value) if isinstance(value, dict | list | bool) else str(value))
     ]
-    subprocess.run([sys.executable, "-m", f"salesrl_trl.launch.{command}", *first, *words], check=True)
+
+
+def check_launch(settings: Settings, recipe: str, further: Sequence[str] = ()) -> None:
+    """Read the settings of a launch, before a server starts for it. Raises `ConfigError`."""
+    from salesrl_trl.launch.settings import parse
+
+    with mock.patch.dict(os.environ):  # settings of a trainer set variables
+        parse([*words_of(settings), *further], RECIPES / f"{recipe}.yaml")
+
+
+def launch(command: str, first: list[str], settings: Settings) -> None:
+    command = f"salesrl_trl.launch.{command}"
+    subprocess.run([sys.executable, "-m", command, *first, *words_of(settings)], check=True)
 
 
 @contextmanager
@@ -74,8 +96,6 @@ def judged_by(judge: str, model: str, out: Path) -> Iterator[Settings]:
     from benchmarks.vllm_server import vllm_server
     from salesrl_trl.demo.services.launcher import EMBEDDED_MODEL, EmbeddedServices
 
-    if model == "tiny":
-        raise SystemExit("--judge self needs the folder of a model: the built-in policy's context is too short.")
     options = ["--served-model-name", SELF, "--gpu-memory-utilization", "0.12"]
     options += ["--kv-cache-memory-bytes", str(KV_BYTES)]
     with vllm_server(Path(model), out / "judge.txt", *options) as url, EmbeddedServices() as embedded:
@@ -113,7 +133,7 @@ def held_out_of(run: Path) -> list[float]:
 
 def true_rewards(run: Path, file: Path, model: str) -> list[float]:
     """The rewards of greedy answers by the embedded judge, before and after training."""
-    recipe = str(Path(__file__).parents[1] / "recipes" / "full.yaml")  # and not the run's settings, with its judges
+    recipe = str(RECIPES / "full.yaml")  # and not the run's settings, with its judges
     own = OF_THE_MODEL | {"output": file, "samples": 0}
     launch("evaluate", ["--config", recipe, "--policy", model, str(run)], own)
     found = json.loads(file.read_text())["figures"]

@@ -233,6 +233,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.worker:
         (work_of_lora if arguments.lora else work)(arguments)
         return {}
+    several, cards = {*arguments.arms} - {"one"}, torch.cuda.device_count()
+    if (cards == 1 and several) or (not cards and "fsdp2" in several):
+        made.error(f"{', '.join(sorted(several))}: expected two GPUs, or a CPU without fsdp2; found {cards} GPUs")
+    if not arguments.lora and arguments.shape not in TOKENS:
+        made.error(f"--shape {arguments.shape} needs --lora. Expected otherwise: {', '.join(TOKENS)}")
     figures: dict[str, Any] = {"shape": arguments.shape, "device": device_name(device()), "bf16": arguments.bf16}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
@@ -249,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 found["difference"] = differences(figures["one"], found, saved)
             figures[arm] = found
             print(_line(arm, found, now() - started), flush=True)
-    write_json(arguments.json, figures)
+            write_json(arguments.json, figures)  # of a bench that a later arm ends, too
     return figures
 
 

@@ -105,11 +105,14 @@ def answered_all(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """The seconds of each step. After `instant` of them the tool waits."""
+    """The seconds of each step. After `instant` of them the tool waits. Each step has the `expected` metrics."""
 
-    def __init__(self, instant: int, seconds: float) -> None:
+    def __init__(self, instant: int, seconds: float, expected: dict[str, float]) -> None:
         self.ends: list[float] = []
-        self._instant, self._seconds = instant, seconds
+        self._instant, self._seconds, self._expected = instant, seconds, expected
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        assert "loss" not in logs or all(logs[name] == value for name, value in self._expected.items()), logs
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         global waiting_s
@@ -124,7 +127,8 @@ def work(args: argparse.Namespace) -> None:
     ahead = 0 if args.worker == "stock" else int(args.worker.removeprefix("ours_"))
     before, counted = ahead + 2, args.steps * (ahead + 1)
     slow = 1 if args.worker == "stock" else before + counted + ahead  # nothing is generated in the last ones
-    clock = Clock(before + counted, args.seconds)
+    expected = {"dialogue/turns": TURNS, "outcome/ok": 1} if args.customer else {"tools/call_frequency": CALLS}
+    clock = Clock(before + counted, args.seconds, expected)
     tokenizer = packaged_tokenizer()
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
@@ -165,8 +169,6 @@ def work(args: argparse.Namespace) -> None:
     instant = steps[before - 1 : before + counted - 1]
     waited = steps[-1:] if args.worker == "stock" else steps[len(steps) - ahead - counted : len(steps) - ahead]
     lines = [line for line in trainer.state.log_history if "loss" in line][-counted:]
-    expected = {"dialogue/turns": TURNS, "outcome/ok": 1} if args.customer else {"tools/call_frequency": CALLS}
-    assert all(lines[-1][name] == value for name, value in expected.items()), lines[-1]
     known = [name for name in lines[0] if name.startswith("time/") and None not in [line[name] for line in lines]]
     times = {name: statistics.mean(line[name] for line in lines) for name in known}
     write_json(args.json, {

@@ -11,6 +11,11 @@
 - `, decoding`: vLLM decodes what is unfinished while a step waits for rewards, as it does now.
 
 A decoding step takes the same time whatever the engine decodes.
+
+    python -m benchmarks.waits --automatic
+
+has the lookahead chosen by `parts.lookahead`, from 1 on and at most 6, for `alone, decoding`: with the time in which
+nothing is decoded as the wait (until 2026-11-29), and with all of the wait.
 """
 
 import argparse
@@ -18,8 +23,11 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 from benchmarks.lengths import completion_tokens
+from salesrl_trl.names import REWARD_EXPOSED, REWARD_SECONDS, STEP_SECONDS
+from salesrl_trl.parts.lookahead import LookaheadPart
 from salesrl_trl.rollout.buffer import first_in
 
 COUNT, SIZE = 8, 8
@@ -42,6 +50,7 @@ class Simulated:
         self._running: dict[tuple[Group, int], int] = {}  # tokens to go
         self._scored: dict[Group, list[float]] = {}  # when each of the completions that have ended has its reward
         self._version: dict[Group, int] = {}  # the step of the launch
+        self._first: dict[int, float] = {}  # when a batch's first completion ended
 
     def _launch(self, batch: int, step: int) -> None:
         for place in range(COUNT):
@@ -58,6 +67,7 @@ class Simulated:
             self._running[group, sample] = left - steps
             if left == steps:
                 del self._running[group, sample]
+                self._first.setdefault(group[0], self.now)
                 draw = random.Random(f"{group} {sample} wait")
                 waits = (median * math.exp(draw.gauss(0.0, SPREAD)) for median in self._rewards)
                 self._scored[group].append(self.now + sum(waits))
@@ -85,9 +95,13 @@ class Simulated:
             last = next(opened, batches[-1] + 1) - 1
         return sorted((group for group in self._version if group[0] <= last), key=lambda g: (self._version[g], g))
 
-    def step_s(self, ahead: int, variant: str, unfinished: float = 0.5, steps: int = 50) -> float:
-        """Mean seconds of a step."""
-        ends, launched = list[float](), 0
+    def step_s(
+        self, ahead: int, variant: str, unfinished: float = 0.5, steps: int = 50,
+        choose: Callable[[float, float, float, float], int] | None = None,
+    ) -> float:  # fmt: skip
+        """Mean seconds of a step. `choose`: the next lookahead, by seconds of the step, of its wait, in which nothing
+        was decoded, and of its batch's rewards."""
+        ends, launched = [0.0], 0
         for step in range(steps):
             while launched <= step + ahead:
                 self._launch(launched, step)
@@ -101,26 +115,38 @@ class Simulated:
             seen, chosen = self._seen(variant, step), list[Group]()
             oldest = ahead if variant.startswith("alone") else 2 * ahead
             latest = [self._version[group] + oldest for group in seen]
+            began, idle = self.now, 0.0
             while not chosen:
                 is_in = [self._is_in(group) for group in seen]
                 places = first_in(latest, is_in, range(step + 1, step + ahead + 2), COUNT)
                 chosen = [seen[place] for place in places]
                 if not chosen:
-                    self._wait(seen, decodes="decoding" in variant)
+                    idle += self._wait(seen, decodes="decoding" in variant)
+            waited, last = self.now - began, max(max(self._scored[group]) for group in chosen)
             for group in chosen:
                 del self._version[group], self._scored[group]
             self.now += self._passes
             ends.append(self.now)
-        return (ends[-1] - ends[SKIPPED]) / (len(ends) - 1 - SKIPPED)
+            if choose is not None:
+                ahead = choose(ends[-1] - ends[-2], waited, idle, last - self._first[step])
+        return (ends[-1] - ends[SKIPPED + 1]) / (len(ends) - 2 - SKIPPED)
 
-    def _wait(self, seen: list[Group], decodes: bool) -> None:
-        """Until the next reward of these groups, or until a completion ends."""
+    def _wait(self, seen: list[Group], decodes: bool) -> float:
+        """Until the next reward of these groups, or until a completion ends. Returns the seconds without decoding."""
         due = min((at for group in seen for at in self._scored[group] if at > self.now), default=math.inf)
         steps = (due - self.now) / self._decoding
         if decodes and self._running and steps >= 1:
             self._decode(int(min(steps, self._most)))
-        else:
-            self.now = due
+            return 0.0
+        idle, self.now = due - self.now, due
+        return idle
+
+
+def automatic() -> LookaheadPart:
+    """The part that chooses the lookahead, from 1 on and at most 6."""
+    part, settings = LookaheadPart(), SimpleNamespace(rollout_lookahead=1, most_lookahead=6)
+    part.connect(SimpleNamespace(pipeline=None, least_lookahead=1, args=settings))  # type: ignore[arg-type]
+    return part
 
 
 def main() -> None:
@@ -129,7 +155,22 @@ def main() -> None:
     made.add_argument("--rewards", nargs=2, type=float, default=(5.6, 3.2), help="median seconds of the two waits")
     made.add_argument("--decoding", type=float, default=0.0062, help="seconds of a decoding step")
     made.add_argument("--passes", type=float, default=7.4, help="seconds of the passes and the push")
+    made.add_argument("--automatic", action="store_true", help="choose the lookahead")
     args = made.parse_args()
+    if args.automatic:
+        for counts_all in (False, True):
+            part, chosen = automatic(), list[int]()
+
+            def choose(step: float, waited: float, idle: float, rewards: float) -> int:
+                wait = waited if counts_all else idle  # noqa: B023  called at once
+                figures = {STEP_SECONDS: step, REWARD_EXPOSED: wait, REWARD_SECONDS: rewards}
+                chosen.append(part.next(figures))  # noqa: B023  the same
+                return chosen[-1]  # noqa: B023  the same
+
+            simulated = Simulated(args.rewards, args.decoding, args.passes)
+            seconds = simulated.step_s(1, "alone, decoding", steps=120, choose=choose)
+            print(f"{'all of the wait' if counts_all else 'idle'}: {seconds:.1f} s a step, lookahead {chosen[11::12]}")
+        return
     print("| | " + " | ".join(VARIANTS) + " |\n" + "|---" * (1 + len(VARIANTS)) + "|")
     for ahead in (1, 2, 3, 4):
         seconds = (Simulated(args.rewards, args.decoding, args.passes).step_s(ahead, name) for name in VARIANTS)

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.floor import told
 from benchmarks.lengths import KINDS
-from benchmarks.peers.task import PROMPTS, Plan, prompts_of
+from benchmarks.peers.task import GROUP, PROMPTS, Plan, prompts_of
 from benchmarks.vllm_server import for_training, vllm_server
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,8 @@ MODULES = {
     "unsloth": "unsloth_arm",
 }
 """By the beginning of an arm's name."""
+PACKAGES = {"verl": "verl", "unsloth": "unsloth"}
+"""Of arms that need another environment."""
 LAUNCH = ("--config_file", "accelerate_configs/debug.yaml", "--multi_gpu", "--num_processes")
 TOKENS = {"short": 256, "heavy": 4096}
 TINY_TOKENS = 24
@@ -57,12 +59,15 @@ def kind(arm: str) -> str:
 def make_weights(shape: str, folder: Path, prompt_tokens: int, steps: int) -> None:
     """Random weights, the tokenizer and the texts of so many steps. In a process of its own, so that the GPU is free
     afterwards."""
-    from benchmarks.common import device, save_model
+    from benchmarks.common import SHAPES, device, save_model
     from salesrl_trl.demo.packaged import packaged_tokenizer
 
     if not (folder / "config.json").is_file():
         save_model(shape, folder, device())
         name_all_tokens(folder)
+    there = json.loads((folder / "config.json").read_text())
+    if other := {name: there[name] for name, size in SHAPES[shape].items() if there.get(name, size) != size}:
+        raise SystemExit(f"{folder} has a model of another shape than {shape}: {other}")
     draw, tokenizer, texts = random.Random(0), packaged_tokenizer(), []
     for _ in range(PROMPTS * steps):
         ids = tokenizer(" ".join(draw.choices(WORDS, k=prompt_tokens)))["input_ids"]
@@ -86,6 +91,26 @@ def name_all_tokens(folder: Path) -> None:
     known = {*named.values(), *(each["id"] for each in tokenizer["added_tokens"])}
     named |= {f"token{row}": row for row in range(rows) if row not in known}
     path.write_text(json.dumps(tokenizer))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Find now what would end an arm minutes later. Raises `SystemExit`."""
+    if PROMPTS * GROUP % args.micro_batch:
+        raise SystemExit(
+            f"--micro_batch {args.micro_batch} does not divide the {PROMPTS * GROUP} completions of a step"
+        )
+    for arm in args.arms:
+        if kind(arm) not in MODULES:
+            raise SystemExit(f"unknown arm {arm}. Expected one that begins with: {', '.join(MODULES)}")
+        if ("partial" in arm or "stale" in arm) and not re.search(r"_[1-9]\d*$", arm):
+            raise SystemExit(f"the arm {arm} has no number of steps ahead, as {arm}_2 has")
+        if (package := PACKAGES.get(kind(arm))) is not None:
+            python = args.python.get(kind(arm), sys.executable)
+            find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+            if subprocess.run(
+                [python, "-c", find], env=environment_of(arm, args.site, args.gpu), check=False
+            ).returncode:
+                raise SystemExit(f"{python} has no {package}, which {arm} needs. Name another by --python or --site.")
 
 
 def environment_of(arm: str, sites: dict[str, str], gpus: str | None) -> dict[str, str]:
@@ -179,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.only_weights:
         return make_weights(args.shape, args.model, args.prompt_tokens, math.lcm(args.measured, args.measured_ahead))
     args.python, args.site = (dict(word.split("=", 1) for word in words) for words in (args.python, args.site))
+    check(args)
     args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "model"

@@ -1,6 +1,6 @@
 """verl's arms: `verl_sync`, and `verl_async_N`, its `colocate_async` with rollouts at most N versions old.
 
-    python -m benchmarks.peers.verl_arm PLAN OUT [--dry] [KEY=VALUE ...]    # more settings of verl
+    python -m benchmarks.peers.verl_arm PLAN OUT [KEY=VALUE ...]    # more settings of verl
 
 Starts verl's own trainer in a process of its own, and takes the time at which each step's line comes. This module is
 also the file of the reward and of the agent loop, which draws the length of each completion.

@@ -273,10 +273,12 @@ class SalesGRPOConfig(GRPOConfig):
         expected = "which depends on the loss. Expected a step-based schedule, e.g. cosine."
         check(schedule not in follows_loss, f"`lr_scheduler_type` is {schedule}, {expected}")
         self.machine_notes += trl_settings.settle_correction(self, self.most_lookahead)
-        try:
+        mode, self.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode, trl_settings.mode_of(self)
+        try:  # TRL checks the mode in use
             super().__post_init__()
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the settings are invalid: {error}") from error
+        self.vllm_importance_sampling_mode = mode
         self.machine_notes += trl_settings.keep_folders(args.report_to)
         if self.device.type == "cpu":  # not "cpu:1", for which torch cannot load optimizer states
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
@@ -298,10 +300,7 @@ class SalesGRPOConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, object]:
         """The settings for trackers, without keys."""
-        settings = {**super().to_dict(), **self.beside}
-        if isinstance(self.vllm_importance_sampling_mode, trl_settings.Chosen):
-            settings["vllm_importance_sampling_mode"] = None
-        return cast(dict[str, object], without_keys(settings))
+        return cast(dict[str, object], without_keys({**super().to_dict(), **self.beside}))
 
     @property
     def correction(self) -> CorrectionSettings | None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
-OF_VLLM = "vllm_(?!importance_sampling_mode).*|max_sampling_logp_difference|rollout_correction"
+OF_VLLM = "vllm_.*|max_sampling_logp_difference|rollout_correction"
 """Settings without effect if vLLM is off."""
 
 
@@ -103,7 +103,7 @@ def check_sampling(args: GRPOConfig, engine: Mapping[str, object], lookahead: fl
         "comparable. Expected 'processed_logprobs': remove it.",
     )
     reshaped = ", ".join(reshaped_sampling(args))
-    sequences = corrects and parsed_correction(args).multiplies(args.vllm_importance_sampling_mode)
+    sequences = corrects and parsed_correction(args).multiplies(mode_of(args))
     if lookahead:
         effect = "does not correct for `rollout_lookahead`"
     else:
@@ -147,10 +147,10 @@ class RolloutCorrection:
         return {name: bounds_of(name, threshold) for name, threshold in self.reject.items()}
 
 
-class Chosen(str):
-    """A mode chosen by this package. A copy of the settings with another lookahead chooses again."""
-
-    __slots__ = ()
+def mode_of(args: GRPOConfig) -> str:
+    """The mode in use. A setting that is not set stays `None`, so that copies with another lookahead choose again."""
+    default: str = AHEAD if args.most_lookahead else GRPOConfig.vllm_importance_sampling_mode
+    return args.vllm_importance_sampling_mode or default
 
 
 def parsed_correction(args: GRPOConfig) -> RolloutCorrection:
@@ -164,8 +164,8 @@ def _bypasses(args: GRPOConfig) -> bool:
     """Whether, with a lookahead, neither the mode nor its bounds are set, and the loss clips PPO's ratio."""
     names = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap")]
     return (
-        isinstance(args.vllm_importance_sampling_mode, Chosen)
-        and args.vllm_importance_sampling_mode == AHEAD
+        args.vllm_importance_sampling_mode is None
+        and args.most_lookahead > 0
         and all(getattr(args, name) == getattr(GRPOConfig, name) for name in names)
         and args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo")
         and args.importance_sampling_level == "token"
@@ -173,12 +173,9 @@ def _bypasses(args: GRPOConfig) -> bool:
 
 
 def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
-    """Choose the importance weights unless the user has, and check the correction. Returns a log line about the choice
-    for a lookahead. `lookahead`: the largest one."""
-    mode, corrects = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_correction
-    is_chosen = mode is None or isinstance(mode, Chosen)
-    if is_chosen:
-        args.vllm_importance_sampling_mode = Chosen(AHEAD if lookahead else GRPOConfig.vllm_importance_sampling_mode)
+    """Check the correction. Returns a log line about the importance weights for a lookahead, unless the user has set
+    them. `lookahead`: the largest one."""
+    is_chosen, corrects = args.vllm_importance_sampling_mode is None, args.vllm_importance_sampling_correction
     correction, is_given = parsed_correction(args), args.rollout_correction is not None
     check(
         corrects or not is_given or correction == RolloutCorrection(),
@@ -198,7 +195,7 @@ def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
 def correction_of(args: GRPOConfig) -> CorrectionSettings:
     given = parsed_correction(args)
     return CorrectionSettings(
-        mode=args.vllm_importance_sampling_mode,
+        mode=mode_of(args),
         low=args.vllm_importance_sampling_clip_min,
         high=args.vllm_importance_sampling_clip_max,
         weights=given.weights,

@@ -84,7 +84,7 @@ def experts_warning(model: PreTrainedModel, args: SalesGRPOConfig) -> str | None
         remedy = "Set `vllm_importance_sampling_correction: true`."
     elif args.correction is not None and args.correction.weights == BYPASS:
         remedy = "The loss clips the ratio of these tokens."
-    elif args.vllm_importance_sampling_mode == "token_truncate":
+    elif args.correction is not None and args.correction.mode == "token_truncate":
         remedy = "The correction limits the weight of these tokens (`token_truncate`)."
     return (
         "[Weights] the policy is a mixture of experts in 16 bits. vLLM and the trainer round differently, so some "

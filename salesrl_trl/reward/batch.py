@@ -374,10 +374,10 @@ class RewardBatch:
         return task is not None and task.cancel()
 
 
-async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
+async def wait_for(batches: Sequence[RewardBatch], is_enough: Callable[[], object], began: float = 0.0) -> None:
     """Wait until `is_enough()`, which is checked again whenever a reward of these batches arrives. Supports one waiter
-    at a time. Cancelling the waiter cancels the batches."""
-    began = time.perf_counter()
+    at a time. Cancelling the waiter cancels the batches. `began`: when the wait began, if earlier."""
+    began = began or time.perf_counter()
     try:
         while not is_enough():
             changed = asyncio.get_running_loop().create_future()

@@ -6,6 +6,7 @@ Owns the open batches, stopping them all, and the warm-up verdict shared by all 
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,7 +41,8 @@ class RewardLoop:
         self.answer: BatchResult | None = None  # returned by calls of `functions`
         self.stopped: str | None = None  # if set, new batches are not scored, for this reason code
         self.meanwhile: Callable[[Callable[[], object]], None] | None = None
-        """Work for a waiting thread until the condition it is called with holds, or nothing is left to do."""
+        """Work for a waiting thread until the condition it is called with holds, or nothing is left to do. Counts as
+        waiting: a higher lookahead would do it along with the next generation."""
         self.by_second: frozenset[str] = frozenset()
         """The modes (see `Origin`) in which the second judge of `judge_meter` scores new batches."""
         self._open: dict[int, RewardBatch] = {}  # by number, oldest first
@@ -65,9 +67,10 @@ class RewardLoop:
     def wait(self, batches: Sequence[RewardBatch], is_enough: Callable[[], object]) -> None:
         """Wait for rewards of these batches, see `batch.wait_for`. Interrupting the wait cancels them; after
         an interrupted `meanwhile`, `give_up` does."""
+        began = time.perf_counter()
         if self.meanwhile is not None:
             self.meanwhile(is_enough)
-        self._batches.run(wait_for(batches, is_enough))
+        self._batches.run(wait_for(batches, is_enough, began))
 
     def result(self, batch: RewardBatch, completions: Sequence[Completion]) -> BatchResult:
         """Wait for all rewards of a batch and its report. A completion whose text has changed since it was started is
@@ -75,7 +78,7 @@ class RewardLoop:
 
         async def scored() -> BatchResult:
             batch.start_all(completions)
-            await wait_for([batch], batch.is_settled)
+            await wait_for([batch], batch.is_settled, began)
             draining = asyncio.ensure_future(self._calls.call(self.reward.drain))
             await asyncio.wait([draining], timeout=DRAIN_S)
             self._open.pop(batch.number, None)
@@ -84,6 +87,7 @@ class RewardLoop:
             draining.cancel()  # the loop is blocked: the next batch will report the counters
             return batch.result()
 
+        began = time.perf_counter()
         if self.meanwhile is not None:
             self.post(batch.start_all, completions)
             self.meanwhile(batch.is_settled)

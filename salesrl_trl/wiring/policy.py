@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import trl.trainer.grpo_trainer as upstream_trainer
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
+from salesrl_trl.config.trl_settings import mode_of
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
@@ -34,9 +36,10 @@ class Policy:
 
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
-        """While active, a TRL trainer under construction uses our engine options and reference policy. `model`: the
-        policy or its id. TRL loads a reference and computes its log-probs if `beta` is not 0. By itself TRL would
-        spread models over all visible GPUs (`device_map="auto"`); here they are loaded onto one device."""
+        """While active, a TRL trainer under construction uses our engine options, reference policy and default mode of
+        importance sampling. `model`: the policy or its id. TRL loads a reference and computes its log-probs if `beta`
+        is not 0. By itself TRL would spread models over all visible GPUs (`device_map="auto"`); here they are loaded
+        onto one device."""
         args, load = self._args, upstream_trainer.create_model_from_path
         if not isinstance(model, str):
             self._look(model)
@@ -52,7 +55,7 @@ class Policy:
 
         with (
             patched(upstream_trainer, "VLLMGeneration", engine),
-            patched(args, "beta", 1.0 if self._has_kl else 0.0),
+            mock.patch.multiple(args, beta=float(self._has_kl), vllm_importance_sampling_mode=mode_of(args)),
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
             yield

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import real_model
+from salesrl_trl.errors import ConfigError
 
 
 def run(rewards, seconds=1.0, held_out=(0.1, 0.5)):
@@ -44,6 +45,29 @@ def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
     for other in ("stock", "ahead_2+drawn"):
         with pytest.raises(SystemExit, match="the task sales has no arm"):
             real_model.sales_settings(other)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms", "on_policy", "ahead_3"], "unknown part ahead_3"),
+        (
+            ["--arms", "on_policy", "ahead_1+bands", "--tasks", "dual", "words"],
+            "has bands for fairness, hallucination",
+        ),
+        (["--arms", "on_policy+lora", "odd"], "rollout_correction.weights"),
+        (["--arms", "stock", "--samples", "7"], "--samples 7"),
+        (["--model", "tiny", "--tasks", "sales", "--judge", "self"], "the built-in policy's context"),
+        (["--arms", "stock", "--tasks", "sums", "sales"], "the task sales has no arm"),
+        (["--arms", "odd", "--tasks", "sales"], "rollout_correction.weights"),
+    ],
+)
+def test_what_would_end_a_run_minutes_later_is_refused_before_the_first_one(words, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(real_model.PARTS, "odd", {"rollout_correction": {"weights": "odd"}})
+    monkeypatch.setattr(real_model, "run_all", None)  # nothing is started
+    with pytest.raises((SystemExit, ConfigError), match=message):
+        real_model.main([str(tmp_path / "out"), "--model", str(tmp_path), *words])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("task", real_model.TASKS)

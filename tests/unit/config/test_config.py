@@ -1,7 +1,9 @@
 """Settings that cannot work are refused with what was got, what was expected and what to do."""
 
+import copy
 import dataclasses
 import inspect
+import io
 import json
 import math
 import pickle
@@ -9,10 +11,13 @@ import re
 import typing
 from contextlib import nullcontext
 from datetime import timedelta
+from enum import Enum
 from types import SimpleNamespace, UnionType
 
 import pytest
 import torch
+import yaml
+from accelerate import Accelerator
 from transformers import Qwen2Config
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -175,7 +180,7 @@ def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_sa
     def weights_of(lines, **given):
         config = training(use_vllm=True, **given)
         assert len([line for line in config.machine_notes if "with a lookahead" in line]) == lines
-        return config.vllm_importance_sampling_mode, config.correction.weights
+        return config.correction.mode, config.correction.weights
 
     for ahead in ({"rollout_lookahead": 2}, {"max_rollout_lookahead": 4}):
         assert weights_of(1, **ahead)[1] == "bypass"
@@ -189,13 +194,29 @@ def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_sa
     assert training(rollout_lookahead=2).correction is None
 
 
-@pytest.mark.parametrize("again", ["replaced", "pickled", "from a dict"])
-def test_a_correction_by_default_is_no_choice_in_a_copy_with_another_lookahead(again):
+def saved(config):
+    torch.save(config, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copy_of",
+    [
+        copy.deepcopy,
+        saved,
+        lambda config: pickle.loads(pickle.dumps(config)),
+        lambda config: json.loads(json.dumps(config.to_dict())),
+        lambda config: yaml.safe_load(yaml.safe_dump(config.to_dict())),
+        lambda config: json.loads(json.dumps(dataclasses.asdict(config))),
+        lambda config: yaml.safe_load(yaml.safe_dump(json.loads(config.to_json_string()))),
+    ],
+)
+def test_a_correction_by_default_is_no_choice_in_a_copy_with_another_lookahead(copy_of):
     def copied(config, **changed):
         changed["generation_batch_size"] = None  # TRL derives it, and refuses it beside what it derived it from
-        if again == "from a dict":
-            return SalesGRPOConfig(**json.loads(json.dumps(config.to_dict())) | changed)
-        return dataclasses.replace(pickle.loads(pickle.dumps(config)) if again == "pickled" else config, **changed)
+        other = copy_of(config)
+        return SalesGRPOConfig(**other | changed) if isinstance(other, dict) else dataclasses.replace(other, **changed)
 
     ahead, on_policy = (training(use_vllm=True, rollout_lookahead=number) for number in (2, 0))
     assert copied(on_policy, rollout_lookahead=2).correction == copied(ahead).correction == ahead.correction
@@ -204,6 +225,22 @@ def test_a_correction_by_default_is_no_choice_in_a_copy_with_another_lookahead(a
     assert copied(ahead, rollout_lookahead=0, vllm_importance_sampling_correction=False).correction is None
     chosen = training(use_vllm=True, rollout_lookahead=2, vllm_importance_sampling_mode="token_mask")
     assert copied(chosen, rollout_lookahead=0).correction.mode == "token_mask"
+    chosen = training(use_vllm=True, rollout_lookahead=2, vllm_importance_sampling_mode="token_truncate")
+    assert copied(chosen).correction.weights == "bounded"  # although the value is the default's
+
+
+def test_trackers_and_yaml_get_values_that_they_know(tmp_path):
+    """No type of the package is among the settings, so that a file of them is read without it."""
+    config = training(use_vllm=True, rollout_lookahead=2)
+    for settings in (vars(config), dataclasses.asdict(config)):
+        flat = {name: value for name, value in settings.items() if isinstance(value, int | float | str | None)}
+        assert not [value for value in flat.values() if type(value).__module__.startswith("salesrl_trl")]
+        yaml.safe_dump({name: value for name, value in flat.items() if not isinstance(value, Enum)})
+    tracker = Accelerator(log_with="tensorboard", project_dir=tmp_path, cpu=True)
+    tracker.init_trackers("run", config={name: value for name, value in flat.items() if value is not None})
+    tracker.end_training()
+    [written] = tmp_path.rglob("*.yml")
+    assert "salesrl_trl" not in written.read_text()
 
 
 def test_a_correction_is_read_from_a_mapping_or_json_and_refused_without_vllms():

@@ -23,13 +23,12 @@ QWEN = Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_p
 DENSE = Qwen2ForCausalLM, Qwen2Config(**SMALL)
 
 
-def warned(kind, dtype=torch.bfloat16, weights="bounded", **given):
+def warned(kind, dtype=torch.bfloat16, weights="bounded", mode="sequence_mask", **given):
     build, config = kind
     with torch.device("meta"):
         model = build(config).to(dtype)
     usual = {"use_vllm": True, "bf16": False, "fp16": False, "vllm_importance_sampling_correction": True,
-             "vllm_importance_sampling_mode": "sequence_mask",
-             "correction": CorrectionSettings(mode="sequence_mask", weights=weights)}  # fmt: skip
+             "correction": CorrectionSettings(mode=mode, weights=weights)}  # fmt: skip
     return experts_warning(model, SimpleNamespace(**usual | given))
 
 
@@ -38,7 +37,7 @@ def warned(kind, dtype=torch.bfloat16, weights="bounded", **given):
     [
         (MIXTRAL, {}, "Use `vllm_importance_sampling_mode: token_truncate`"),
         (QWEN, {"dtype": torch.float32, "bf16": True}, "Use `vllm_importance_sampling_mode: token_truncate`"),
-        (QWEN, {"vllm_importance_sampling_mode": "token_truncate"}, "The correction limits"),
+        (QWEN, {"mode": "token_truncate"}, "The correction limits"),
         (QWEN, {"weights": "bypass"}, "The loss clips the ratio"),
         (QWEN, {"vllm_importance_sampling_correction": False}, "Set `vllm_importance_sampling_correction: true`"),
         (QWEN, {"dtype": torch.float32}, None),  # float32 on both sides: the same experts

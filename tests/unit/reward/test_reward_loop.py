@@ -102,6 +102,7 @@ def test_while_rewards_are_waited_for_the_engine_goes_on_with_what_was_left(loop
         loop.post(batch.start, 0, ACTION)
         loop.wait([batch], batch.is_settled)
     assert batch.is_settled()
+    assert sum(until - began for began, until in batch.waits) >= 0.15  # of 0.2 s, whatever the engine does meanwhile
     assert tasks.is_over is (left == 3)
     assert tasks.is_over or engine._llm.llm_engine.left["0"] < left - 10
 
