@@ -206,8 +206,7 @@ class Instruments:
         }
 
 
-_HINTS = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-ADVICE: dict[str, str] = _HINTS["look_at"]
+ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 
 
 class Heartbeat:
@@ -247,10 +246,8 @@ class Heartbeat:
         """`[Heartbeat] step 1/21: reward_wait for 12 s: 52 in judge (of 64 completions). Look at: ...`"""
         more = self._events.details[phase]() if phase in self._events.details else ""
         detail = f": {more}" if more else ""
-        hints = [ADVICE.get(phase)]
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            hints.append(_HINTS["with_several_ranks"].get(phase))
-        advice = f". Look at: {'; '.join(filter(None, hints))}" if any(hints) else ""
+        hint = ADVICE.get(phase, "").removesuffix("; a late rank" if os.environ.get("WORLD_SIZE", "1") == "1" else "")
+        advice = f". Look at: {hint}" if hint else ""
         about = f" ({machine})" if machine else ""
         return f"[Heartbeat] {self._events.where()}: {phase} for {seconds:.0f} s{about}{detail}{advice}"
 
