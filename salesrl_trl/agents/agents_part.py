@@ -99,7 +99,7 @@ class AgentsPart(Part):
             return self.converse(access, [row.get("prompt") for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
-            self._form = ChatForm.of(access.thread_tokenizer, access.chat_template, **access.form)
+            self._form = ChatForm.of(access.thread_tokenizer, self.foreign, access.chat_template, **access.form)
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         prompts = [row["prompt"] for row in rows]

@@ -2,9 +2,9 @@
 with several batches in flight. TRL's scoring, which would reset them again, gets `Prepared` in their place."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -12,13 +12,10 @@ from weakref import WeakValueDictionary
 from salesrl_trl.agents.chat_turns import Message
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls
 from salesrl_trl.errors import DataError
-from salesrl_trl.reward.stage_times import FaultLog
 from salesrl_trl.types import Example, Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
-
-_faults = FaultLog()
 
 
 class Prepared:
@@ -42,26 +39,13 @@ class Seat:
 
     async def reset(self, row: Example, calls: ToolCalls) -> None:
         given = {name: value for name, value in row.items() if name != "environment" or self.name is None}
-        with self._noting("reset"):
-            observation: Any = await calls.call(self.environment.reset, self.notes, given)
-            if observation is not None and self.notes.failed is None:
-                self.prompt = with_observation(self.prompt, observation)
+        observed = partial(with_observation, self.prompt)
+        self.prompt = await calls.required(self.environment.reset, self.notes, given, observed) or self.prompt
 
     async def score(self, calls: ToolCalls) -> None:
         """Ask the environment for its reward, if it has any."""
         if self.notes.failed is None and hasattr(self.environment, "get_reward"):
-            with self._noting("get_reward"):
-                reward: Any = await calls.call(self.environment.get_reward, self.notes, {})
-                self.reward = None if reward is None or self.notes.failed else float(reward)
-
-    @contextlib.contextmanager
-    def _noting(self, method: str) -> Iterator[None]:
-        """An error excludes the conversation."""
-        try:
-            yield
-        except Exception as error:
-            _faults.log(f"`{method}` of an environment", error)
-            self.notes.failed = f"tool_{method}_raised_{type(error).__name__}"
+            self.reward = await calls.required(self.environment.get_reward, self.notes, {}, float)
 
 
 class Environments:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, tool
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import DIALOGUE_FIGURES
-from salesrl_trl.reward.stage_times import FaultLog
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, Example
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from salesrl_trl.agents.chat_turns import ForeignText  # imports transformers, slowly
 
 Message = dict[str, Any]
-_faults = FaultLog()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,13 +96,8 @@ class Dialogue:
         prompt, row = self.row["prompt"], {name: value for name, value in self.row.items() if name != "prompt"}
         opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         given = {"row": row, "messages": [*opening, *messages], "place": self.place}
-        try:
-            made = run_coroutine_threadsafe(self.calls.call(self.tool, self.notes, given), self.loop).result()
-            reply = json.loads(str(made)) if self.notes.failed is None else None
-        except Exception as error:  # the partner's own
-            _faults.log(f"the partner {self.partner.name}", error)
-            self.notes.failed, reply = f"{self.partner.name}_raised_{type(error).__name__}", None
-        if reply is None:
+        asked = self.calls.required(self.tool, self.notes, given, json.loads)
+        if (reply := run_coroutine_threadsafe(asked, self.loop).result()) is None:
             return []
         message = {"role": "user", "name": self.partner.name, "content": self.foreign.plain(reply["content"])}
         if reply["outcome"] is None and self.turns < self.partner.max_turns:
