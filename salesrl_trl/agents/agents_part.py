@@ -83,7 +83,7 @@ class AgentsPart(Part):
     ) -> Handle:  # fmt: skip
         """Start a conversation for each prompt; its turns may call tools. `rows`: of partners or environments."""
         if self._has_environments and self._environments is None:
-            self._environments = Environments(access)
+            self._environments = Environments(access, self.foreign)
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner, self._environments)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state

@@ -71,9 +71,9 @@ class ForeignText:
             _tell("turn marks of the model in tool results or agents' messages are spaced out")
         return made
 
-    def plain(self, text: str) -> str:
-        """A partner's text without any mark."""
-        return self.without(encodable(text, "a partner's reply"), self._all)
+    def plain(self, value: T, source: str) -> T:
+        """A text or message parts of a `source` without any mark."""
+        return self.without(encodable(value, source), self._all)
 
     def without(self, value: T, marks: re.Pattern[str] | None = None) -> T:
         """A JSON value whose texts are free of these marks, by default those that open or end a turn."""

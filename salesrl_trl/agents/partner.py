@@ -99,7 +99,8 @@ class Dialogue:
         asked = self.calls.required(self.tool, self.notes, given, json.loads)
         if (reply := run_coroutine_threadsafe(asked, self.loop).result()) is None:
             return []
-        message = {"role": "user", "name": self.partner.name, "content": self.foreign.plain(reply["content"])}
+        text = self.foreign.plain(reply["content"], "a partner's reply")
+        message = {"role": "user", "name": self.partner.name, "content": text}
         if reply["outcome"] is None and self.turns < self.partner.max_turns:
             return [message]
         self.closing = message | ({"outcome": reply["outcome"]} if reply["outcome"] else {})
