@@ -28,7 +28,7 @@ from salesrl_trl.errors import (
     ServiceRejected,
     ServiceUnavailable,
 )
-from salesrl_trl.service.event_loop import THREADS, cancel, now
+from salesrl_trl.service.event_loop import THREADS, cancel, is_cancelled, now
 from salesrl_trl.service.statuses import address_fault, service_error_of
 from salesrl_trl.service.transport import Transport
 
@@ -119,8 +119,7 @@ class MCPServer:
         try:
             client = await asyncio.shield(session.client)  # others may wait for it too
         except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             raise failure_of(service, error) from error
         began = now()

@@ -122,6 +122,11 @@ class Talked:
     calls: int = 0
     failures: int = 0  # failed calls, as TRL counts them
 
+    @property
+    def failed(self) -> str | None:
+        """Why it is excluded from training, if it is."""
+        return self.notes.failed or refusal(self.sequence.versions)
+
 
 class ToolTurns:
     def __init__(
@@ -163,8 +168,7 @@ class ToolTurns:
 
         def report(place: int, talked: Talked) -> None:
             columns = {"prompt": seats[place].prompt, "environments": seats[place].environment} if seats else None
-            failed = talked.notes.failed or refusal(talked.sequence.versions)
-            finished(place, talked.sequence.ids, talked.sequence.messages, failed, columns)
+            finished(place, talked.sequence.ids, talked.sequence.messages, talked.failed, columns)
 
         def sampled() -> Sampled:
             talked = batch.results()
@@ -290,6 +294,7 @@ class ToolTurns:
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             calls=[record.calls for record in records],
             versions=[each.versions for each in sequences],
+            failures=[each.failed for each in talked],
         )
 
 

@@ -17,7 +17,7 @@ from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
 from salesrl_trl.reward.stage_times import FaultLog
-from salesrl_trl.service.event_loop import CANCEL_GRACE_S, THREADS, deadline
+from salesrl_trl.service.event_loop import CANCEL_GRACE_S, THREADS, deadline, is_cancelled
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
@@ -218,7 +218,9 @@ async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: M
             return await asyncio.wrap_future(THREADS.submit(tool, **arguments)), None
         except ServiceError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             if (known := service_error_of(service, error)) is not None:
                 raise known from error
             own = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)

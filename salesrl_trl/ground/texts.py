@@ -34,11 +34,8 @@ def encodable(value: T, source: str) -> T:
     _replaced[source] += 1
     if (count := _replaced[source]) in (1, 10, 100, 1_000, 10_000, 100_000):
         logger.warning(f"[Text] {source} contains a lone surrogate, replaced by U+FFFD ({count} so far)")
-    return cast(T, mapped(value, _repaired))
-
-
-def _repaired(text: str) -> str:
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # adjacent halves become one
+    # adjacent halves become one character
+    return cast(T, mapped(value, lambda raw: raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")))
 
 
 def mapped(value: object, change: Callable[[str], str]) -> object:

@@ -153,11 +153,9 @@ class Components:
             "tensor parallelism generates a batch across processes": splits,
             "`rollout_func` generates whole batches": trl.tools == "an environment" and trl.has_rollout_func,
         })  # fmt: skip
-        if self.reward.is_played:
-            rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
-            return None
-        if trl.partner is not None:
-            rollouts.check_partner(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
+        is_played, has_func = self.reward.is_played, trl.has_rollout_func
+        if is_played or trl.partner is not None:
+            rollouts.check_alone(trl.tools, is_played=is_played, has_rollout_func=has_func, reason=reason)
         if reason is not None:
             logger.info(f"off: independent turns of conversations with tools, because {reason}")
         return reason
