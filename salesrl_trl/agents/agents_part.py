@@ -145,7 +145,7 @@ class AgentsPart(Part):
             [[0 if end is each.ends[0] else len(end.prompt_ids), len(end.ids)] for end in each.ends] for each in played
         ]
         columns = {PLAYED: [each.reward for each in played], SEQUENCES: spans}
-        sampled = sampled_as_rollout(self._access, prompts, trained, completions, **columns)
+        sampled = sampled_as_rollout(self._access, prompts, trained, completions, columns)
         sizes = [[end.sampled for end in each.ends] for each in played]
         mine = {
             "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),

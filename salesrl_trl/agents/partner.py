@@ -15,7 +15,7 @@ from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, tool
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import DIALOGUE_FIGURES
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, Example
+from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, SELLER, Example
 
 if TYPE_CHECKING:
     from salesrl_trl.agents.chat_turns import ForeignText  # imports transformers, slowly
@@ -105,6 +105,12 @@ class Dialogue:
             return [message]
         self.closing = message | ({"outcome": reply["outcome"]} if reply["outcome"] else {})
         return []
+
+    def named(self, messages: Sequence[Message]) -> list[Message]:
+        """The whole conversation. The policy's messages have a `name`, so that one without a reply isn't taken for the
+        text of a conversation."""
+        named = [each | {"name": SELLER} if each["role"] == "assistant" else each for each in messages]
+        return named if self.closing is None else [*named, self.closing]
 
 
 def dialogue_figures(dialogues: Sequence[Dialogue], tool_calls: int) -> dict[str, float]:

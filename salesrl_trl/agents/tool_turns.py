@@ -22,7 +22,7 @@ from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.generation.turns import NO_TURN, Turn, refusal
 from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure, tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import SELLER, Example
+from salesrl_trl.types import Example
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
@@ -133,19 +133,20 @@ class ToolTurns:
         self, access: "TRLEngine", foreign: ForeignText, partner: Partner | None = None,
         environments: Environments | None = None,
     ) -> None:  # fmt: skip
-        self._access, self._partner, self._environments = access, partner, environments
-        self._partner_tool = None if partner is None else partner_tool(partner)
+        self._access, self._environments, self._dialogue = access, environments, None
         of_environments = [] if environments is None else environments.functions
-        self.functions = [*access.functions, *filter(None, [self._partner_tool]), *of_environments]  # counted
+        self.functions = [*access.functions, *of_environments]  # counted
         tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
         self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
         if partner is not None:  # TRL chose a template for messages of tools alone
             self._form = ChatForm.of(tokenizer, foreign, template, **access.form)
-        if partner is not None and not self._form.follows({"role": "user", "content": "dummy"}):
-            raise ConfigError(
-                "`partner` needs a chat template that renders a turn the same whatever follows it, and the policy's "
-                "does not. Expected another `chat_template.jinja` in its folder."
-            )
+            if not self._form.follows({"role": "user", "content": "dummy"}):
+                raise ConfigError(
+                    "`partner` needs a chat template that renders a turn the same whatever follows it, and the "
+                    "policy's does not. Expected another `chat_template.jinja` in its folder."
+                )
+            self.functions.append(reply := partner_tool(partner))
+            self._dialogue = partial(Dialogue, partner=partner, tool=reply, foreign=foreign, loop=access.tools_loop)
 
     def start(
         self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls,
@@ -190,10 +191,12 @@ class ToolTurns:
         schemas = access.functions if seat is None else seat.schemas
         tools = {tool.__name__: tool for tool in (access.functions if seat is None else seat.tools)}
         empty = Sequenced(messages=[], tools=schemas, prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
-        dialogue = None if row is None else self._dialogue(row, place, calls, notes)
+        dialogue = None
+        if row is not None and self._dialogue is not None:
+            dialogue = self._dialogue(row=row, place=place, calls=calls, notes=notes)
         sequence = form.turn(empty, lambda _: first, len(first.ids))
         talked = Talked(notes=notes, sequence=sequence, dialogue=dialogue)
-        while notes.failed is None and (messages := self._answered(talked, tools, calls)):
+        while talked.notes.failed is None and (messages := self._answered(talked, tools, calls)):
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
@@ -208,17 +211,9 @@ class ToolTurns:
             if not sequence.own:
                 break
             talked.sequence = sequence
-        if dialogue is not None and dialogue.closing is not None:
-            talked.sequence = talked.sequence.by_others([dialogue.closing], [])
-        return talked if dialogue is None else _with_speakers(talked)
-
-    def _dialogue(self, row: Example, place: int, calls: ToolCalls, notes: ConversationNotes) -> Dialogue | None:
-        if self._partner is None or self._partner_tool is None:
-            return None
-        return Dialogue(
-            partner=self._partner, tool=self._partner_tool, row=row, place=place, calls=calls, notes=notes,
-            foreign=self._form.foreign, loop=self._access.tools_loop,
-        )  # fmt: skip
+        if dialogue is not None:
+            talked.sequence = replace(talked.sequence, messages=dialogue.named(talked.sequence.messages))
+        return talked
 
     def _answered(self, talked: Talked, tools: Mapping[str, Tool], calls: ToolCalls) -> list[Message]:
         """What follows a turn: the results of its tool calls, or the partner's reply. Empty at the end."""
@@ -275,11 +270,11 @@ class ToolTurns:
         ranks, and the recorded calls; a collective."""
         access, sequences = self._access, [each.sequence for each in talked]
         counted = sum(each.calls for each in talked), sum(each.failures for each in talked)
-        sampled = sampled_as_rollout(access, prompts, sequences, [each.messages for each in sequences], counted)
+        sampled = sampled_as_rollout(access, prompts, sequences, [each.messages for each in sequences], {}, counted)
         traffic = run_coroutine_threadsafe(drain_traffic(self.functions), access.tools_loop).result()
         mine = {tool_figure(name, kind): count for name, of in calls.counts.items() for kind, count in of.items()}
         mine |= {traffic_of(name, kind): count for name, of in traffic.items() for kind, count in of.items()}
-        if self._partner is not None:
+        if self._dialogue is not None:
             dialogues = [each.dialogue for each in talked if each.dialogue is not None]
             mine |= dialogue_figures(dialogues, sum(each.calls for each in talked))
         figures = access.sums(mine)
@@ -300,7 +295,7 @@ class ToolTurns:
 
 def sampled_as_rollout(
     access: "TRLEngine", prompts: Sequence[object], sequences: Sequence[Sequenced], messages: Sequence[list[Message]],
-    counted: tuple[int, int] = (0, 0), **columns: object,
+    columns: Mapping[str, object], counted: tuple[int, int] = (0, 0),
 ) -> Sampled:  # fmt: skip
     """Pass sequences through TRL's `_generate` as from a `rollout_func`: TRL masks turns of others only for these, or
     with tools, whose calls and failures are `counted`."""
@@ -313,13 +308,6 @@ def sampled_as_rollout(
     talked = (masks, [*messages], ids, logprobs, *counted, [list[object]() for _ in sequences])
     sampled = access.sample(prompts, Made(rollout=rollout, talked=talked))
     return replace(sampled, generated=(*sampled.generated[:3], [*messages], *sampled.generated[4:]))
-
-
-def _with_speakers(talked: Talked) -> Talked:
-    """The policy's messages get a `name`. So one that no reply followed isn't taken for the text of a conversation."""
-    messages = talked.sequence.messages
-    named = [each | {"name": SELLER} if each["role"] == "assistant" else each for each in messages]
-    return replace(talked, sequence=replace(talked.sequence, messages=named))
 
 
 async def _unknown(name: str) -> None:
