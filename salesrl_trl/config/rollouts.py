@@ -56,7 +56,7 @@ def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
     check(is_possible, f"a vision policy is trained with a lookahead, {effect}")
 
 
-def check_alone(tools: str | None, *, is_played: bool, has_rollout_func: bool, reason: str | None) -> None:
+def check_alone(tools: str | None, is_played: bool, has_rollout_func: bool, reason: str | None) -> None:
     """Raise `ConfigError` if episodes cannot be played, or else if a partner cannot answer the policy. `reason`: why
     conversations cannot run independently."""
     name, effect = "`partner`", "cannot answer conversations independently"

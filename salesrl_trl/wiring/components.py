@@ -153,9 +153,8 @@ class Components:
             "tensor parallelism generates a batch across processes": splits,
             "`rollout_func` generates whole batches": trl.tools == "an environment" and trl.has_rollout_func,
         })  # fmt: skip
-        is_played, has_func = self.reward.is_played, trl.has_rollout_func
-        if is_played or trl.partner is not None:
-            rollouts.check_alone(trl.tools, is_played=is_played, has_rollout_func=has_func, reason=reason)
+        if self.reward.is_played or trl.partner is not None:
+            rollouts.check_alone(trl.tools, self.reward.is_played, trl.has_rollout_func, reason)
         if reason is not None:
             logger.info(f"off: independent turns of conversations with tools, because {reason}")
         return reason
