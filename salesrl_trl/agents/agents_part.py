@@ -83,7 +83,7 @@ class AgentsPart(Part):
     ) -> Handle:  # fmt: skip
         """Start a conversation for each prompt; its turns may call tools. `rows`: of partners or environments."""
         if self._has_environments and self._environments is None:
-            self._environments = Environments(access)
+            self._environments = Environments(access, self.foreign)
         self._tool_turns = self._tool_turns or ToolTurns(access, self.foreign, self._trl.partner, self._environments)
         reward, has_state = self._loop.reward, self._trl.tools == "an environment"
         # a replay answers from the record, except for environments: their methods change state
@@ -99,7 +99,7 @@ class AgentsPart(Part):
             return self.converse(access, [row.get("prompt") for row in rows], finished, ahead, rows)
         if self._endpoint is None:  # before the threads that share it start
             self._endpoint, self._access = PolicyEndpoint(), access
-            self._form = ChatForm.of(access.thread_tokenizer, access.chat_template, **access.form)
+            self._form = ChatForm.of(access.thread_tokenizer, self.foreign, access.chat_template, **access.form)
         playing = Playing(self._loop.stopped)
         self._under_way.add(playing)
         prompts = [row["prompt"] for row in rows]
@@ -145,7 +145,7 @@ class AgentsPart(Part):
             [[0 if end is each.ends[0] else len(end.prompt_ids), len(end.ids)] for end in each.ends] for each in played
         ]
         columns = {PLAYED: [each.reward for each in played], SEQUENCES: spans}
-        sampled = sampled_as_rollout(self._access, prompts, trained, completions, **columns)
+        sampled = sampled_as_rollout(self._access, prompts, trained, completions, columns)
         sizes = [[end.sampled for end in each.ends] for each in played]
         mine = {
             "calls": sum(each.calls for each in played), "rewritten": sum(len(size) > 1 for size in sizes),

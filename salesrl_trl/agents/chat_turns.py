@@ -3,7 +3,6 @@ the tokens the engine sampled; they are appended and never re-encoded.
 """
 
 import contextlib
-import functools
 import json
 import logging
 import re
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ from trl.chat_template_utils import (
 from salesrl_trl.generation.sampler import guard_parser, is_deep
 from salesrl_trl.generation.turns import Turn
 from salesrl_trl.ground.fencing import make_nonce, neutralise
-from salesrl_trl.ground.texts import encodable
+from salesrl_trl.ground.texts import encodable, mapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ Ask = Callable[[list[int]], Turn]
 """Requests the next turn of a conversation, given all its token ids so far, and waits for it."""
 
 logger = logging.getLogger(__name__)
-_tell = functools.cache(logger.warning)  # logs each line once
+_tell = cache(logger.warning)  # logs each line once
 
 _TAG = re.compile(r"<[^\s<>]{1,64}>|\[/?[A-Z_]{2,64}\]")  # template marks, which need not be tokens
 _NAMED = re.compile(r"(?i)</?(?!\w*turn)[a-z_]+>")  # tags that prompts mention, e.g. `<think>`
@@ -71,24 +71,13 @@ class ForeignText:
             _tell("turn marks of the model in tool results or agents' messages are spaced out")
         return made
 
-    def plain(self, text: str) -> str:
-        """A partner's text without any mark."""
-        return self.without(encodable(text, "a partner's reply"), self._all)
+    def plain(self, value: T, source: str) -> T:
+        """A text or message parts of a `source` without any mark."""
+        return self.without(encodable(value, source), self._all)
 
     def without(self, value: T, marks: re.Pattern[str] | None = None) -> T:
         """A JSON value whose texts are free of these marks, by default those that open or end a turn."""
-        return cast(T, self._without(value, marks or self._turns))
-
-    def _without(self, value: object, marks: re.Pattern[str]) -> object:
-        if isinstance(value, str):
-            return marks.sub(self._spaced_out, value)
-        if isinstance(value, dict):
-            return {self._without(name, marks): self._without(each, marks) for name, each in value.items()}
-        parts = [self._without(each, marks) for each in value] if isinstance(value, list | tuple) else value
-        return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts
-
-    def _spaced_out(self, mark: re.Match[str]) -> str:
-        return self._spaced[mark[0]]
+        return cast(T, mapped(value, partial((marks or self._turns).sub, lambda mark: self._spaced[mark[0]])))
 
 
 class Refused(Exception):
@@ -109,7 +98,9 @@ class ChatForm:
     lock: threading.RLock = field(default_factory=threading.RLock)  # guards the tokenizer, which threads share
 
     @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase", template: str | None, **named: Any) -> "ChatForm":
+    def of(
+        cls, tokenizer: "PreTrainedTokenizerBase", foreign: ForeignText, template: str | None, **named: Any
+    ) -> "ChatForm":  # fmt: skip
         """The form of a tokenizer, completed by TRL: its response schema for tool calls, and its training template
         where the tokenizer's own template renders a turn differently depending on what follows."""
         probes: list[Message] = [{"role": "user", "content": "dummy"}]
@@ -119,7 +110,7 @@ class ChatForm:
                 with contextlib.suppress(ValueError):  # a template unknown to TRL
                     add_response_schema(tokenizer)
         guard_parser(tokenizer)
-        form = cls(tokenizer=tokenizer, foreign=ForeignText(tokenizer, template), template=template, **named)
+        form = cls(tokenizer=tokenizer, foreign=foreign, template=template, **named)
         with contextlib.suppress(ValueError):
             if template is None and not all(form.follows(probe) for probe in probes):
                 return replace(form, template=get_training_chat_template(tokenizer))
@@ -155,7 +146,13 @@ class ChatForm:
             prefix = prefix[: ends[-1] + 1]  # whatever the template adds after it belongs in between
         return full[len(prefix) :] if full[: len(prefix)] == prefix else None
 
-    def read(self, ids: list[int], prefix: list[int], tools: Sequence[Any] | None) -> Message:
+    def turn(self, started: "Sequenced", ask: Ask, most: int) -> "Sequenced":
+        """The sequence with the policy's next turn, cut to `most` tokens. Raises the engine's errors."""
+        prefix = [*started.prompt_ids, *started.ids]
+        turn = ask(prefix).cut(most)
+        return started.extended([self._read(turn.ids, prefix, started.tools)], turn)
+
+    def _read(self, ids: list[int], prefix: list[int], tools: Sequence[Any] | None) -> Message:
         """The message of a turn, with its tool calls. Without `tools`, apparent calls stay text."""
         with self.lock:
             if _reads_calls(self.tokenizer):
@@ -174,7 +171,7 @@ class Sequenced:
     """One sequence of an episode, up to the start or the end of a turn."""
 
     messages: list[Message]  # in the template's format
-    tools: Tools = None
+    tools: Sequence[Any] | None = None
     before: "Sequenced | None" = None  # the sequence it continues
     prompt_messages: int = 0  # number of messages in the first prompt
     prompt_ids: list[int]  # of the first prompt
@@ -287,23 +284,23 @@ class AgentCalls:
 
     def turn(self, started: Sequenced, most: int | None) -> Sequenced:
         """Append the next turn, of at most `most` tokens. Raises the engine's errors."""
-        prefix = [*started.prompt_ids, *started.ids]
+        room = self._room(started) if most is None else min(self._room(started), most)
+        made = self.form.turn(started, self._asked, room)
+        if not made.own:
+            raise Refused("The policy's turn is empty.", code="empty_turn")
+        return made
+
+    def _asked(self, ids: list[int]) -> Turn:
         with self._lock:
             self._waiting += 1
         try:
-            turn = self._ask(prefix)
+            return self._ask(ids)
         except BaseException as error:
             self.error = error
             raise
         finally:
             with self._lock:
                 self._waiting, self._last = self._waiting - 1, time.monotonic()
-        room = self._room(started) if most is None else min(self._room(started), most)
-        turn = turn.cut(room)
-        if not turn.ids:
-            raise Refused("The policy's turn is empty.", code="empty_turn")
-        message = self.form.read(turn.ids, prefix, started.tools)
-        return started.extended([message], turn)
 
     def ends(self) -> list[Sequenced]:
         """The sequences that no later one continues, longest first by the policy's tokens, the latest first among

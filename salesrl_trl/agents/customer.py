@@ -2,8 +2,6 @@
 rules, whose replies depend on the row and the conversation alone.
 """
 
-import asyncio
-import contextlib
 import json
 import math
 import re
@@ -12,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from salesrl_trl.agents.partner import Message, Partner, Reply
+from salesrl_trl.agents.tools import UsedLoops
 from salesrl_trl.errors import BadServiceResponse, DataError, JudgeInvalid, ServiceError
 from salesrl_trl.judged.provider import ProviderClient
 from salesrl_trl.judged.verdict import object_at_end
@@ -20,7 +19,6 @@ from salesrl_trl.types import AGREEMENT, CUSTOMER, REFUSAL, Example
 
 PATIENCE = {"hurried": 3}  # unsuccessful turns after which a customer in this mood leaves
 USUAL_PATIENCE = 4
-CLOSE_S = 10.0  # longest wait for connections to close
 _YUAN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:yuan|元|块)")
 _OFF = re.compile(r"(\d+(?:\.\d+)?)\s*(?:percent|%)\s*(?:off|discount)")
 _OFFERS = re.compile(r"\b(?:offer you|deal)\b|报价|给您|优惠", re.IGNORECASE)
@@ -127,7 +125,7 @@ class Customer(Partner):
     def __init__(self, *, max_turns: int = Partner.max_turns, deadline_s: float = 60.0) -> None:
         self.max_turns, self.deadline_s = max_turns, deadline_s
         self._model: ProviderClient | None = None
-        self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
+        self._loops = UsedLoops()
 
     def connect(self, model: ProviderClient) -> None:
         self._model, self.transports = model, [model.settings.transport]
@@ -147,15 +145,13 @@ class Customer(Partner):
             raise
 
     def close(self) -> None:
-        for loop in [*self._loops]:
-            if self._model is not None and loop.is_running():
-                with contextlib.suppress(TimeoutError):
-                    asyncio.run_coroutine_threadsafe(self._model.http.aclose(), loop).result(CLOSE_S)
+        if self._model is not None:
+            self._loops.close(self._model.http.aclose)
 
     async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
         persona = Persona.of(row)
         if self._model is not None:
-            self._loops.add(asyncio.get_running_loop())
+            self._loops.note()
             return await played(self._model, persona, messages)
         customer = RuleBased(persona)
         said = [each for each in messages[len(_opening(messages)) :] if each["role"] == "assistant"]

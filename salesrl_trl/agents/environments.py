@@ -2,23 +2,19 @@
 with several batches in flight. TRL's scoring, which would reset them again, gets `Prepared` in their place."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from salesrl_trl.agents.chat_turns import Message
+from salesrl_trl.agents.chat_turns import ForeignText, Message
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls
 from salesrl_trl.errors import DataError
-from salesrl_trl.reward.stage_times import FaultLog
 from salesrl_trl.types import Example, Reward
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
-
-_faults = FaultLog()
 
 
 class Prepared:
@@ -40,32 +36,23 @@ class Seat:
     tools: Sequence[Tool]
     reward: float | None = None  # from `get_reward`
 
-    async def reset(self, row: Example, calls: ToolCalls) -> None:
+    async def reset(self, row: Example, calls: ToolCalls, foreign: ForeignText) -> None:
         given = {name: value for name, value in row.items() if name != "environment" or self.name is None}
-        with self._noting("reset"):
-            observation: Any = await calls.call(self.environment.reset, self.notes, given)
-            if observation is not None and self.notes.failed is None:
-                self.prompt = with_observation(self.prompt, observation)
+
+        def observed(observation: object) -> list[Message]:
+            return with_observation(self.prompt, foreign.plain(observation, "an environment's observation"))
+
+        self.prompt = await calls.required(self.environment.reset, self.notes, given, observed) or self.prompt
 
     async def score(self, calls: ToolCalls) -> None:
         """Ask the environment for its reward, if it has any."""
         if self.notes.failed is None and hasattr(self.environment, "get_reward"):
-            with self._noting("get_reward"):
-                reward: Any = await calls.call(self.environment.get_reward, self.notes, {})
-                self.reward = None if reward is None or self.notes.failed else float(reward)
-
-    @contextlib.contextmanager
-    def _noting(self, method: str) -> Iterator[None]:
-        """An error excludes the conversation."""
-        try:
-            yield
-        except Exception as error:
-            _faults.log(f"`{method}` of an environment", error)
-            self.notes.failed = f"tool_{method}_raised_{type(error).__name__}"
+            self.reward = await calls.required(self.environment.get_reward, self.notes, {}, _number)
 
 
 class Environments:
-    def __init__(self, access: "TRLEngine") -> None:
+    def __init__(self, access: "TRLEngine", foreign: ForeignText) -> None:
+        self._foreign = foreign
         self._seats: WeakValueDictionary[int, Seat] = WeakValueDictionary()  # by the environment's identity
         self._factories, self._free, self._tools = access.take_environments(Prepared, self._rewards_of)
         own = [getattr(probe, name, None) for [probe] in self._free.values() for name in ("reset", "get_reward")]
@@ -74,7 +61,7 @@ class Environments:
     async def seated(self, rows: Sequence[Example], calls: ToolCalls, in_order: bool) -> list[Seat]:
         """Reset an environment for each row; with `in_order` one after the other, as TRL does."""
         seats = [self._seat(row) for row in rows]
-        resets = [seat.reset(row, calls) for seat, row in zip(seats, rows, strict=True)]
+        resets = [seat.reset(row, calls, self._foreign) for seat, row in zip(seats, rows, strict=True)]
         for group in [[reset] for reset in resets] if in_order else [resets]:
             await asyncio.gather(*group)
         return seats
@@ -110,6 +97,10 @@ class Environments:
             return [self._seats[id(each)].reward if type(each) is kind else None for each in environments]
 
         return get_reward
+
+
+def _number(given: Any) -> float | None:
+    return Reward.scored(float(given)).value  # raises `ValueError` if no reward can be that number
 
 
 def with_observation(prompt: list[Message], observation: Any) -> list[Message]:

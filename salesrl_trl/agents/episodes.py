@@ -22,6 +22,7 @@ from salesrl_trl.reward.batch import NOTHING_SCORED, BatchReport, Sample
 from salesrl_trl.reward.functions import Function, RewardFunction
 from salesrl_trl.reward.scorer import DEADLINE_S, Per, RewardNames
 from salesrl_trl.reward.stage_times import StageTimes
+from salesrl_trl.service.event_loop import PerLoop
 from salesrl_trl.types import Outcome, Reward, missing
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 PLAYED = "episode_reward"  # a row's column: the reward of its episode, as `kept` serialises it
 
 
+def _client() -> "openai.AsyncOpenAI":
+    import openai  # costs half a second, only needed for episodes
+
+    http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)  # a turn may wait for a training step
+    return openai.AsyncOpenAI(api_key="of the episode", http_client=http, timeout=None, max_retries=0)
+
+
 class Episode(RewardFunction):
     is_played = True
 
@@ -39,7 +47,7 @@ class Episode(RewardFunction):
         if not inspect.iscoroutinefunction(function):
             raise ConfigError("an episode function is not async. Expected `async def episode(client, row)`.")
         super().__init__(function, Per.COMPLETION, deadline_s=deadline_s)
-        self._client: openai.AsyncOpenAI | None = None  # of the reward's event loop
+        self._clients: PerLoop[openai.AsyncOpenAI] = PerLoop(_client)  # each trainer has an event loop for rewards
 
     @property
     def names(self) -> RewardNames:
@@ -48,14 +56,7 @@ class Episode(RewardFunction):
 
     async def play(self, address: str, key: str, row: Mapping[str, object]) -> Reward:
         """Play one episode against the endpoint. If the function raises, the episode is unscored."""
-        import openai  # costs half a second, only needed for episodes
-
-        if self._client is None:  # no proxy and no timeout: a turn may wait for a training step
-            http = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=None)
-            self._client = openai.AsyncOpenAI(
-                base_url=address, api_key=key, http_client=http, timeout=None, max_retries=0
-            )
-        client = self._client.with_options(api_key=key)
+        client = self._clients.get().with_options(base_url=address, api_key=key)
         try:
             return self._reward(await self._returned({"client": client, "row": row}))
         except ServiceError as error:
@@ -66,8 +67,8 @@ class Episode(RewardFunction):
 
     async def aclose(self) -> None:
         await super().aclose()
-        if self._client is not None:
-            await self._client.close()
+        if (client := self._clients.pop()) is not None:
+            await client.close()
 
     def without_number(self, what: str, words: str) -> Reward:
         return self._unscored(f"{self.code}_{what}", f"{self.__name__} {words}")

@@ -16,12 +16,11 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from salesrl_trl.agents.tools import OnFailure, Tool, tool
+from salesrl_trl.agents.tools import CLOSE_S, OnFailure, Tool, UsedLoops, tool
 from salesrl_trl.errors import (
     BadServiceResponse,
     ConfigError,
@@ -29,7 +28,7 @@ from salesrl_trl.errors import (
     ServiceRejected,
     ServiceUnavailable,
 )
-from salesrl_trl.service.event_loop import THREADS, PerLoop, cancel, now
+from salesrl_trl.service.event_loop import THREADS, cancel, is_cancelled, now
 from salesrl_trl.service.statuses import address_fault, service_error_of
 from salesrl_trl.service.transport import Transport
 
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 _tell = functools.cache(logger.warning)  # logs each line once
 
 START_S = 60.0  # longest wait for a server to start, be initialised and list its tools
-CLOSE_S = 10.0  # the SDK waits 2 s before it ends a server by SIGTERM, and 2 s more before SIGKILL
 RESTART_S = 10.0  # calls wait this long for a server that was lost
 MOST_CALLS = 64  # concurrent calls of one tool
 MOST_ATTEMPTS = 3
@@ -67,8 +65,9 @@ class MCPServer:
         if not self.url and not self._command:
             raise ConfigError("an MCP server is empty. Expected `mcp:` followed by a command or a URL.")
         self.name = self.url or self._command[0]  # for messages: arguments may hold keys
-        self._sessions = PerLoop(lambda: _Session(self))
-        self._loops = set[asyncio.AbstractEventLoop]()
+        self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}  # for the next calls
+        self._held = dict[asyncio.Task[None], _Session]()
+        self._loops = UsedLoops()
 
     @asynccontextmanager
     async def session(self, *, is_quiet: bool) -> "AsyncIterator[Client]":
@@ -115,25 +114,23 @@ class MCPServer:
         from mcp import MCPError
         from pydantic import ValidationError
 
-        self._loops.add(asyncio.get_running_loop())
-        session = self._sessions.get()
-        opened = session.open()
+        self._loops.note()
+        session = self._next()
         try:
-            client = await asyncio.shield(opened.client)  # others may wait for it too
+            client = await asyncio.shield(session.client)  # others may wait for it too
         except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             raise failure_of(service, error) from error
         began = now()
         try:
-            opened.calls += 1
+            session.calls += 1
             result = await client.call_tool(name, arguments)
             session.answered = now()
             return result
         except asyncio.CancelledError:
             if session.answered < began:  # nothing was answered meanwhile: it may hang
-                session.leave(opened)
+                self._leave(session)
             raise
         except MCPError as error:
             if error.code in ANSWERED:
@@ -141,91 +138,76 @@ class MCPServer:
                 text = f"{service}: the MCP server rejects a call that fits its own schema ({error.code})"
                 raise ServiceRejected(text, f"{service}_refused") from None
             failure: ServiceError = ServiceUnavailable(f"{service}: connection lost", f"{service}_unavailable")
-            session.leave(opened)
+            self._leave(session)
         except (RuntimeError, ValidationError):  # the SDK's, for a result unlike the schema or the protocol
             session.answered = now()
             text = f"{service}: the result does not fit the schema that the MCP server lists"
             raise BadServiceResponse(text, f"{service}_bad_result") from None
         except Exception as error:
             failure = failure_of(service, error)
-            session.leave(opened)
+            self._leave(session)
         finally:
-            opened.calls -= 1
-            session.end_unused(opened)
+            session.calls -= 1
+            if self._sessions.get(session.loop) is not session and not session.calls:
+                session.ended.set()
         failure.worth_retrying = failure.worth_retrying and again
         raise failure
 
-    def close(self) -> None:
-        """Close its sessions and end its processes. From any thread but the loops' own."""
-        for loop in [*self._loops]:
-            if loop.is_running():
-                with suppress(TimeoutError):
-                    asyncio.run_coroutine_threadsafe(self._aclose(), loop).result(CLOSE_S)
-        self._loops.clear()
+    def _next(self) -> "_Session":
+        """The session for a new call on the running loop."""
+        loop = asyncio.get_running_loop()
+        if (session := self._sessions.get(loop)) is None:
+            session = self._sessions[loop] = _Session(loop)
+            task = asyncio.create_task(self._hold(session))
+            self._held[task] = session
+            task.add_done_callback(self._held.pop)
+        return session
 
-    async def _aclose(self) -> None:
-        if (session := self._sessions.pop()) is not None:
-            await session.aclose()
-
-
-@dataclass(eq=False, slots=True)
-class _Opened:
-    """One session with a server, and its calls in flight."""
-
-    client: "asyncio.Future[Client]"
-    end: asyncio.Event
-    calls: int = 0
-
-
-class _Session:
-    """A server's session on one event loop. The SDK enters and leaves a session in one task, which is kept here."""
-
-    def __init__(self, server: MCPServer) -> None:
-        self._server = server
-        self._tasks = dict[asyncio.Task[None], _Opened]()
-        self._opened: _Opened | None = None
-        self.answered = 0.0  # when the server last answered, by the loop's clock
-
-    def open(self) -> _Opened:
-        """The session for a new call."""
-        if self._opened is None:
-            self._opened = _Opened(asyncio.get_running_loop().create_future(), asyncio.Event())
-            task = asyncio.create_task(self._held(self._opened))
-            self._tasks[task] = self._opened
-            task.add_done_callback(self._tasks.pop)
-        return self._opened
-
-    async def _held(self, opened: _Opened) -> None:
+    async def _hold(self, session: "_Session") -> None:
+        """Open a session and keep it: the SDK enters and leaves it in one task."""
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(START_S):
-                    client = await stack.enter_async_context(self._server.session(is_quiet=True))
-                opened.client.set_result(client)
-                await opened.end.wait()
+                    client = await stack.enter_async_context(self.session(is_quiet=True))
+                session.client.set_result(client)
+                await session.ended.wait()
         except (Exception, asyncio.CancelledError) as error:
-            if not opened.client.done():
-                opened.client.set_exception(cause_of(error))
-                opened.client.exception()  # those who waited for it may have gone
+            if not session.client.done():
+                session.client.set_exception(cause_of(error))
+                session.client.exception()  # those who waited for it may have gone
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
-            self.leave(opened)
+            self._leave(session)
 
-    def leave(self, opened: _Opened) -> None:
+    def _leave(self, session: "_Session") -> None:
         """The next call opens another session; calls in flight keep this one."""
-        if self._opened is opened:
-            self._opened = None
+        if self._sessions.get(session.loop) is session:
+            del self._sessions[session.loop]
 
-    def end_unused(self, opened: _Opened) -> None:
-        if self._opened is not opened and not opened.calls:
-            opened.end.set()
+    def close(self) -> None:
+        """Close its sessions and end its processes. From any thread but the loops' own."""
+        self._loops.close(self._aclose)
 
-    async def aclose(self) -> None:
-        for opened in self._tasks.values():
-            opened.end.set()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S / 2)
-        await cancel(self._tasks)
+    async def _aclose(self) -> None:
+        loop = asyncio.get_running_loop()
+        held = {task: session for task, session in self._held.items() if session.loop is loop}
+        for session in held.values():
+            session.ended.set()
+        if held:
+            await asyncio.wait(held, timeout=CLOSE_S / 2)  # the SDK sends SIGTERM after 2 s, SIGKILL after 4
+        await cancel(held)
+
+
+class _Session:
+    """One session with a server, on one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.client: asyncio.Future[Client] = loop.create_future()
+        self.ended = asyncio.Event()
+        self.calls = 0  # in flight
+        self.answered = 0.0  # when it last answered, by the loop's clock
 
 
 class MCPTool(dict[str, Any]):

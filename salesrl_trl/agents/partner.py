@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, tool
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.names import DIALOGUE_FIGURES
-from salesrl_trl.reward.stage_times import FaultLog
 from salesrl_trl.service.transport import Transport
-from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, Example
+from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, SELLER, Example
 
 if TYPE_CHECKING:
     from salesrl_trl.agents.chat_turns import ForeignText  # imports transformers, slowly
 
 Message = dict[str, Any]
-_faults = FaultLog()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,19 +96,21 @@ class Dialogue:
         prompt, row = self.row["prompt"], {name: value for name, value in self.row.items() if name != "prompt"}
         opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         given = {"row": row, "messages": [*opening, *messages], "place": self.place}
-        try:
-            made = run_coroutine_threadsafe(self.calls.call(self.tool, self.notes, given), self.loop).result()
-            reply = json.loads(str(made)) if self.notes.failed is None else None
-        except Exception as error:  # the partner's own
-            _faults.log(f"the partner {self.partner.name}", error)
-            self.notes.failed, reply = f"{self.partner.name}_raised_{type(error).__name__}", None
-        if reply is None:
+        asked = self.calls.required(self.tool, self.notes, given, json.loads)
+        if (reply := run_coroutine_threadsafe(asked, self.loop).result()) is None:
             return []
-        message = {"role": "user", "name": self.partner.name, "content": self.foreign.plain(reply["content"])}
+        text = self.foreign.plain(reply["content"], "a partner's reply")
+        message = {"role": "user", "name": self.partner.name, "content": text}
         if reply["outcome"] is None and self.turns < self.partner.max_turns:
             return [message]
         self.closing = message | ({"outcome": reply["outcome"]} if reply["outcome"] else {})
         return []
+
+    def named(self, messages: Sequence[Message]) -> list[Message]:
+        """The whole conversation. The policy's messages have a `name`, so that one without a reply isn't taken for the
+        text of a conversation."""
+        named = [each | {"name": SELLER} if each["role"] == "assistant" else each for each in messages]
+        return named if self.closing is None else [*named, self.closing]
 
 
 def dialogue_figures(dialogues: Sequence[Dialogue], tool_calls: int) -> dict[str, float]:

@@ -9,29 +9,25 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from salesrl_trl.agents.chat_turns import Ask, ChatForm, ForeignText, Message, Sequenced
 from salesrl_trl.agents.environments import Environments, Seat
+from salesrl_trl.agents.episodes import Playing
 from salesrl_trl.agents.partner import Dialogue, Partner, dialogue_figures, partner_tool
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, drain_traffic
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import GivenUp, Prompt, Task, TaskBatch, TurnLoop
-from salesrl_trl.generation.sampler import Encoded, Finished, Handle, Made, Sampled
+from salesrl_trl.generation.sampler import Finished, Handle, Made, Sampled
 from salesrl_trl.generation.turns import NO_TURN, Turn, refusal
 from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure, tool_figure, traffic_of
 from salesrl_trl.telemetry.completion_record import CompletionRecord
-from salesrl_trl.types import SELLER, Example
+from salesrl_trl.types import Example
 
 if TYPE_CHECKING:
     from salesrl_trl.wiring.trl_generation import TRLEngine  # imports vLLM, which takes seconds
 
 T = TypeVar("T")
-
-
-class Calls(Protocol):
-    def cut_off(self, reason: str) -> None:
-        """Cancel running and later calls."""
 
 
 class Conversations(TaskBatch, Generic[T]):
@@ -44,8 +40,8 @@ class Conversations(TaskBatch, Generic[T]):
     by_new_weights = True  # no turn is older than the rest of the batch
 
     def __init__(
-        self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T], calls: Calls,
-        report: Callable[[int, T], object] | None = None,
+        self, size: int, loop: TurnLoop, talk: Callable[[int, Turn, Ask], T],
+        calls: ToolCalls | Playing, report: Callable[[int, T], object] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(size, loop)
         self._talk, self._calls, self._report = talk, calls, report
@@ -119,7 +115,6 @@ class Episodes(Conversations[T]):
 
 @dataclass(kw_only=True, slots=True)
 class Talked:
-    first: Turn
     notes: ConversationNotes
     sequence: Sequenced  # its messages follow the prompt
     dialogue: Dialogue | None = None  # with a partner
@@ -127,26 +122,31 @@ class Talked:
     calls: int = 0
     failures: int = 0  # failed calls, as TRL counts them
 
+    @property
+    def failed(self) -> str | None:
+        """Why it is excluded from training, if it is."""
+        return self.notes.failed or refusal(self.sequence.versions)
+
 
 class ToolTurns:
     def __init__(
         self, access: "TRLEngine", foreign: ForeignText, partner: Partner | None = None,
         environments: Environments | None = None,
     ) -> None:  # fmt: skip
-        self._access, self._partner, self._environments = access, partner, environments
-        self._partner_tool = None if partner is None else partner_tool(partner)
+        self._access, self._environments, self._dialogue = access, environments, None
         of_environments = [] if environments is None else environments.functions
-        self.functions = [*access.functions, *filter(None, [self._partner_tool]), *of_environments]  # counted
+        self.functions = [*access.functions, *of_environments]  # counted
         tokenizer, template = access.thread_tokenizer, access.chat_template  # TRL chose it for tools
-        if partner is None:
-            self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
-        else:  # TRL chose a template for messages of tools alone
-            self._form = replace(ChatForm.of(tokenizer, template, **access.form), foreign=foreign)
-        if partner is not None and not self._form.follows({"role": "user", "content": "dummy"}):
-            raise ConfigError(
-                "`partner` needs a chat template that renders a turn the same whatever follows it, and the policy's "
-                "does not. Expected another `chat_template.jinja` in its folder."
-            )
+        self._form = ChatForm(tokenizer=tokenizer, foreign=foreign, template=template, **access.form)
+        if partner is not None:  # TRL chose a template for messages of tools alone
+            self._form = ChatForm.of(tokenizer, foreign, template, **access.form)
+            if not self._form.follows({"role": "user", "content": "dummy"}):
+                raise ConfigError(
+                    "`partner` needs a chat template that renders a turn the same whatever follows it, and the "
+                    "policy's does not. Expected another `chat_template.jinja` in its folder."
+                )
+            self.functions.append(reply := partner_tool(partner))
+            self._dialogue = partial(Dialogue, partner=partner, tool=reply, foreign=foreign, loop=access.tools_loop)
 
     def start(
         self, prompts: Sequence[object], finished: Finished, ahead: bool, calls: ToolCalls,
@@ -169,13 +169,12 @@ class ToolTurns:
 
         def report(place: int, talked: Talked) -> None:
             columns = {"prompt": seats[place].prompt, "environments": seats[place].environment} if seats else None
-            failed = talked.notes.failed or refusal(talked.sequence.versions)
-            finished(place, talked.sequence.ids, talked.sequence.messages, failed, columns)
+            finished(place, talked.sequence.ids, talked.sequence.messages, talked.failed, columns)
 
         def sampled() -> Sampled:
             talked = batch.results()
             access.use_environments([seat.name for seat in seats])
-            return replace(self._sampled(prompts, encoded, calls, talked), seats=seats)
+            return replace(self._sampled(prompts, calls, talked), seats=seats)
 
         batch = Conversations(len(prompts), access.loop, talk, calls, report)
         return access.begin(batch, encoded, sampled, ahead)
@@ -191,14 +190,13 @@ class ToolTurns:
         notes.turns, notes.record = 1, notes.record or (CompletionRecord() if access.keeps_records else None)
         schemas = access.functions if seat is None else seat.schemas
         tools = {tool.__name__: tool for tool in (access.functions if seat is None else seat.tools)}
-        message = form.read(first.ids, prompt_ids, schemas)
-        empty = Sequenced(messages=[], prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
-        sequence = empty.extended([message], first)
-        dialogue = None if row is None else self._dialogue(row, place, calls, notes)
-        talked = Talked(first=first, notes=notes, sequence=sequence, dialogue=dialogue)
-        while talked.notes.failed is None and (
-            messages := self._answered(talked, message.get("tool_calls"), tools, calls)
-        ):
+        empty = Sequenced(messages=[], tools=schemas, prompt_ids=prompt_ids, ids=[], mask=[], logprobs=[])
+        dialogue = None
+        if row is not None and self._dialogue is not None:
+            dialogue = self._dialogue(row=row, place=place, calls=calls, notes=notes)
+        sequence = form.turn(empty, lambda _: first, len(first.ids))
+        talked = Talked(notes=notes, sequence=sequence, dialogue=dialogue)
+        while talked.notes.failed is None and (messages := self._answered(talked, tools, calls)):
             between = form.between(messages)
             if between is None:
                 raise ValueError("the chat template renders a turn differently when tool results follow it")
@@ -208,31 +206,18 @@ class ToolTurns:
             talked.sequence = sequence = sequence.by_others(messages, between)
             if notes.failed is not None:
                 break
-            prefix = [*prompt_ids, *sequence.ids]
-            turn = ask(prefix)
+            sequence = form.turn(sequence, ask, form.most_completion - size)
             notes.turns += 1
-            turn = turn.cut(form.most_completion - size)
-            if not turn.ids:
+            if not sequence.own:
                 break
-            message = form.read(turn.ids, prefix, schemas)
-            talked.sequence = sequence = sequence.extended([message], turn)
-        if dialogue is not None and dialogue.closing is not None:
-            talked.sequence = talked.sequence.by_others([dialogue.closing], [])
-        return talked if dialogue is None else _with_speakers(talked)
+            talked.sequence = sequence
+        if dialogue is not None:
+            talked.sequence = replace(talked.sequence, messages=dialogue.named(talked.sequence.messages))
+        return talked
 
-    def _dialogue(self, row: Example, place: int, calls: ToolCalls, notes: ConversationNotes) -> Dialogue | None:
-        if self._partner is None or self._partner_tool is None:
-            return None
-        return Dialogue(
-            partner=self._partner, tool=self._partner_tool, row=row, place=place, calls=calls, notes=notes,
-            foreign=self._form.foreign, loop=self._access.tools_loop,
-        )  # fmt: skip
-
-    def _answered(
-        self, talked: Talked, asked: Sequence[Message] | None, tools: Mapping[str, Tool], calls: ToolCalls
-    ) -> list[Message]:
+    def _answered(self, talked: Talked, tools: Mapping[str, Tool], calls: ToolCalls) -> list[Message]:
         """What follows a turn: the results of its tool calls, or the partner's reply. Empty at the end."""
-        if not asked:
+        if not (asked := talked.sequence.messages[-1].get("tool_calls")):
             return [] if talked.dialogue is None else talked.dialogue.reply(talked.sequence.messages)
         if talked.rounds >= self._access.most_turns:
             return []
@@ -270,26 +255,6 @@ class ToolTurns:
             messages.append(self._form.foreign.message({"role": "tool", "name": name, "content": content}))
         return messages, sum(isinstance(result, Exception) for _, result in results)
 
-    def _sampled(
-        self, prompts: Sequence[object], encoded: Encoded, calls: ToolCalls, talked: Sequence[Talked]
-    ) -> Sampled:
-        """Pass finished conversations through TRL's `_generate` and add tool metrics over all ranks."""
-        access = self._access
-        sequences = [each.sequence for each in talked]
-        if not access.functions:
-            messages = [each.messages for each in sequences]
-            return self._figured(sampled_as_rollout(access, prompts, sequences, messages), calls, talked)
-        logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
-        loop = (
-            [each.mask for each in sequences], [each.messages for each in sequences], [each.ids for each in sequences],
-            logprobs or None, sum(each.calls for each in talked), sum(each.failures for each in talked),
-            [list[object]() for _ in talked],
-        )  # fmt: skip
-        first = [each.first.logprobs for each in talked if each.first.logprobs is not None]
-        turns = [each.first.ids for each in talked], first or None
-        sampled = access.sample(prompts, Made(encoded=encoded, tokens=lambda *_: turns, talked=loop))
-        return self._figured(sampled, calls, talked)
-
     def close(self, begun: Iterable[ToolCalls]) -> None:
         """Charge the requests of cancelled batches to their budgets."""
 
@@ -300,13 +265,16 @@ class ToolTurns:
         if self._access.tools_loop.is_running():
             run_coroutine_threadsafe(settled(), self._access.tools_loop).result()
 
-    def _figured(self, sampled: Sampled, calls: ToolCalls, talked: Sequence[Talked]) -> Sampled:
-        """Add the metrics of calls and of the partner over all ranks, and the recorded calls; a collective."""
-        access = self._access
+    def _sampled(self, prompts: Sequence[object], calls: ToolCalls, talked: Sequence[Talked]) -> Sampled:
+        """Pass finished conversations through TRL's `_generate`. Add the metrics of calls and of the partner over all
+        ranks, and the recorded calls; a collective."""
+        access, sequences = self._access, [each.sequence for each in talked]
+        counted = sum(each.calls for each in talked), sum(each.failures for each in talked)
+        sampled = sampled_as_rollout(access, prompts, sequences, [each.messages for each in sequences], {}, counted)
         traffic = run_coroutine_threadsafe(drain_traffic(self.functions), access.tools_loop).result()
         mine = {tool_figure(name, kind): count for name, of in calls.counts.items() for kind, count in of.items()}
         mine |= {traffic_of(name, kind): count for name, of in traffic.items() for kind, count in of.items()}
-        if self._partner is not None:
+        if self._dialogue is not None:
             dialogues = [each.dialogue for each in talked if each.dialogue is not None]
             mine |= dialogue_figures(dialogues, sum(each.calls for each in talked))
         figures = access.sums(mine)
@@ -320,30 +288,26 @@ class ToolTurns:
             sampled,
             metrics={**sampled.metrics, **{name: [value] for name, value in figures.items()}},
             calls=[record.calls for record in records],
-            versions=[each.sequence.versions for each in talked],
+            versions=[each.versions for each in sequences],
+            failures=[each.failed for each in talked],
         )
 
 
 def sampled_as_rollout(
     access: "TRLEngine", prompts: Sequence[object], sequences: Sequence[Sequenced], messages: Sequence[list[Message]],
-    **columns: object,
+    columns: Mapping[str, object], counted: tuple[int, int] = (0, 0),
 ) -> Sampled:  # fmt: skip
     """Pass sequences through TRL's `_generate` as from a `rollout_func`: TRL masks turns of others only for these, or
-    with tools."""
-    logprobs = [each.logprobs for each in sequences if each.logprobs is not None]
+    with tools, whose calls and failures are `counted`."""
+    masks, ids = [each.mask for each in sequences], [each.ids for each in sequences]
+    logprobs = [each.logprobs for each in sequences if each.logprobs is not None] or None
     rollout = {
-        "prompt_ids": [each.prompt_ids for each in sequences], "completion_ids": [each.ids for each in sequences],
-        "logprobs": logprobs or None, "env_mask": [each.mask for each in sequences], **columns,
+        "prompt_ids": [each.prompt_ids for each in sequences], "completion_ids": ids, "logprobs": logprobs,
+        **({} if access.functions else {"env_mask": masks}), **columns,
     }  # fmt: skip
-    sampled = access.sample(prompts, Made(rollout=rollout))
+    talked = (masks, [*messages], ids, logprobs, *counted, [list[object]() for _ in sequences])
+    sampled = access.sample(prompts, Made(rollout=rollout, talked=talked))
     return replace(sampled, generated=(*sampled.generated[:3], [*messages], *sampled.generated[4:]))
-
-
-def _with_speakers(talked: Talked) -> Talked:
-    """The policy's messages get a `name`. So one that no reply followed isn't taken for the text of a conversation."""
-    messages = talked.sequence.messages
-    named = [each | {"name": SELLER} if each["role"] == "assistant" else each for each in messages]
-    return replace(talked, sequence=replace(talked.sequence, messages=named))
 
 
 async def _unknown(name: str) -> None:

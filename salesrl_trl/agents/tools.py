@@ -4,10 +4,11 @@ Owns `@tool`, the distinction between policy errors and service failures, and th
 """
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,7 +16,8 @@ from salesrl_trl.errors import ConfigError, ServiceError, ServiceTimeout
 from salesrl_trl.ground.texts import encodable
 from salesrl_trl.names import TOOL_FIGURES
 from salesrl_trl.record.reader import as_json
-from salesrl_trl.service.event_loop import CANCEL_GRACE_S, THREADS, deadline
+from salesrl_trl.reward.stage_times import FaultLog
+from salesrl_trl.service.event_loop import CANCEL_GRACE_S, THREADS, deadline, is_cancelled
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CallNote, CompletionRecord, noted_in
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 Tool = Callable[..., object]
 F = TypeVar("F", bound=Tool)
 OnFailure = Literal["leave_out", "tell"]
+T = TypeVar("T")
+CLOSE_S = 10.0  # longest wait for connections and sessions to close
 _SETTINGS = "salesrl_tool"  # attribute that holds a function's settings
+_faults = FaultLog()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,9 @@ class ToolSettings:
     @classmethod
     def of(cls, tool: Tool) -> "ToolSettings":
         return getattr(tool, _SETTINGS, None) or cls(counted=[])
+
+    def name_of(self, tool: Tool) -> str:
+        return self.service or f"tool_{tool.__name__}"
 
 
 def tool(
@@ -155,11 +163,25 @@ class ToolCalls:
             self._tasks.discard(task)
             counts["seconds"] += time.perf_counter() - began
 
+    async def required(
+        self, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object], read: Callable[[Any], T]
+    ) -> T | None:
+        """Make a call whose every error excludes the conversation, also one of `read`, which gets the result. `None`
+        after a failure or for a result of `None`."""
+        try:
+            result = await self.call(tool, notes, arguments)
+            return None if result is None or notes.failed is not None else read(result)
+        except Exception as error:
+            service = ToolSettings.of(tool).name_of(tool)
+            _faults.log(service, error)
+            notes.failed = f"{service}_raised_{type(error).__name__}"
+            return None
+
     async def _noted(
         self, settings: ToolSettings, tool: Tool, notes: ConversationNotes, arguments: Mapping[str, object]
     ) -> object:
         """Call the tool, or replay its recorded call, and note it in the conversation's record."""
-        service, asked = settings.service or f"tool_{tool.__name__}", as_json(arguments, sort_keys=True)
+        service, asked = settings.name_of(tool), as_json(arguments, sort_keys=True)
         turn, content = f"turn {notes.turns}", asked.encode(errors="replace")
         with noted_in(notes.record), CallNote(service, turn, content, stays=True) as note:
             try:
@@ -196,7 +218,9 @@ async def _within(settings: ToolSettings, service: str, tool: Tool, arguments: M
             return await asyncio.wrap_future(THREADS.submit(tool, **arguments)), None
         except ServiceError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             if (known := service_error_of(service, error)) is not None:
                 raise known from error
             own = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
@@ -227,6 +251,21 @@ async def drain_traffic(tools: Iterable[Tool]) -> dict[str, Counter[str]]:
     return traffic
 
 
+class UsedLoops(set[asyncio.AbstractEventLoop]):
+    """The event loops of those who use a service: each trainer has one."""
+
+    def note(self) -> None:
+        self.add(asyncio.get_running_loop())
+
+    def close(self, aclose: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Call `aclose` on each loop. From any thread but the loops' own."""
+        for loop in [*self]:
+            if loop.is_running():
+                with contextlib.suppress(TimeoutError):
+                    asyncio.run_coroutine_threadsafe(aclose(), loop).result(CLOSE_S)
+        self.clear()
+
+
 class Search:
     """Provides the built-in tool `search` as `function`. It sends the query to the 8B endpoint and returns passages to
     the policy. Repeated and concurrent equal queries share one request, as in the reward.
@@ -236,7 +275,7 @@ class Search:
 
     def __init__(self, *, deadline_s: float) -> None:
         self._rag: RagAnswers | None = None
-        self._loops = set[asyncio.AbstractEventLoop]()  # each trainer has one
+        self._loops = UsedLoops()
 
         async def search(query: str) -> str:
             """Searches the knowledge base.
@@ -250,7 +289,7 @@ class Search:
             if not isinstance(query, str) or not query.strip():
                 raise ValueError("`query` is empty or not a text.")
             assert self._rag is not None, "`connect` was not called"
-            self._loops.add(asyncio.get_running_loop())
+            self._loops.note()
             answer = await self._rag.search(query)
             return "\n\n".join(passage.text for passage in answer.passages) or answer.text
 
@@ -263,6 +302,5 @@ class Search:
 
     def close(self) -> None:
         rag, self._rag = self._rag, None
-        for loop in self._loops:
-            if rag is not None and loop.is_running():
-                asyncio.run_coroutine_threadsafe(rag.aclose(), loop).result()
+        if rag is not None:
+            self._loops.close(rag.aclose)

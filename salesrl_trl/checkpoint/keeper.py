@@ -130,7 +130,8 @@ class Keeper:
             if sampled and self.args.save_rollouts and not (sampled.seats or any(sampled.generated[6] or ())):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
-                rollouts[first] = {**content, "sampled": {**tokens, "versions": [*sampled.versions]}}
+                lists = {"versions": [*sampled.versions], "failures": [*sampled.failures]}
+                rollouts[first] = {**content, "sampled": {**tokens, **lists}}
             elif moved:
                 rollouts[first] = {**content, "sampled": None}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)

@@ -56,19 +56,18 @@ def check_pictures_ahead(args: SalesGRPOConfig, reads_pictures: bool) -> None:
     check(is_possible, f"a vision policy is trained with a lookahead, {effect}")
 
 
-def check_episodes(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
-    """Raise `ConfigError` if episodes cannot be played. `reason`: why conversations cannot run independently."""
-    given = tools or ("a `rollout_func`" if has_rollout_func else None)
-    expected = "Expected it alone: the episode queries the policy and calls its tools itself."
-    check(given is None, f"a function with `@per_episode` is given with {given}. {expected}")
-    check(reason is None, f"a function with `@per_episode` cannot ask the policy for turns, because {reason}.")
-
-
-def check_partner(tools: str | None, *, has_rollout_func: bool, reason: str | None) -> None:
-    """Raise `ConfigError` if a partner cannot answer the policy. `reason`: as in `check_episodes`."""
-    given = "an environment" if tools == "an environment" else "a `rollout_func`" if has_rollout_func else None
-    check(given is None, f"`partner` is given with {given}. Expected one of them: each answers the policy.")
-    check(reason is None, f"`partner` cannot answer conversations independently, because {reason}.")
+def check_alone(tools: str | None, is_played: bool, has_rollout_func: bool, reason: str | None) -> None:
+    """Raise `ConfigError` if episodes cannot be played, or else if a partner cannot answer the policy. `reason`: why
+    conversations cannot run independently."""
+    name, effect = "`partner`", "cannot answer conversations independently"
+    expected = "Expected one of them: each answers the policy."
+    if is_played:
+        name, effect = "a function with `@per_episode`", "cannot ask the policy for turns"
+        expected = "Expected it alone: the episode queries the policy and calls its tools itself."
+    given = tools if is_played or tools == "an environment" else None
+    given = given or ("a `rollout_func`" if has_rollout_func else None)
+    check(given is None, f"{name} is given with {given}. {expected}")
+    check(reason is None, f"{name} {effect}, because {reason}.")
 
 
 def normaliser_of(args: SalesGRPOConfig, has_entropy_bonus: bool, has_aux_loss: bool) -> Normaliser:

@@ -65,6 +65,7 @@ class Sampled:
     calls: Sequence[Sequence[Call]] = ()  # of B conversations, if recorded
     versions: Sequence[Sequence[int] | None] = ()
     """Of each completion's tokens (`generation.turns`), 0 for those of others; `None` if the engine reports none."""
+    failures: Sequence[str | None] = ()  # why B conversations are excluded from training, if they are
     seats: Sequence[Any] = ()  # of B conversations with environments: `agents.environments.Seat`
 
     @property

@@ -3,7 +3,7 @@ tables. `encodable` is called wherever external text enters: from services, file
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -34,15 +34,17 @@ def encodable(value: T, source: str) -> T:
     _replaced[source] += 1
     if (count := _replaced[source]) in (1, 10, 100, 1_000, 10_000, 100_000):
         logger.warning(f"[Text] {source} contains a lone surrogate, replaced by U+FFFD ({count} so far)")
-    return cast(T, _repaired(value))
+    # adjacent halves become one character
+    return cast(T, mapped(value, lambda raw: raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")))
 
 
-def _repaired(value: object) -> object:
-    if isinstance(value, str):  # adjacent halves become one character
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+def mapped(value: object, change: Callable[[str], str]) -> object:
+    """The value with its strings changed, including those in mappings, lists and tuples."""
+    if isinstance(value, str):
+        return change(value)
     if isinstance(value, Mapping):
-        return {_repaired(key): _repaired(part) for key, part in value.items()}
-    parts = [_repaired(part) for part in value] if isinstance(value, list | tuple) else value
+        return {mapped(key, change): mapped(part, change) for key, part in value.items()}
+    parts = [mapped(part, change) for part in value] if isinstance(value, list | tuple) else value
     return tuple(parts) if isinstance(value, tuple) and isinstance(parts, list) else parts
 
 

@@ -22,7 +22,7 @@ from salesrl_trl.reward.scorer import ARGUMENTS, AT_ONCE, DEADLINE_S, TRL_ARGUME
 from salesrl_trl.reward.stage_times import StageTimes, place_of
 from salesrl_trl.reward.together import Together
 from salesrl_trl.service.breaker import Breaker
-from salesrl_trl.service.event_loop import THREADS, deadline
+from salesrl_trl.service.event_loop import THREADS, deadline, is_cancelled
 from salesrl_trl.service.statuses import service_error_of
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.telemetry.completion_record import CompletionRecord, Judged, noted_in
@@ -194,9 +194,8 @@ class RewardFunction(Scorer):
         except ServiceError:
             raise
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # from custom code
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # this call was cancelled; otherwise something inside it was
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             if (failure := service_error_of(self.code, error)) is not None:
                 raise failure from error
             raised = type(error).__name__

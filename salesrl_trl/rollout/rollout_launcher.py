@@ -140,7 +140,7 @@ class Launcher:
                 for place, row in enumerate(rows or rollout.inputs)
             ]
         made = self._rows(rows) if rows else ()
-        failed = [refusal(sampled.own_versions(place)) for place in range(len(sampled.versions))]
+        failed = sampled.failures or [refusal(sampled.own_versions(at)) for at in range(len(sampled.versions))]
         self.reward_loop.post(rollout.rewards.start_all, sampled.completions, sampled.completion_ids, made, failed)
 
     def _rows(self, rows: Sequence[Example]) -> list[Example]:

@@ -64,6 +64,11 @@ async def clocked(call: Awaitable[T]) -> tuple[T, float] | ServiceError:
     return answer, now() - started
 
 
+def is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not only something that it awaits."""
+    return (task := asyncio.current_task()) is not None and task.cancelling() > 0
+
+
 def retrieve(future: asyncio.Future[T]) -> None:
     """Retrieve an exception that nobody may await, which asyncio would otherwise log."""
     if not future.cancelled():

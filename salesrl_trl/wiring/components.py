@@ -63,7 +63,6 @@ class Components:
         self.instruments = instruments or Instruments(settings, args.device, Path(args.output_dir))
         self.instruments.details[Phase.REWARD_WAIT] = self.reward_loop.status
         self.instruments.details[Phase.EVALUATION] = lambda: self.reward_loop.status(self._who_generates())
-        self.converses = False  # whether each conversation with tools advances independently
         self.instruments.details[Phase.GENERATION] = self._who_generates
         self.timeline = self.instruments.timeline
         targets, law = args.kl_targets(), args.kl_settings.law_of(kl_law)
@@ -154,12 +153,8 @@ class Components:
             "tensor parallelism generates a batch across processes": splits,
             "`rollout_func` generates whole batches": trl.tools == "an environment" and trl.has_rollout_func,
         })  # fmt: skip
-        if self.reward.is_played:
-            rollouts.check_episodes(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
-            return None
-        if trl.partner is not None:
-            rollouts.check_partner(trl.tools, has_rollout_func=trl.has_rollout_func, reason=reason)
-        self.converses = reason is None and bool(trl.tool_names or trl.partner)  # an environment may lack tools
+        if self.reward.is_played or trl.partner is not None:
+            rollouts.check_alone(trl.tools, self.reward.is_played, trl.has_rollout_func, reason)
         if reason is not None:
             logger.info(f"off: independent turns of conversations with tools, because {reason}")
         return reason
@@ -169,7 +164,7 @@ class Components:
     ) -> None:
         args = self.args
         is_served = bool(args.use_vllm) and args.vllm_mode == "server"
-        self.sampler = self._sampler(trl, build)
+        self.sampler = self._sampler(trl, build, inside_trl is not None)
         self.least_lookahead = int(is_served or self.partial_rollouts > 0)
         # Tokenizers are not thread-safe: a copy decodes a server's completions while prompts are encoded.
         decoder = copy.deepcopy(trl.tokenizer) if is_served else trl.tokenizer
@@ -185,8 +180,9 @@ class Components:
         correction, device = rollouts.correction_of(args, self.ledger), trl.accelerator.device
         self.scoring = from_fields(RolloutScoring, self, correction=correction, settings=settings, device=device)
 
-    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None) -> Sampler:
-        args, talks = self.args, self.converses or self.reward.is_played
+    def _sampler(self, trl: Hooks, build: Callable[[Upstream], Sampler] | None, inside_trl: bool) -> Sampler:
+        args = self.args
+        talks = bool(trl.tool_names or trl.partner or self.reward.is_played)  # an environment may lack tools
         templates = ("response_template", "response_schema")
         parses = any(getattr(trl.tokenizer, name, None) is not None for name in templates)
         whole = rollouts.first({  # why completions cannot be reported individually
@@ -206,7 +202,7 @@ class Components:
                 logger.info(f"`partial_rollouts` is ignored here, because {reason}")
         if self.reward.is_played:
             return TRLSampler(trl, trl.engine)  # used only to check the engine's weights
-        if self.converses:
+        if trl.tools is not None and not inside_trl:
             return TRLSampler(trl, trl.engine, trl.converse)
         if build is not None:
             return build(trl)

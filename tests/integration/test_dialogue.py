@@ -111,13 +111,16 @@ def test_conversations_train_are_recorded_replayed_and_seen(policy, tmp_path, mo
     assert any(each.turns[-1].get("outcome", {}).get("end") == "agreement" for each in found)
 
 
-def test_a_partners_failure_excludes_its_conversations(policy, tmp_path, monkeypatch):
+def test_a_partners_failure_excludes_its_conversations_also_after_a_resume(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
     def fails(row, messages):
         return says(row, messages) if messages[-1]["content"] != "600 yuan" else 1 / 0
 
-    lines = run(policy, tmp_path, price, Scripted(fails))
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_rollouts": True, "rollout_lookahead": 1}
+    lines = run(policy, tmp_path, price, Scripted(fails), **saves)
+    # the partner is back, but the second step's conversations were in flight
+    lines += run(policy, tmp_path, price, Scripted(says), resumed=str(tmp_path / "checkpoint-1"), **saves)
     for line in lines:
         assert line["dialogue/failed"] == 0.25
         assert line["outcome/infra"] == 0.25

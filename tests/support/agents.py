@@ -5,7 +5,7 @@ import asyncio
 import openai
 from transformers import AutoTokenizer
 
-from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm
+from salesrl_trl.agents.chat_turns import AgentCalls, ChatForm, ForeignText
 from salesrl_trl.generation.turns import Turn
 from support.keyed import make_calling_policy
 
@@ -27,7 +27,8 @@ class Policy:
         self.tokenizer, self.texts, self.asked, self.sampled = tokenizer, iter(texts), [], []
         self.versions = versions and iter(versions)  # of each turn's tokens, if the engine reports them
         ends = frozenset([tokenizer.eos_token_id])
-        form = ChatForm.of(tokenizer, None, kwargs={}, ends=ends, most_tokens=4000, most_completion=most_completion)
+        sizes, foreign = {"most_tokens": 4000, "most_completion": most_completion}, ForeignText(tokenizer, None)
+        form = ChatForm.of(tokenizer, foreign, None, kwargs={}, ends=ends, **sizes)
         self.calls = AgentCalls(form, self.turn)
 
     def turn(self, ids):

@@ -156,6 +156,7 @@ FAULTS = {
     "customer_raised_KeyError": lambda: raises(KeyError("secret")),
     "customer_raised_ValueError": lambda: " ",  # nothing said
     "customer_raised_AttributeError": lambda: Reply(text=None),
+    "customer_raised_RuntimeError": lambda: raises(asyncio.CancelledError),  # of a task inside, not of the call
 }
 """Ways to fail, by the reason that each must have."""
 

@@ -1,5 +1,6 @@
 """What the end of an episode means, and what episodes do not go with."""
 
+import asyncio
 import io
 import threading
 import time
@@ -130,3 +131,24 @@ def test_a_stop_ends_episodes_that_are_out_by_its_reason_and_begins_no_more():
     closed.cancel()
     with pytest.raises(GivenUp):  # nobody will ask for its reward
         Playing(None).reward(episode, closed, SimpleNamespace(idle_s=0.0))
+
+
+def test_a_function_plays_in_each_trainer_that_has_it():
+    """One after the other, and in two at once: each has an endpoint and an event loop of its own."""
+    seen = []
+
+    @per_episode
+    async def episode(client, row):
+        seen.append((str(client.base_url), client.is_closed()))
+        return 1.0
+
+    async def run(port, other=None):
+        await episode.play(f"http://127.0.0.1:{port}/v1", "a key", {})
+        if other is not None:
+            await asyncio.to_thread(asyncio.run, run(other))
+            await episode.play(f"http://127.0.0.1:{port}/v1", "a key", {})
+        await episode.aclose()
+
+    asyncio.run(run(1))
+    asyncio.run(run(2, other=3))
+    assert seen == [(f"http://127.0.0.1:{port}/v1/", False) for port in (1, 2, 3, 2)]
