@@ -175,8 +175,7 @@ TYPES: dict[object, tuple[type, str]] = {
 
 
 def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
-    """Log lines about changed settings that have no effect. `reasons` maps a reason to a pattern of the names it
-    affects; an empty pattern means that the reason doesn't apply."""
+    """Log lines about changed settings without effect. `reasons`: reasons to name patterns; an empty one doesn't apply."""
     lines = []
     for reason, pattern in reasons.items():
         named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
