@@ -162,7 +162,7 @@ def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, t
     ("gib", "preset", "own", "found"),
     [
         (22.4, "24gb", (), "does not fit the weights and one completion of full length"),
-        (22.4, "24gb", ("--use_vllm", "false"), "(passes without gradients, ±10%), the GPU has 22.4"),
+        (22.4, "24gb", ("--use_vllm", "false"), "(passes without gradients, ±10%); the GPU has 22.4"),
         (74.5, "80gb", (), None),
     ],
 )
