@@ -175,7 +175,7 @@ TYPES: dict[object, tuple[type, str]] = {
 
 
 def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
-    """Log lines about changed settings without effect. `reasons`: reasons to name patterns; an empty one doesn't apply."""
+    """Log lines about changed settings without effect. `reasons`: by reason, a pattern of their names, or ""."""
     lines = []
     for reason, pattern in reasons.items():
         named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]
