@@ -59,6 +59,13 @@ class _Entry(SphinxRole):
         return [nodes.literal(self.rawtext, self.text, ids=[anchor])], []
 
 
+def _keep_flags_whole(app: object, tree: nodes.document, name: str) -> None:
+    """Marks code in a text whose words fit on a phone's line, for site.css."""
+    for literal in tree.findall(nodes.literal):
+        if max(map(len, literal.astext().split()), default=0) <= 40:
+            literal["classes"].append("whole")
+
+
 def _name_the_language(app: object, name: str, template: str, context: dict[str, object], tree: object) -> None:
     """Browsers choose Chinese glyphs by `<html lang>`."""
     if name.startswith("zh/"):
@@ -75,5 +82,6 @@ def setup(app: object) -> None:
         StandardDomain.object_types[kind] = ObjType(kind)
         app.add_role(kind, _Entry())  # type: ignore[attr-defined]
     app.connect("builder-inited", _write_generated_pages)  # type: ignore[attr-defined]
+    app.connect("doctree-resolved", _keep_flags_whole)  # type: ignore[attr-defined]
     app.connect("html-page-context", _name_the_language)  # type: ignore[attr-defined]
     app.connect("source-read", _point_into_the_repository)  # type: ignore[attr-defined]

@@ -1,7 +1,12 @@
-// Of the search: an exact name of a setting, metric or preset comes first, names that contain the words after pages.
+// Order of the search's hits: an exact name of a setting, metric or preset, pages with the query in their title, other
+// pages, names that contain the words, pages for contributors.
 var Scorer = {
-  score: ([, title, , , score, , kind]) =>
-    kind === "object" && `/${title}`.endsWith(`/${new URLSearchParams(location.search).get("q").trim()}`) ? 100 : score,
+  score: ([page, title, , , score, , kind]) => {
+    const query = new URLSearchParams(location.search).get("q").trim();
+    if (kind === "object") return `/${title}`.endsWith(`/${query}`) ? 100 : score;
+    const isTitle = title.toLowerCase().includes(query.toLowerCase());
+    return score + (isTitle ? 5 : 0) - (/^reference\/api|^background\/arch/.test(page) ? 6 : 0);
+  },
   objNameMatch: 11,
   objPartialMatch: -1,
   objPrio: { 1: 5 },

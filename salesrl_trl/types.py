@@ -304,7 +304,7 @@ class Reward:
 
     def __post_init__(self) -> None:
         if (self.value is not None) != (self.outcome in (Outcome.OK, Outcome.INVALID_ACTION)):
-            raise ValueError(f"outcome {self.outcome.value!r} does not go with value {self.value!r}")
+            raise ValueError(f"outcome {self.outcome.value!r} is inconsistent with value {self.value!r}")
         numbers = (self.value, self.reference_value, *self.components.values())
         if not all(number is None or abs(number) <= LARGEST_REWARD for number in numbers):
             raise ValueError(f"a reward or component is not a number of at most {LARGEST_REWARD:g}")

@@ -134,7 +134,7 @@ def find(
         latest = newest(folder, with_digests=with_digests)
         if latest is None and word != AUTO:
             raise ConfigError(
-                f"`resume_from_checkpoint` is {word!r}, and {output_dir} contains no intact checkpoint. Expected one. "
+                f"`resume_from_checkpoint` is {word!r}, and {output_dir} contains no intact checkpoint. "
                 "Name another `output_dir`, or use `auto`, which then starts from scratch."
             )
         return latest

@@ -175,8 +175,7 @@ TYPES: dict[object, tuple[type, str]] = {
 
 
 def without_effect(config: "DataclassInstance", reasons: Mapping[str, str]) -> list[str]:
-    """Log lines about non-default settings without effect. `reasons`: the reason, to a pattern of setting names, which
-    is empty if it does not apply."""
+    """Log lines about changed settings without effect. `reasons`: by reason, a pattern of their names, or ""."""
     lines = []
     for reason, pattern in reasons.items():
         named = [at for at in fields(config) if re.fullmatch(pattern, at.name)]

@@ -375,7 +375,7 @@ def _folders_of_code(recipe: Path) -> Iterator[Path]:
 
 
 def _or_empty(convert: Callable[[str], object]) -> Callable[[str], object]:
-    """Leave the words for a list without entries to `_without`."""
+    """Don't convert the words for an empty list, which `_without` interprets."""
 
     @functools.wraps(convert)  # argparse names it in its errors
     def converted(text: str) -> object:

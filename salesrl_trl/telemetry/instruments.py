@@ -246,7 +246,8 @@ class Heartbeat:
         """`[Heartbeat] step 1/21: reward_wait for 12 s: 52 in judge (of 64 completions). Look at: ...`"""
         more = self._events.details[phase]() if phase in self._events.details else ""
         detail = f": {more}" if more else ""
-        advice = f". Look at: {ADVICE[phase]}" if phase in ADVICE else ""
+        hint = ADVICE.get(phase, "").removesuffix("; a late rank" if os.environ.get("WORLD_SIZE", "1") == "1" else "")
+        advice = f". Look at: {hint}" if hint else ""
         about = f" ({machine})" if machine else ""
         return f"[Heartbeat] {self._events.where()}: {phase} for {seconds:.0f} s{about}{detail}{advice}"
 

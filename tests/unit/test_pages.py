@@ -136,7 +136,7 @@ def test_the_timeline_of_an_outage_has_the_numbers_of_the_code_and_of_the_recipe
 
 
 def test_committed_pages_stay_within_their_budget():
-    assert sum(len(page.read_bytes()) for page in PAGES if (ROOT / "docs") in page.parents) <= 230 * 1024
+    assert sum(len(page.read_bytes()) for page in PAGES if (ROOT / "docs") in page.parents) <= 230_000
 
 
 def test_habits_of_translated_english_stay_below_a_tenth_of_what_they_were():

@@ -8,7 +8,7 @@ from salesrl_trl.types import Outcome, Reward, Verdict
 def test_a_failed_call_can_not_be_given_a_number_and_a_scored_completion_not_be_without_one():
     unscored = {Outcome.INFRA: 0.0, Outcome.JUDGE_INVALID: 0.0, Outcome.OK: None, Outcome.INVALID_ACTION: None}
     for outcome, value in unscored.items():
-        with pytest.raises(ValueError, match="does not go with"):
+        with pytest.raises(ValueError, match="is inconsistent with"):
             Reward(outcome=outcome, value=value)
 
 

@@ -136,9 +136,9 @@ def part_of(records: Records, form: Form, part: Portion) -> Records:
     fits = [(number < form.held_out_share or number == least) == held_out for number in numbers]
     wanted = [*itertools.compress(records.rows, fits)]
     if groups and not wanted:
-        found = f"none of the {len(set(groups))} groups of {records.name} is {part.value}"
+        found = f"the held-out share of {form.held_out_share:g} leaves no {part.value} group of {records.name}"
         remedy = "Set another share or group column (`--dataset.columns {group: COLUMN}`), or `eval_dataset`."
-        raise DataError(f"with a held-out share of {form.held_out_share:g}, {found}. {remedy}")
+        raise DataError(f"{found} ({len(set(groups))} in total). {remedy}")
     return dataclasses.replace(records, rows=wanted, left_out={} if held_out else records.left_out)
 
 

@@ -175,4 +175,4 @@ def test_a_hundred_thousand_completions_answer_open_and_fit(tmp_path, capsys):
     # without a browser there is none of them
     assert all(figures.get(name, 0) < 2 for name in ("opened_steps_s", "opened_list_s"))
     assert figures["peak_mib"] < 300
-    assert "largest disagreement" in capsys.readouterr().out
+    assert "largest advantage" in capsys.readouterr().out

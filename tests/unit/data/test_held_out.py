@@ -76,7 +76,7 @@ def test_a_column_says_what_parts_the_rows(tmp_path):
         for at in range(60)
     ]
     file = write(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(DataError, match=r"none of the 1 groups of .* is .*{group: COLUMN}"):
+    with pytest.raises(DataError, match=r"leaves no .* group of .* \(1 in total\).*{group: COLUMN}"):
         parts(file, Form(held_out_share=0.5))
     data = DataConfig(dataset={"path": file, "columns": {"group": "user"}}, eval_dataset={"share": 0.5})
     form = data.sources[0].form()

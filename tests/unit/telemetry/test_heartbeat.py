@@ -60,6 +60,15 @@ def test_it_names_phase_and_seconds_says_what_is_out_and_what_to_look_at():
     assert "its concurrency limit" in line
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_it_names_other_ranks_only_if_there_are_several(processes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    beat = heartbeat(lambda: None)
+    lines = [beat.line(phase, 12.3, "") for phase in Phase]
+    beat.stop()
+    assert any("rank" in line for line in lines) == (processes == "2")
+
+
 def test_every_phase_of_training_has_an_advice():
     assert set(Phase) - {"unaccounted"} <= set(ADVICE)
 
