@@ -25,11 +25,16 @@ def bare(**members):
 
 def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
     stock = upstream_trainer.VLLMGeneration
-    policy = Policy(SimpleNamespace(beta=0.0, max_sampling_logp_difference=0.5), has_kl=False, gets_adapter=False)
+    args = SimpleNamespace(
+        beta=0.5, max_sampling_logp_difference=0.5, vllm_importance_sampling_mode=None, most_lookahead=1
+    )
+    policy = Policy(args, has_kl=False, gets_adapter=False)
     with pytest.raises(RuntimeError), policy.building("a-model"):
         assert upstream_trainer.VLLMGeneration is not stock
+        assert (args.beta, args.vllm_importance_sampling_mode) == (0.0, "token_truncate")
         raise RuntimeError
     assert upstream_trainer.VLLMGeneration is stock
+    assert (args.beta, args.vllm_importance_sampling_mode) == (0.5, None)
 
 
 @pytest.mark.parametrize("port", ["", "0", "12321"], ids=["none named", "any", "named"])
