@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from salesrl_trl.agents.chat_turns import ForeignText, Message
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls
 from salesrl_trl.errors import DataError
+from salesrl_trl.ground.texts import encodable
 from salesrl_trl.types import Example, Reward
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Seat:
         given = {name: value for name, value in row.items() if name != "environment" or self.name is None}
 
         def observed(observation: object) -> list[Message]:
-            return with_observation(self.prompt, foreign.plain(observation, "an environment's observation"))
+            text = encodable(observation, "an environment's observation")
+            return with_observation(self.prompt, foreign.without(text))  # may show tags, but opens no turn
 
         self.prompt = await calls.required(self.environment.reset, self.notes, given, observed) or self.prompt
 

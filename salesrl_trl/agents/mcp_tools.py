@@ -191,7 +191,7 @@ class MCPServer:
 
     async def _aclose(self) -> None:
         loop = asyncio.get_running_loop()
-        held = {task: session for task, session in self._held.items() if session.loop is loop}
+        held = {task: session for task, session in [*self._held.items()] if session.loop is loop}
         for session in held.values():
             session.ended.set()
         if held:

@@ -24,7 +24,7 @@ from salesrl_trl.checkpoint.identity import Identity, check_identity, write_iden
 from salesrl_trl.checkpoint.run_files import put_run_aside
 from salesrl_trl.checkpoint.whole import STATE_FILE, Manifest, find, read, seal, whole
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import CheckpointError, ConfigError
+from salesrl_trl.errors import BudgetSpent, CheckpointError, ConfigError
 from salesrl_trl.generation.sampler import Sampled
 from salesrl_trl.ground.process import patched, put_in_place
 from salesrl_trl.kl.branched import BranchedKL
@@ -33,6 +33,7 @@ from salesrl_trl.rollout.buffer import Buffer
 from salesrl_trl.rollout.in_flight import KeptRollouts
 from salesrl_trl.rollout.rollout_scoring import Output
 from salesrl_trl.update.run_control import RunControl, on_any_rank
+from salesrl_trl.update.stopping import STOPPED
 
 logger = get_logger(__name__)
 
@@ -126,14 +127,15 @@ class Keeper:
         rollouts = {}
         for first, rollout in flying.items():
             content = {name: getattr(rollout, name) for name in ("rows", "steps", "behaviour_logps", "inputs")}
-            sampled = rollout.sampled
-            if sampled and self.args.save_rollouts and not (sampled.seats or any(sampled.generated[6] or ())):
+            sampled, kept = rollout.sampled if self.args.save_rollouts else None, None
+            if is_whole := sampled and not (sampled.seats or any(sampled.generated[6] or ())):
                 metrics = {name: [*map(float, values)] for name, values in sampled.metrics.items()}
                 tokens = {"generated": tuple(sampled.generated), "metrics": metrics, "tokens": int(sampled.tokens)}
                 lists = {"versions": [*sampled.versions], "failures": [*sampled.failures]}
-                rollouts[first] = {**content, "sampled": {**tokens, **lists}}
-            elif moved:
-                rollouts[first] = {**content, "sampled": None}
+                cut_off = any((why or "").endswith((STOPPED, BudgetSpent.default_code)) for why in sampled.failures)
+                kept = None if cut_off else {**tokens, **lists}  # the run's end is no failure: held again
+            if is_whole or moved:
+                rollouts[first] = {**content, "sampled": kept}
         self._save_part(folder, ROLLOUTS_FILE, rollouts=rollouts)
 
     def load_parts(self, folder: Path, micro_step: int) -> Batches | None:

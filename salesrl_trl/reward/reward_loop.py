@@ -41,8 +41,7 @@ class RewardLoop:
         self.answer: BatchResult | None = None  # returned by calls of `functions`
         self.stopped: str | None = None  # if set, new batches are not scored, for this reason code
         self.meanwhile: Callable[[Callable[[], object]], None] | None = None
-        """Work for a waiting thread until the condition it is called with holds, or nothing is left to do. Counts as
-        waiting: a higher lookahead would do it along with the next generation."""
+        """Work for a waiting thread until this condition holds or nothing is left to do. It counts as waiting."""
         self.by_second: frozenset[str] = frozenset()
         """The modes (see `Origin`) in which the second judge of `judge_meter` scores new batches."""
         self._open: dict[int, RewardBatch] = {}  # by number, oldest first

@@ -37,9 +37,8 @@ class Policy:
     @contextlib.contextmanager
     def building(self, model: PreTrainedModel | str) -> Iterator[None]:
         """While active, a TRL trainer under construction uses our engine options, reference policy and default mode of
-        importance sampling. `model`: the policy or its id. TRL loads a reference and computes its log-probs if `beta`
-        is not 0. By itself TRL would spread models over all visible GPUs (`device_map="auto"`); here they are loaded
-        onto one device."""
+        importance sampling, and loads models onto one device, not over all visible GPUs (`device_map="auto"`).
+        `model`: the policy or its id. TRL loads a reference and computes its log-probs if `beta` is not 0."""
         args, load = self._args, upstream_trainer.create_model_from_path
         if not isinstance(model, str):
             self._look(model)

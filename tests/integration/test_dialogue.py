@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from salesrl_trl.agents.partner import Reply
 from salesrl_trl.config import SalesGRPOConfig
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import BudgetSpent, ConfigError
 from salesrl_trl.names import DIALOGUE_FIGURES, dialogue_figure
 from salesrl_trl.record.reader import recorded
 from salesrl_trl.record.replay import ReplayReward
@@ -111,19 +111,23 @@ def test_conversations_train_are_recorded_replayed_and_seen(policy, tmp_path, mo
     assert any(each.turns[-1].get("outcome", {}).get("end") == "agreement" for each in found)
 
 
-def test_a_partners_failure_excludes_its_conversations_also_after_a_resume(policy, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("error", "later"), [(OSError(), 0.25), (BudgetSpent("the limit is reached"), 0.0)])
+def test_a_partners_failure_excludes_its_conversations_also_after_a_resume_but_a_limits_end_does_not(
+    policy, tmp_path, monkeypatch, error, later
+):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
     def fails(row, messages):
-        return says(row, messages) if messages[-1]["content"] != "600 yuan" else 1 / 0
+        if messages[-1]["content"] == "600 yuan":
+            raise error
+        return says(row, messages)
 
     saves = {"save_strategy": "steps", "save_steps": 1, "save_rollouts": True, "rollout_lookahead": 1}
     lines = run(policy, tmp_path, price, Scripted(fails), **saves)
-    # the partner is back, but the second step's conversations were in flight
+    # the partner is back, and the second step's conversations were in flight
     lines += run(policy, tmp_path, price, Scripted(says), resumed=str(tmp_path / "checkpoint-1"), **saves)
-    for line in lines:
-        assert line["dialogue/failed"] == 0.25
-        assert line["outcome/infra"] == 0.25
+    shares = [(line["dialogue/failed"], line["outcome/infra"]) for line in lines]
+    assert shares == [(0.25, 0.25)] * (len(lines) - 1) + [(later, later)]
 
 
 def test_a_partner_beside_a_rollout_func_is_rejected(policy, tmp_path, monkeypatch):
