@@ -1,6 +1,6 @@
-"""Checkpoint integrity, based on a manifest with each file's size and digest and the checkpoint's sequence number.
-Folders with absent or modified files cannot be resumed."""
+"""Checkpoint integrity, by a manifest of sizes, digests and a sequence number. Changed folders cannot be resumed."""
 
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -66,16 +66,16 @@ def read(checkpoint: Path) -> Manifest | str:
     manifest = _read(checkpoint)
     if isinstance(manifest, str):
         return manifest
-    if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
-        return f"{_files_are(missing)} missing"
-    foreign = {*_names(checkpoint)} - manifest.files.keys()
-    if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
-        return f"{_files_are(read_too)} not part of the checkpoint, but would be loaded"
-    if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
-        return f"{_files_are(cut)} not as long as when it was saved"
-    if not manifest.has_optimizer:
-        return "it only contains the model (`save_only_model`)"
-    return manifest
+    with contextlib.suppress(FileNotFoundError):  # while another machine removes it from a shared disk
+        if missing := {name for name in manifest.files if not (checkpoint / name).is_file()}:
+            return f"{_files_are(missing)} missing"
+        foreign = {*_names(checkpoint)} - manifest.files.keys()
+        if read_too := {name for name in foreign if any(fnmatch.fnmatch(name, pattern) for pattern in READ_IF_THERE)}:
+            return f"{_files_are(read_too)} not part of the checkpoint, but would be loaded"
+        if cut := {name for name, (size, _) in manifest.files.items() if (checkpoint / name).stat().st_size != size}:
+            return f"{_files_are(cut)} not as long as when it was saved"
+        return manifest if manifest.has_optimizer else "it only contains the model (`save_only_model`)"
+    return "its files are being removed"
 
 
 def fault_of(checkpoint: Path, *, with_digests: bool = True) -> str | None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from salesrl_trl.checkpoint import run_files
+from salesrl_trl.checkpoint import run_files, whole
 from salesrl_trl.checkpoint.keeper import Keeper
 from salesrl_trl.checkpoint.run_files import one_policy, put_run_aside
 from salesrl_trl.checkpoint.whole import fault_of, find, newest, seal
@@ -73,6 +73,18 @@ def test_a_damaged_checkpoint_is_refused_with_its_reason_and_the_one_before_is_t
     assert find("auto", str(tmp_path)) == find(True, str(tmp_path)) == before
     assert "checkpoint-40 is skipped: " in caplog.text
     assert said in caplog.text
+
+
+def test_a_checkpoint_that_another_machine_removes_meanwhile_is_passed_over(tmp_path, monkeypatch):
+    older, newer = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    names_of = whole._names
+
+    def removed(folder):
+        shutil.rmtree(older, ignore_errors=True)
+        return names_of(folder)
+
+    monkeypatch.setattr(whole, "_names", removed)
+    assert [*whole.whole(tmp_path)] == [newer]
 
 
 def test_the_model_alone_is_no_checkpoint_to_go_on_from(tmp_path):
