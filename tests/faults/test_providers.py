@@ -80,7 +80,8 @@ def test_a_user_s_own_field_that_is_refused_goes_too_and_is_told_once(caplog):
     with served(profile) as (url, asked), caplog.at_level(logging.INFO, logger="salesrl_trl"):
         _, rewards = scored_by(None, profile, TEXTS, judge_providers=[{**judge, "base_url": url}])
     assert [reward.value for reward in rewards] == [0.5] * 32
-    assert ["seed" in body for _, body in asked] == [True] + [False] * 33
+    refused, *others = ["seed" in body for _, body in asked]
+    assert refused and not any(others) and len(others) >= 33  # a busy machine may add a hedge
     assert caplog.text.count("judge mine rejects `seed`") == 1
 
 
