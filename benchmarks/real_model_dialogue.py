@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import parser
 from benchmarks.real_model_files import prepare
-from benchmarks.real_model_sales import RECIPES, check_launch, log_of, words_of
+from benchmarks.real_model_sales import KV_BYTES, RECIPES, check_launch, log_of, words_of
 from benchmarks.vllm_server import vllm_server
 
 SELLER = """{{ bos_token }}A seller of courses talks to a customer.
@@ -63,7 +63,8 @@ REPLY = {
     },
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {
-    "tools": [], "max_completion_length": 512, "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.2,
+    "tools": [], "max_completion_length": 512, "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.12,
+    "vllm_engine_kwargs": {"kv_cache_memory_bytes": KV_BYTES},
     "learning_rate": 2e-6, "dtype": "float32", "quick_eval_steps": 0, "save_strategy": "no",
 }  # fmt: skip
 
@@ -82,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     config = json.loads(generation.read_text()) | {"eos_token_id": 1}
     generation.unlink()
     generation.write_text(json.dumps(config))
-    options = ["--served-model-name", "self", "--gpu-memory-utilization", "0.2", "--max-model-len", "2048",
+    options = ["--served-model-name", "self", "--gpu-memory-utilization", "0.12", "--max-model-len", "2048",
+               "--kv-cache-memory-bytes", str(KV_BYTES),
                "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']  # fmt: skip
     options += [] if torch.cuda.is_available() else ["--enforce-eager"]  # compiling takes minutes on a CPU
     form = {"type": "json_schema", "json_schema": {"name": "reply", "schema": REPLY}}

@@ -25,7 +25,7 @@ READABLE = 0.4
 distance from the band's centre if larger."""
 MOST_WINDOWS = 6  # a window ends after this multiple of its steps, conclusive or not
 FEWEST_PAIRS = 4  # pairs of neighbouring steps needed to estimate a branch's noise
-KNOWN_NOISE = 0.7  # weight of the old estimate when the noise is updated at the end of a window
+KNOWN_NOISE = 0.7  # weight of the old estimate when the dispersion is updated at the end of a window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,9 @@ class _WindowCounts:
     squares: float = 0.0
     pairs: int = 0
     """Pairs of neighbouring steps; `squares` sums their squared KL differences, normalised to single tokens."""
-    noise: float | None = None
-    """Variance of a token's KL around the window's KL, divided by its square. `None` before the first estimate."""
+    dispersion: float | None = None
+    """Variance of a token's log-ratio, divided by the KL: near 2 if log-ratios are Gaussian, whatever the KL is. `None`
+    before the first estimate."""
     seen: int = 0  # pairs in earlier windows
     cooldown: int = 0
     measured_steps: int = 0
@@ -129,22 +130,23 @@ class BranchController:
     @property
     def _is_readable(self) -> bool:
         """Whether the window's KL is precise enough for its distance from the band's centre to be meaningful."""
-        noise = self._noise_seen()
-        if not self._at.tokens or noise is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
+        dispersion = self._dispersion_seen()
+        if not self._at.tokens or dispersion is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
             return True
         low, high = self.target.edges
-        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(self._at.kl_sum / self._at.tokens)))
-        return math.sqrt(noise / self._at.tokens) <= READABLE * far
+        kl = self._at.kl_sum / self._at.tokens
+        far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(kl)))
+        return math.sqrt(dispersion / (max(kl, low) * self._at.tokens)) <= READABLE * far
 
-    def _noise_seen(self) -> float | None:
-        kl = self._at.kl_sum / self._at.tokens if self._at.tokens else 0.0
-        if not self._at.pairs or kl <= 0:
-            return self._at.noise
-        now = self._at.squares / self._at.pairs / kl**2
-        return now if self._at.noise is None else KNOWN_NOISE * self._at.noise + (1 - KNOWN_NOISE) * now
+    def _dispersion_seen(self) -> float | None:
+        if not self._at.pairs:
+            return self._at.dispersion
+        kl = max(self._at.kl_sum / self._at.tokens, self.target.edges[0])  # below the band, noise is as large as the KL
+        now, before = self._at.squares / self._at.pairs / kl, self._at.dispersion
+        return now if before is None else KNOWN_NOISE * before + (1 - KNOWN_NOISE) * now
 
     def _close_window(self, law: KLLaw) -> str:
-        kl_sum, tokens, self._at.noise = self._at.kl_sum, self._at.tokens, self._noise_seen()
+        kl_sum, tokens, self._at.dispersion = self._at.kl_sum, self._at.tokens, self._dispersion_seen()
         self._at.kl_sum, self._at.tokens, self._at.steps = 0.0, 0.0, 0
         self._at.seen += self._at.pairs
         self._at.squares, self._at.pairs, self._at.last = 0.0, 0, None

@@ -88,6 +88,15 @@ def test_a_window_is_the_token_mean_over_its_steps():
     assert branch.beta == pytest.approx(0.115)
 
 
+def test_the_noise_of_a_kl_near_0_does_not_stretch_the_windows_after_its_rise():
+    """A log-ratio's variance grows with the KL: divided by its square, that of a fresh policy has no bound."""
+    branch = controller(update_steps=5)
+    fresh = [0.004, -0.003, 0.001, -0.002, 0.0001] * 2
+    risen = [0.2, 0.16, 0.19, 0.15, 0.18]
+    moves = [bool(branch.observe(300 * kl, 300)) for kl in [*fresh, *risen]]
+    assert [place for place, moved in enumerate(moves) if moved] == [4, 9, 14]
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_finite_is_no_measurement(broken):
     branch = controller(update_steps=2)
