@@ -37,7 +37,7 @@ TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
     "hallucination": KLTarget(beta=0.3, low=0.08, high=0.15),
 }
-"""The bands of recipes/full.yaml."""
+"""Bands further apart than branches of one task can be held: `recipes/full.yaml` had them until 29 November."""
 WINDOW = 5
 TOKEN_NOISE = math.sqrt(3.4)
 COUPLING = 0.2

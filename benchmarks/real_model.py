@@ -18,7 +18,7 @@
   with rewards of `--reward_s`. Let few runs share the GPU then: one that waits takes nothing from the others.
 - Measures of a run: the mean of its learning curve, its deepest dip below an earlier window, the mean of the last
   windows, the held-out reward (`held_area`: the mean of all `--evaluations`), and the same curve when the fastest run
-  ended: its last window, and its mean over time (`area_seconds`). For `bands`, and `free` with the same KL unheld: the
+  ended: its last window, and its mean over time (`area_seconds`). For `bands`, `roomy`, and `free` (no control): the
   share of windows in band, by `benchmarks.kl_control`. `gain`: the held-out reward's, as a share of that on-policy.
 """
 
@@ -58,6 +58,11 @@ BANDS: dict[str, dict[str, float]] = {
     "hallucination": {"beta": 0.05, "low": 0.08, "high": 0.15, "beta_min": 0.01, "beta_max": 1.5},
 }
 """Of `recipes/dual.yaml`."""
+ROOMY: dict[str, dict[str, float]] = {
+    "fairness": {"beta": 0.05, "low": 0.4, "high": 1.0},
+    "hallucination": {"beta": 0.05, "low": 0.15, "high": 0.35},
+}
+"""Around the KL of a free run, as docs/how-to/kl-by-branch.md says."""
 PARTS: dict[str, Settings] = {
     BASE: {},
     **{f"ahead_{number}": {"rollout_lookahead": number} for number in (1, 2, 4)},
@@ -84,6 +89,7 @@ PARTS: dict[str, Settings] = {
     "drawn": {DRAW: "run"},
     "remembered": {DRAW: "record"},
     "bands": {"branch_kl": BANDS},
+    "roomy": {"branch_kl": ROOMY},
     "free": {"branch_kl": {branch: {"beta": 1e-4} for branch in BANDS}},
 }  # fmt: skip
 FOR_BASE = ("lr_", "lora", "tiny", "wide")
@@ -317,9 +323,12 @@ def over_time(log: Sequence[Mapping[str, float]], until_s: float) -> float:
 
 
 def windows_in_band(log: Sequence[Mapping[str, float]]) -> dict[str, list[bool | None]]:
-    """By branch with a band and a measured KL, the windows after the first third, as in `benchmarks.kl_control`."""
+    """By branch with a measured KL, the windows after the first third in its own band or that of `BANDS`, as in
+    `benchmarks.kl_control`."""
     found = {}
     for branch, band in BANDS.items():
+        if log[-1].get(kl_of(branch, "_high")):
+            band = {edge: log[-1][kl_of(branch, f"_{edge}")] for edge in ("low", "high")}
         steps = [(each.get(kl_of(branch)) or 0.0, each.get(kl_of(branch, "_tokens")) or 0.0, 0.0) for each in log]
         if any(tokens for _, tokens, _ in steps):
             found[branch] = in_band(of_steps(steps, SIZE), (band["low"], band["high"]))

@@ -170,7 +170,7 @@ class SalesGRPOConfig(GRPOConfig):
     rollout_lookahead: NumberOrNone = 0
     """Optimizer steps that rollouts may be ahead of training: this many later steps are generated and scored
     meanwhile. 0 is on-policy, with TRL's own results. Higher numbers hide slow rewards; rollouts then come from
-    weights up to this many steps old, which importance ratios correct for."""
+    weights up to this many steps old, which the correction accounts for."""
     max_rollout_lookahead: NumberOrNone = 0
     """Above 0: automatic lookahead up to this number, starting at `rollout_lookahead`: the run continuously measures
     and uses the smallest number with which training hardly waits for rewards. 0 keeps `rollout_lookahead`."""

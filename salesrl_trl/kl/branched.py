@@ -54,9 +54,7 @@ class _WindowCounts:
     squares: float = 0.0
     pairs: int = 0
     """Pairs of neighbouring steps; `squares` sums their squared KL differences, normalised to single tokens."""
-    dispersion: float | None = None
-    """Variance of a token's log-ratio, divided by the KL: near 2 if log-ratios are Gaussian, whatever the KL is. `None`
-    before the first estimate."""
+    dispersion: float | None = None  # variance of a token's log-ratio, divided by the KL: 2 if it is Gaussian
     seen: int = 0  # pairs in earlier windows
     cooldown: int = 0
     measured_steps: int = 0
@@ -141,7 +139,7 @@ class BranchController:
     def _dispersion_seen(self) -> float | None:
         if not self._at.pairs:
             return self._at.dispersion
-        kl = max(self._at.kl_sum / self._at.tokens, self.target.edges[0])  # below the band, noise is as large as the KL
+        kl = max(self._at.kl_sum / self._at.tokens, self.target.edges[0])  # near 0, the quotient has no bound
         now, before = self._at.squares / self._at.pairs / kl, self._at.dispersion
         return now if before is None else KNOWN_NOISE * before + (1 - KNOWN_NOISE) * now
 
