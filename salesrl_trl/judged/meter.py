@@ -52,6 +52,7 @@ CLEARED = math.exp(-2)  # remaining share of its capital at which a suspect is c
 AGAIN = 2.0  # multiple of its importance that makes a cleared feature suspect again
 RANDOM = 0.3  # share of calls on randomly drawn completions, for the judges' agreement
 FEWEST, MOST = 12, 160  # fewest doubly scored completions for a scale, and the number kept
+RELATED, CONFIDENT = 0.3, 2.33  # a correlation that is surely smaller is reported; 99 %, in standard errors
 MOST_AT_ONCE = 8  # most suspect completions scored per batch
 OF_EACH_BATCH = 0.8  # capital
 
@@ -218,8 +219,18 @@ class Meter:
 
     def agreement(self, branch: str) -> float:
         """Correlation of both judges on the latest randomly drawn completions; NaN if undefined."""
-        drawn = [call for call in self._known if call.is_by_lot and call.written.branch == branch]
+        drawn = self._drawn(branch)
         return correlation([call.written.score for call in drawn], [call.second for call in drawn])
+
+    def is_unrelated(self, branch: str) -> bool:
+        """Whether that correlation is below `RELATED`, by Fisher's z."""
+        count, agreement = len(self._drawn(branch)), self.agreement(branch)
+        if count < FEWEST or math.isnan(agreement):
+            return False
+        return math.atanh(max(min(agreement, 0.999), -0.999)) + CONFIDENT / math.sqrt(count - 3) < math.atanh(RELATED)
+
+    def _drawn(self, branch: str) -> list[_SecondCall]:
+        return [call for call in self._known if call.is_by_lot and call.written.branch == branch]
 
     def add(self, written: Sequence[Written], size: int) -> dict[int, int]:
         """Add a training batch of `size` completions, some of them in `written`. Returns the second judge's

@@ -42,6 +42,7 @@ class JudgeMeter(Part):
         self._meter = Meter(settings)
         self._open: list[tuple[RewardBatch, Sequence[int]]] = []  # with its call numbers
         self._alarms = 0
+        self._unrelated = set[str]()  # branches for which that was logged
         self.second_since: int | None = None  # step of the alarm since which the second judge scores rewards
         self._take_judge(None)
 
@@ -108,6 +109,14 @@ class JudgeMeter(Part):
         places, asked = [*written], meter.add([*written.values()], size)
         alarms, meter.alarms = meter.alarms, []
         agreements = {branch: meter.agreement(branch) for branch in self._run.branches.names}
+        for branch in agreements.keys() - self._unrelated:
+            if meter.is_unrelated(branch):
+                self._unrelated.add(branch)
+                logger.warning(
+                    f"[Judge] the scores of judge and second judge are almost unrelated in {branch} (correlation "
+                    f"{agreements[branch]:.2f}), so at least one of them may be noise. Compare their verdicts before "
+                    "you trust the reward"
+                )
         return _Plan(
             asked={number: places[at] for number, at in asked.items()},
             agreements={branch: value for branch, value in agreements.items() if not math.isnan(value)},

@@ -51,6 +51,7 @@ def test_the_agreement_is_that_of_the_completions_of_a_branch():
         asked = meter.add(written, len(written)).items()
         meter.add_scores({number: seconds[scores[place][0]](scores[place][1]) for number, place in asked})
     assert meter.agreement("liked") == pytest.approx(1.0) and meter.agreement("turned") == pytest.approx(-1.0)
+    assert [meter.is_unrelated(branch) for branch in seconds] == [False, True]
 
 
 def test_a_phrase_that_may_quote_a_customer_is_shown_only_if_it_may_be():
