@@ -85,7 +85,9 @@ def _policy(config: RunConfig) -> list[tuple[str, str]]:
     generation = generation_config_of(path, revision)
     ids = None if generation is None else generation.eos_token_id
     ends = dict.fromkeys([tokenizer.eos_token_id, *([ids] if isinstance(ids, int) else ids or [])])
-    tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends if end is not None)
+    tokens = ", ".join(
+        f"{repr(tokenizer.convert_ids_to_tokens(end))[1:-1]} ({end})" for end in ends if end is not None
+    )
     return [("policy", f"{name}, {size:,.2f} M parameters; trained: {trained}"), ("end tokens", tokens)]
 
 

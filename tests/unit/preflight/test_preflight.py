@@ -188,6 +188,16 @@ def test_a_template_ends_turns_with_an_end_token_and_begins_the_answer(told, pol
     assert message in told(*asked(policy))
 
 
+def test_a_line_break_that_ends_a_completion_is_named_in_one_line(told, policy):
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["\n"])
+    tokenizer.chat_template = TURNS.replace("END\n", " ") + PROMPT
+    tokenizer.save_pretrained(policy)
+    ends = {"eos_token_id": tokenizer.convert_tokens_to_ids("\n")}
+    (policy / "generation_config.json").write_text(json.dumps(ends))
+    assert r"but only <|im_end|>, \n ends a completion" in told(*asked(policy))
+
+
 def test_a_model_whose_files_contradict_each_other_is_refused(told, policy):
     (policy / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
     assert "refuses to save such a model" in told(*asked(policy))
