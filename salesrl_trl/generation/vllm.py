@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 from accelerate.utils import broadcast_object_list, is_peft_model
-from accelerate.utils.other import get_free_port
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -68,10 +67,11 @@ class SalesVLLMGeneration(VLLMGeneration):
         def build(**kwargs: object) -> object:
             return stock(**{**kwargs, **self.engine_options})
 
-        # Without a port, TRL picks the first free one from a short list, so two runs starting together would collide.
-        # Launchers of several processes set one.
-        if os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
-            os.environ["MASTER_PORT"] = str(get_free_port())
+        # vLLM only listens on the port seconds later, when it may be taken. This store listens at once, and torch lets
+        # `multi_tenant` stores of one process share a listener. Launchers of several processes set a port.
+        if self.mode != "server" and os.environ.get("MASTER_PORT", "").strip().lower() in ("", "0", "auto"):
+            store = torch.distributed.TCPStore("localhost", 0, is_master=True, multi_tenant=True)  # type: ignore[attr-defined]
+            os.environ["MASTER_PORT"] = str(store.port)
         if self.enable_sleep_mode and self.accelerator.device.type == "cpu":
             self.enable_sleep_mode = False
             logger.warning("off: `vllm_enable_sleep_mode`, because it only frees GPU memory")

@@ -50,7 +50,6 @@ def second_process():
 @pytest.mark.parametrize(("release", "reports"), [("0.33.0", True), ("0.31.0", False), ("dev", False), (None, False)])
 def test_a_server_of_any_version_is_connected_and_labelled_from_0_33_on(monkeypatch, release, reports):
     """vLLM built without its version file reports "dev"."""
-    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(upstream_vllm.VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(vllm, "broadcast_object_list", lambda shared: shared)
     client = SimpleNamespace(

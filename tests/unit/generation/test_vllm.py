@@ -1,7 +1,8 @@
 """Engine options, pictures, and the push. The engine itself is in tests/integration."""
 
 import os
-from contextlib import nullcontext
+import socket
+from contextlib import ExitStack, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,11 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
 
     def engine(**kwargs):
         seen.update(kwargs)
+        if port != "12321":  # until vLLM listens, another program takes any port that it can
+            with suppress(OSError):
+                others.enter_context(socket.create_server(("", int(os.environ["MASTER_PORT"]))))
+            store, *_ = next(torch.distributed.rendezvous("env://", 0, 1))  # as vLLM does
+            store.set("rank", "0")
         raise InterruptedError  # all that follows needs a model
 
     monkeypatch.setattr(upstream_vllm, "LLM", engine)
@@ -55,19 +61,19 @@ def test_the_engine_is_built_with_trls_arguments_and_ours_on_top(monkeypatch, po
             num_processes=1, process_index=0, local_process_index=0, device=torch.device("cpu")
         ),
     )  # fmt: skip
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("MASTER_ADDR", "")
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(InterruptedError), ExitStack() as others:
         generation._init_vllm()
     assert upstream_vllm.LLM is engine
     assert (seen["model"], seen["max_num_seqs"], seen["logprobs_mode"]) == ("some/model", 4, "processed_logprobs")
     assert (seen["enforce_eager"], seen["seed"]) == (True, 5)
     assert not seen["enable_sleep_mode"]  # vLLM refuses it on a CPU
     # TRL would take 29500 while it is free, as every run that starts in the same moment
-    assert (
-        os.environ["MASTER_PORT"] == port if port == "12321" else os.environ["MASTER_PORT"] not in ("29500", "0", "")
-    )
+    given = os.environ["MASTER_PORT"]
+    assert given == port if port == "12321" else given not in ("29500", "0", "")
 
 
 class Seeing(ProcessorMixin):
