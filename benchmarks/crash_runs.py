@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -144,8 +143,6 @@ class Runs:
         command += [part for name, value in given.items() for part in (f"--{name}", str(value).lower()
                     if isinstance(value, bool) else str(value))]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "SALESRL_CACHE_DIR": str(self._cache)}
-        if self.processes > 1:
-            environment |= {"MASTER_PORT": str(29500 + random.randrange(2000))}
         self.log = self.folder.parent / f"{self.folder.name}.{next(self._number)}.log"
         with self.log.open("wb") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

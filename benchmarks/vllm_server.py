@@ -18,6 +18,16 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
+def held_port() -> Iterator[int]:
+    """A free port. It stays bound during the block: only a server that is told its number and sets `SO_REUSEADDR`, as
+    vLLM, uvicorn and torch do, can listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+@contextmanager
 def vllm_server(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
     """A server of the model in `model`. Yields its address, without `/v1`. The server ends with the block.
 
@@ -34,22 +44,19 @@ def vllm_server(model: Path, log: Path, *options: str, **environment: str) -> It
     Raises:
         `RuntimeError`: the server ended, or was not ready in 300 s. The message holds the end of its output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *options]
     variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environment}
-    with log.open("wb") as out:
+    with held_port() as port, log.open("wb") as out:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), *options]
         server = subprocess.Popen(
             command, stdout=out, stderr=out, env=variables, start_new_session=True, preexec_fn=_end_with_parent
         )
-    try:
-        _await_health(f"http://127.0.0.1:{port}/health", server, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
+        try:
+            _await_health(f"http://127.0.0.1:{port}/health", server, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(60)
 
 
 def _end_with_parent() -> None:

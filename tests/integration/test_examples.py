@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from trl import GRPOTrainer
 from werkzeug import Response
 
+from benchmarks.vllm_server import held_port
 from salesrl_trl.demo.packaged import SEARCH_POLICY
 from salesrl_trl.errors import ServiceUnavailable
 from salesrl_trl.launch.assembly import NOWHERE, build_reward
@@ -262,8 +263,7 @@ def vector_store(httpserver, tmp_path):
     started = []
 
     def start(documents=None):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = ports.enter_context(held_port())
         environment = {"OPENAI_BASE_URL": httpserver.url_for("/embedder/v1"), "OPENAI_API_KEY": "k", "PORT": str(port)}
         if documents is not None:
             environment["DOCUMENTS"] = str(tmp_path / "documents.jsonl")
@@ -279,7 +279,8 @@ def vector_store(httpserver, tmp_path):
         raise AssertionError("the example did not listen")
 
     httpserver.expect_request("/embedder/v1/embeddings", method="POST").respond_with_handler(embedded)
-    yield start
+    with contextlib.ExitStack() as ports:
+        yield start
     for process in started:
         process.terminate()
         process.wait()

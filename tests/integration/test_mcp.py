@@ -17,6 +17,7 @@ import pytest
 from support.keyed import make_calling_policy
 from support.scripted import padded_behind, settings, steps_of
 
+from benchmarks.vllm_server import held_port
 from salesrl_trl.agents.mcp_tools import MCPTool, close, mcp_tools
 from salesrl_trl.agents.tools import ConversationNotes, ToolCalls, tool
 from salesrl_trl.errors import ConfigError
@@ -29,10 +30,10 @@ FAULTY, SAMPLE = ROOT / "tests/support/mcp_faulty.py", ROOT / "examples/mcp_serv
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "desk"}}\n</tool_call>'
 
 
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+@pytest.fixture
+def port():
+    with held_port() as port:
+        yield port
 
 
 @contextlib.contextmanager
@@ -123,8 +124,7 @@ def test_a_late_call_fails_alone_and_the_next_has_another_session(called, tmp_pa
     assert not any(map(is_alive, map(int, (first, second))))
 
 
-def test_a_server_over_http_that_is_killed_is_a_reason_until_it_is_back(called, tmp_path):
-    port = free_port()
+def test_a_server_over_http_that_is_killed_is_a_reason_until_it_is_back(called, port, tmp_path):
     with over_http(port, FAULTY, port, tmp_path / "mark") as url:
         tools = {each.__name__: each for each in mcp_tools(url)}
         assert called(tools["echo"], word="w")[1] is None
@@ -166,7 +166,7 @@ def test_without_the_sdk_the_extra_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["stdio", "http"])
-def test_a_policy_trains_with_a_servers_tools(kind, tmp_path, monkeypatch):
+def test_a_policy_trains_with_a_servers_tools(kind, port, tmp_path, monkeypatch):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -174,7 +174,7 @@ def test_a_policy_trains_with_a_servers_tools(kind, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     policy = make_calling_policy(tmp_path / "policy", hidden_size=64, max_position_embeddings=2048)
-    tokenizer, port = AutoTokenizer.from_pretrained(policy), free_port()
+    tokenizer = AutoTokenizer.from_pretrained(policy)
     prompts, told = [], []
 
     def found(completions, **kwargs):

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils.other import get_free_port
 from support.keyed import StopAt, build_keyed, check_same_course, check_there_was_control, course_of
 from support.ranks import ROOT, run_ranks
 from transformers import TrainerCallback
 
+from benchmarks.vllm_server import held_port
 from salesrl_trl.errors import RunStopped
 from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
@@ -65,9 +65,10 @@ def launch(tiny, services_url):
 def gloo(launch, tmp_path_factory):
     """The folder of a run of two ranks without DeepSpeed, each launched as on a machine of its own, and what each rank
     wrote."""
-    out, port = tmp_path_factory.mktemp("gloo"), str(get_free_port())
-    machines = [(*ON_TWO_MACHINES, "--machine_rank", rank, "--main_process_port", port) for rank in "01"]
-    return out, launch(machines, out, ddp_backend="gloo", **EVALUATING, per_device_eval_batch_size=2)
+    out = tmp_path_factory.mktemp("gloo")
+    with held_port() as port:
+        machines = [(*ON_TWO_MACHINES, "--machine_rank", rank, "--main_process_port", str(port)) for rank in "01"]
+        return out, launch(machines, out, ddp_backend="gloo", **EVALUATING, per_device_eval_batch_size=2)
 
 
 def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one_and_the_same_keys(one_rank, gloo):

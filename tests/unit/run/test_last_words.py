@@ -37,12 +37,6 @@ from salesrl_trl.launch.settings import PRESET, SettingsParser, all_kinds
 from salesrl_trl.update.run_control import RunControl
 
 
-def closed_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def full_disk(tmp_path):
     with open("/dev/full", "w") as file:
         file.write("x")
@@ -110,9 +104,9 @@ def damaged(tmp_path):
         (damaged, "Corrupted weights file"),
         (lambda path: AutoConfig.from_pretrained("salesrl/absent", cache_dir=path),
          "The Hugging Face Hub is unreachable"),
-        (lambda _: check_rag(f"http://127.0.0.1:{closed_port()}", None), "The RAG service isn't responding"),
-        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "judge"), "The judge isn't responding"),
-        (lambda _: check_models(f"http://127.0.0.1:{closed_port()}/v1", None, "m", who="customer"),
+        (lambda _: check_rag("http://127.0.0.1:9", None), "The RAG service isn't responding"),
+        (lambda _: check_models("http://127.0.0.1:9/v1", None, "judge"), "The judge isn't responding"),
+        (lambda _: check_models("http://127.0.0.1:9/v1", None, "m", who="customer"),
          "The customer isn't responding"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
