@@ -12,8 +12,9 @@
 - An arm joins names of `PARTS` by `+`: `ahead_2+geometric+lr_5e-6+lora`. Each is compared with `on_policy` of the same
   rate and kind of training, by seed. `stock` is TRL's own trainer. `drawn` and `remembered` draw rows by difficulty
   (`benchmarks.difficulty`). A run with `refill` ends when it has scored as many completions as `on_policy`.
-- `--at_once` runs share the GPU, each in its own process. What has run is kept in `OUT/runs`, so that the same command
-  resumes. No run is started that would not end within `--limit` seconds; those that still run are ended.
+- `--at_once` runs share the GPU, each in its own process. A run takes 9 GiB, and with a server of its own (`sales`) 20
+  GiB. What has run is kept in `OUT/runs`, so that the same command resumes. No run is started that would not end
+  within `--limit` seconds; those that still run are ended.
 - `--seconds` ends each run after so much training instead, whatever steps that takes: what a user gets for an hour
   with rewards of `--reward_s`. Let few runs share the GPU then: one that waits takes nothing from the others.
 - Measures of a run: the mean of its learning curve, its deepest dip below an earlier window, the mean of the last
