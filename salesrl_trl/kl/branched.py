@@ -26,6 +26,7 @@ distance from the band's centre if larger."""
 MOST_WINDOWS = 6  # a window ends after this multiple of its steps, conclusive or not
 FEWEST_PAIRS = 4  # pairs of neighbouring steps needed to estimate a branch's noise
 KNOWN_NOISE = 0.7  # weight of the old estimate when the dispersion is updated at the end of a window
+GAUSSIAN = 2.0  # dispersion of Gaussian log-ratios, as the mean of exp(-log-ratio) is 1; the least that is assumed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class _WindowCounts:
     squares: float = 0.0
     pairs: int = 0
     """Pairs of neighbouring steps; `squares` sums their squared KL differences, normalised to single tokens."""
-    dispersion: float | None = None  # variance of a token's log-ratio, divided by the KL: 2 if it is Gaussian
+    dispersion: float = GAUSSIAN  # variance of a token's log-ratio, divided by the KL
     seen: int = 0  # pairs in earlier windows
     cooldown: int = 0
     measured_steps: int = 0
@@ -128,20 +129,19 @@ class BranchController:
     @property
     def _is_readable(self) -> bool:
         """Whether the window's KL is precise enough for its distance from the band's centre to be meaningful."""
-        dispersion = self._dispersion_seen()
-        if not self._at.tokens or dispersion is None or self._at.seen + self._at.pairs < FEWEST_PAIRS:
+        if not self._at.tokens or self._at.seen + self._at.pairs < FEWEST_PAIRS:
             return True
         low, high = self.target.edges
         kl = self._at.kl_sum / self._at.tokens
         far = math.log(high / low) / 2 * max(1.0, abs(self.target.distance(kl)))
-        return math.sqrt(dispersion / (max(kl, low) * self._at.tokens)) <= READABLE * far
+        return math.sqrt(self._dispersion_seen() / (max(kl, low) * self._at.tokens)) <= READABLE * far
 
-    def _dispersion_seen(self) -> float | None:
+    def _dispersion_seen(self) -> float:
         if not self._at.pairs:
             return self._at.dispersion
         kl = max(self._at.kl_sum / self._at.tokens, self.target.edges[0])  # near 0, the quotient has no bound
-        now, before = self._at.squares / self._at.pairs / kl, self._at.dispersion
-        return now if before is None else KNOWN_NOISE * before + (1 - KNOWN_NOISE) * now
+        now = max(GAUSSIAN, self._at.squares / self._at.pairs / kl)  # averaged in logarithms, so outliers soon fade
+        return float(self._at.dispersion**KNOWN_NOISE * now ** (1 - KNOWN_NOISE))
 
     def _close_window(self, law: KLLaw) -> str:
         kl_sum, tokens, self._at.dispersion = self._at.kl_sum, self._at.tokens, self._dispersion_seen()
@@ -168,7 +168,7 @@ class BranchController:
     def load_state_dict(self, state: State) -> None:
         """Resume from `state_dict`. A coefficient outside the current reach is clipped; without a `law` the configured
         one is kept. A `law` of a different class starts with an empty state."""
-        self._at = _WindowCounts(**{name: state[name] for name in _WindowCounts.__slots__ if name in state})
+        self._at = _WindowCounts(**{key: state[key] for key in _WindowCounts.__slots__ if state.get(key) is not None})
         if self._law is not None:
             least, most = self.target.reach
             self.asked = max(least, min(most, state["beta"]))

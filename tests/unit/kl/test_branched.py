@@ -107,7 +107,7 @@ def test_a_notice_of_the_law_is_logged_once_by_one_rank_and_again_when_it_comes_
     caplog.set_level(logging.WARNING)
     kl, other, resumed = branched(Noticing()), branched(Noticing()), branched(Noticing())
     for number, high in enumerate((0, 0, 1, 1, 1, 1, 0, 0, 1, 1)):  # windows of two steps
-        totals = [[0.5 if high else 0.1, 0.0, 0.0, 2.0, 2.0]] * 2
+        totals = [[500.0 if high else 100.0, 0.0, 0.0, 2e3, 2e3]] * 2
         other.end_step(totals, number, is_logged=False)
         kl.end_step(totals, number, is_logged=True)
         if number == 3:

@@ -97,6 +97,14 @@ def test_the_noise_of_a_kl_near_0_does_not_stretch_the_windows_after_its_rise():
     assert [place for place, moved in enumerate(moves) if moved] == [4, 9, 14]
 
 
+def test_one_step_that_is_far_off_does_not_stretch_the_windows_after_it():
+    branch = controller(update_steps=5)
+    kls = [0.2, 0.16, 0.19, 0.15, 0.18] * 10
+    kls[12] = 20.0
+    moves = [bool(branch.observe(300 * kl, 300)) for kl in kls]
+    assert [place for place, moved in enumerate(moves) if moved] == list(range(4, 50, 5))
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_finite_is_no_measurement(broken):
     branch = controller(update_steps=2)
