@@ -63,7 +63,7 @@ ROOMY: dict[str, dict[str, float]] = {
     "fairness": {"beta": 0.05, "low": 0.4, "high": 1.0},
     "hallucination": {"beta": 0.05, "low": 0.15, "high": 0.35},
 }
-"""Around the KL of a free run, as docs/how-to/kl-by-branch.md says."""
+"""Around the KL of a free run while its reward rises, as docs/how-to/kl-by-branch.md says."""
 PARTS: dict[str, Settings] = {
     BASE: {},
     **{f"ahead_{number}": {"rollout_lookahead": number} for number in (1, 2, 4)},

@@ -31,6 +31,8 @@ def test_the_mean_over_seconds_and_the_windows_in_band_by_hand():
         log += [{"reward": 1.0, "at_s": 40.0, "kl/fairness": kl, "kl/fairness_tokens": 10.0 + 90.0 * (place == 14)}]
     found = real_model.measures({"log": log[3:], "held_out": [0, 1]}, 25.0)
     assert found["in_band fairness"] == 0.5 and "in_band hallucination" not in found
+    log[-1] |= {"kl/fairness_low": 0.02, "kl/fairness_high": 0.3}  # the run's own band: the third's mean is 0.294
+    assert real_model.measures({"log": log[3:], "held_out": [0, 1]}, 25.0)["in_band fairness"] == 1.0
 
 
 def test_an_arm_joins_settings_and_is_compared_with_its_own_rate():
