@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import asyncio
+import atexit
 import gc
 import inspect
 import logging
@@ -155,10 +156,10 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # some modules warn at exit about objects that still exist
 
 
 def pytest_unconfigure(config):
-    gc.unfreeze()  # some modules warn at exit about objects that still exist
     apart.end()
 
 

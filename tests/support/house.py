@@ -9,6 +9,7 @@ the same functions what is only counted here. Reads files alone: the standard li
 
 import argparse
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,11 +33,18 @@ LAYERS = ("agents", "judged", "record", "launch", "demo")
 """Folders that the core does not import."""
 
 
+@functools.cache
 def modules(root: Path = ROOT) -> dict[str, ast.Module]:
-    """The package's modules by their path in the package."""
+    """The package's modules by their path in the package, as they were when first asked for."""
     package = root / PACKAGE
     paths = sorted(package.rglob("*.py"))
     return {str(path.relative_to(package)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree."""
+    return [*ast.walk(tree)]
 
 
 def is_any(annotation: ast.expr | None) -> bool:
@@ -55,7 +63,7 @@ def is_any(annotation: ast.expr | None) -> bool:
 
 def declared(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Each parameter and each annotated variable or attribute of a module: its name and its annotation."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.arg(arg=name, annotation=annotation):
                 yield name, annotation
@@ -79,7 +87,7 @@ def members_of_trainer(tree: ast.AST) -> set[str]:
     }
     imported = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import)
         for alias in node.names
     }
@@ -95,7 +103,7 @@ def members_of_trainer(tree: ast.AST) -> set[str]:
         return False
 
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Attribute(value=value, attr=member) if is_trainer(value):
                 found.add(member)
@@ -114,6 +122,7 @@ def private(members: set[str]) -> set[str]:
     return {member for member in members if member.startswith("_") and not member.startswith("__")}
 
 
+@functools.cache
 def imports(root: Path = ROOT, *, for_types: bool = True) -> dict[str, set[str]]:
     """Each module and the modules of the package that it imports, inside functions too, and under `TYPE_CHECKING`
     unless `for_types` is false.
@@ -123,9 +132,12 @@ def imports(root: Path = ROOT, *, for_types: bool = True) -> dict[str, set[str]]
     trees = {_dotted(path): tree for path, tree in modules(root).items()}
     edges = {}
     for module, tree in trees.items():
-        nodes = [*_walked(tree, for_types)]
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        for node in nodes:
+        walked = [node for node in nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        if not for_types:
+            skipped = [each for node in nodes(tree) if _is_for_types(node) for each in nodes(node)]
+            walked = [node for node in walked if node not in skipped]
+        names = {alias.name for node in walked if isinstance(node, ast.Import) for alias in node.names}
+        for node in walked:
             if isinstance(node, ast.ImportFrom) and node.module:
                 members = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= (members & trees.keys()) or {node.module}
@@ -133,12 +145,8 @@ def imports(root: Path = ROOT, *, for_types: bool = True) -> dict[str, set[str]]
     return edges
 
 
-def _walked(node: ast.AST, for_types: bool) -> Iterator[ast.AST]:
-    yield node
-    if isinstance(node, ast.If) and not for_types and "TYPE_CHECKING" in ast.unparse(node.test):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _walked(child, for_types)
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def closure(root: Path = ROOT, module: str = CORE) -> set[str]:
@@ -152,16 +160,16 @@ def calls(trees: dict[str, ast.Module], *names: str) -> list[ast.Call]:
     return [
         node
         for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names
+        for node in nodes(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in names
     ]
 
 
 def indirections(trees: dict[str, ast.Module]) -> int:
     """Lambdas, calls of `partial`, and uses of `Callable`."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    lambdas = sum(isinstance(node, ast.Lambda) for node in nodes)
-    return lambdas + len(calls(trees, "partial")) + sum(isinstance(n, ast.Name) and n.id == "Callable" for n in nodes)
+    found = [node for tree in trees.values() for node in nodes(tree) if isinstance(node, ast.Lambda | ast.Name)]
+    own = sum(isinstance(node, ast.Lambda) or node.id == "Callable" for node in found)
+    return own + len(calls(trees, "partial"))
 
 
 def _dotted(path: str) -> str:
@@ -223,7 +231,7 @@ def file_names(trees: dict[str, ast.Module]) -> list[str]:
 def code_lines(tree: ast.Module, text: str) -> int:
     """Lines that hold code: neither blank, nor a comment, nor part of a docstring."""
     docstrings: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = enumerate(text.splitlines(), 1)
@@ -309,7 +317,7 @@ def measured(root: Path = ROOT) -> dict[str, tuple[float, str]]:
     reached, total = closure(root), sum(lines.values())
     widest, longest = max(edges, key=lambda module: len(edges[module])), max(lines, key=lambda path: lines[path])
     computed = computed_names(trees)
-    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in ast.walk(tree))
+    anys = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees.values() for node in nodes(tree))
     code = sum(code_lines(tree, (root / PACKAGE / path).read_text(encoding="utf-8")) for path, tree in trees.items())
     large = large_classes(trees)
     return {
@@ -365,10 +373,10 @@ def figures(root: Path) -> Iterator[tuple[str, str]]:
 
 def large_classes(trees: dict[str, ast.Module]) -> list[str]:
     """Classes with more than `MOST_METHODS` methods, each with its number."""
-    nodes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees.values() for node in nodes(tree) if isinstance(node, ast.ClassDef)]
     methods = {
         node.name: sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
-        for node in nodes
+        for node in classes
     }
     return [f"{name} {count}" for name, count in methods.items() if count > MOST_METHODS]
 

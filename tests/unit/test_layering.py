@@ -14,7 +14,7 @@ from importlib import import_module
 
 import pytest
 from support import house
-from support.forked import COLD_PYTHON
+from support.forked import COLD_PYTHON, python
 from support.scripted import settings
 
 from salesrl_trl import moved
@@ -27,6 +27,13 @@ LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
 """Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
 ORDER = ("moved", *CORE, *LAYERS, "__main__")
 FOLDERS = set(house.LAYERS)
+FORGET = """
+import sys
+for name in [*sys.modules]:  # torch and transformers stay: an import of theirs takes seconds
+    if name.split(".")[0] in ("openai", "salesrl_trl", "support", "trl", "vllm"):
+        del sys.modules[name]
+"""
+"""For a fork that has imported everything: what is imported next imports again what these tests are about."""
 TRAINING = """
 import json, sys
 absent = ("bm25s", "rjieba", "fastapi", "uvicorn", "openai", "httpx2", "vllm")  # packages of the layers
@@ -64,11 +71,8 @@ def _package(module: str) -> str:
     return max((entry for entry in ORDER if f"{name}.".startswith(f"{entry}.")), key=len, default=name)
 
 
-IMPORTS = house.imports()
-
-
 def test_no_module_imports_itself_by_way_of_others():
-    assert house.circles(IMPORTS) == []
+    assert house.circles(house.imports()) == []
 
 
 def test_a_circle_of_modules_is_seen(tmp_path):
@@ -88,11 +92,11 @@ def test_a_circle_of_modules_is_seen(tmp_path):
 
 
 def test_every_module_has_a_place_in_the_order():
-    assert {_package(module) for module in IMPORTS if module != "salesrl_trl"} == set(ORDER)
+    assert {_package(module) for module in house.imports() if module != "salesrl_trl"} == set(ORDER)
 
 
 def test_the_core_imports_no_layer():
-    assert house.layered(IMPORTS, FOLDERS) == []
+    assert house.layered(house.imports(), FOLDERS) == []
 
 
 def test_an_import_of_a_layer_is_seen(tmp_path):
@@ -111,9 +115,9 @@ def test_the_core_trains_evaluates_and_saves_without_the_layers_and_refuses_what
         shutil.rmtree(core / layer)
     of_a_save = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     given = settings(tmp_path / "run", max_completion_length=8, eval_strategy="steps", eval_steps=1, **of_a_save)
-    code = f"FOLDERS = {sorted(FOLDERS)}\n{TRAINING}"
+    code = f"FOLDERS = {sorted(FOLDERS)}\n{FORGET}{TRAINING}"
     done = subprocess.run(
-        [COLD_PYTHON, "-c", code, str(tiny), given.pop("output_dir"), json.dumps(given)],
+        [python(), "-c", code, str(tiny), given.pop("output_dir"), json.dumps(given)],
         env={**os.environ, "PYTHONPATH": str(core.parent)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -125,7 +129,7 @@ def test_the_core_trains_evaluates_and_saves_without_the_layers_and_refuses_what
 def test_a_module_imports_only_from_packages_before_its_own():
     late = [
         f"{module} imports {other}"
-        for module, others in IMPORTS.items()
+        for module, others in house.imports().items()
         for other in others
         if module != "salesrl_trl" and ORDER.index(_package(other)) > ORDER.index(_package(module))
     ]
@@ -153,18 +157,23 @@ LIGHT = {
         ),
         "torch",
     ),
+}
+LIGHT_BESIDE_TORCH = {
     # scripts/test_components.py needs neither, and is to answer within seconds
     "salesrl_trl.agents.episodes": "openai",
     "salesrl_trl.launch.preflight.runner": "vllm",
 }
 
 
-def test_modules_do_not_drag_in_what_they_do_not_need():
-    code = "import sys\n" + "".join(
+@pytest.mark.parametrize(("python_of", "before", "modules"), [
+    (lambda: COLD_PYTHON, "import sys\n", LIGHT), (python, FORGET, LIGHT_BESIDE_TORCH)
+], ids=["cold", "beside torch"])  # fmt: skip
+def test_modules_do_not_drag_in_what_they_do_not_need(python_of, before, modules):
+    code = before + "".join(
         f"import {module}\nif {set(heavy.split())} & sys.modules.keys(): sys.exit('{module} imports {heavy}')\n"
-        for module, heavy in LIGHT.items()
+        for module, heavy in modules.items()
     )
-    done = subprocess.run([COLD_PYTHON, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([python_of(), "-c", code], stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
