@@ -17,7 +17,7 @@ lowest="$venv/lowest" newest="$venv/newest" trackers="$venv/trackers"
 # shellcheck source=scripts/packages.sh
 . scripts/packages.sh
 
-durations=() steps=()
+durations=() steps=() forks=
 if [[ $# == 1 && "$1" == --durations ]]; then
   durations=(--durations-by-file)
   shift
@@ -98,6 +98,13 @@ run "ruff format" "$bin/ruff" format --check .
 if (($#)); then
   run "mypy" "$bin/mypy"
 else
+  # One server of forks for the tests in parallel and those after them (tests/support/forked.py), until this shell, or
+  # what replaces it, ends. A GPU's driver may not survive a fork.
+  if [[ ! -e /dev/nvidiactl ]]; then
+    coproc FORKS { exec "$bin/python" tests/support/forked.py hold; }
+    read -r forks <&"${FORKS[0]}"
+    exec {held}>"/dev/fd/${FORKS[1]}" # unlike that one, open also in what replaces this shell
+  fi
   # One per pytest: it removes old folders, and fails if another one does so at the same time.
   beside="$(mktemp -d)"
   export OMP_NUM_THREADS=1
@@ -109,8 +116,8 @@ else
   # One more process than cores, up to four, each with one thread, because tests sometimes wait. Each file runs in one
   # worker; tests/conftest.py puts the long ones first.
   cores="$(env -u OMP_NUM_THREADS nproc)" # which otherwise returns that variable
-  run "tests" "$bin/python" -m pytest -q -m "not (alone or docker or gpu or real_model or bench)" \
-    --ignore tests/integration/test_trackers.py \
+  run "tests" env ${forks:+FOLDER_OF_FORKS="$forks"} "$bin/python" -m pytest -q \
+    -m "not (alone or docker or gpu or real_model or bench)" --ignore tests/integration/test_trackers.py \
     -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${durations[@]}"
   status=0
   wait "$others" || status=$?
@@ -128,4 +135,4 @@ else
 fi
 printf 'test: pytest, one test at a time (%d s so far)\n' "$SECONDS"
 # pytest replaces this shell, so it receives the signals, and its exit status is the script's.
-exec "$bin/python" -m pytest "$@"
+exec "${forks:-$bin}/python" -m pytest "$@"

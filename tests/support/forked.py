@@ -1,7 +1,8 @@
 """Programs of tests that begin with everything imported: forks of one process that has imported torch, TRL, vLLM and
 the package. An import takes 16 s of CPU, a fork 0.1 s.
 
-One server of forks serves a session of pytest. The workers of pytest-xdist are forks of it themselves.
+One server of forks serves a session of pytest. The workers of pytest-xdist are forks of it themselves. `hold` as this
+file's argument keeps one for several sessions, until its standard input ends, and prints its folder.
 - `Program` is `subprocess.Popen` for a Python program. Its process id is that of the fork.
 - `python()` is a command that stands for `python`, in a fork `sys.executable`. It starts a fork and ends as it does.
 
@@ -320,6 +321,15 @@ def _exit_code(end):
     return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
+def _hold():
+    import apart
+
+    apart.begin()
+    print(server_folder(), flush=True)
+    sys.stdin.read()
+    apart.end()
+
+
 def _import(modules):
     from salesrl_trl.ground import own_code
     from salesrl_trl.launch import kept
@@ -336,6 +346,8 @@ def _import(modules):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["hold"]:
+        sys.exit(_hold())
     kind, folder, *rest = sys.argv[1:]
     if kind == "serve":
         before = dict(os.environ)
