@@ -156,10 +156,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # some modules warn at exit about objects that still exist
 
 
 def pytest_unconfigure(config):
+    gc.collect()
+    gc.freeze()  # pytest collects ten times more
+    atexit.register(gc.unfreeze)  # some modules warn at exit about objects that still exist
     apart.end()
 
 

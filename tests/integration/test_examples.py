@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from run_notebook import fingerprint  # of scripts/
-from support.forked import COLD_PYTHON
+from support.forked import COLD_PYTHON, FORGET, python
 from support.loopback import VERDICT, action, chat_completion, row, score_batch
 from support.wheel import built_wheel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -205,11 +205,13 @@ def test_the_notebooks_outputs_are_those_of_its_cells():
     assert "text/html" in code[-1]["outputs"][-1]["data"]
 
 
-KERNEL = """
-import asyncio, json, sys
+KERNEL = f"""{FORGET}
+import asyncio, json
 from trl import import_utils
 import_utils.is_vllm_available = lambda *_, **__: False  # an import of 4 s of CPU
 import salesrl_trl
+"""
+KERNEL += """
 
 async def kernel(cells):  # as a notebook's kernel does it: inside its own event loop
     names = {"__name__": "__main__"}
@@ -233,7 +235,7 @@ def test_the_notebook_trains_with_an_installed_package_where_an_event_loop_runs_
     assert sum("max_steps=40," in cell for cell in cells) == 1
     fewer = [cell.replace("max_steps=40,", "max_steps=10,") for cell in cells]
     environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [COLD_PYTHON, "-c", KERNEL, json.dumps(fewer)]
+    command = [python(), "-c", KERNEL, json.dumps(fewer)]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-3000:]
     file, branches, table = json.loads(ran.stdout.splitlines()[-1])

@@ -40,6 +40,14 @@ EVERYTHING = (
 )  # fmt: skip
 COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
 """Python, which imports what it needs."""
+FORGET = """
+import sys
+for name in [*sys.modules]:  # torch and transformers stay: their import takes seconds
+    if name.split(".")[0] in ("openai", "salesrl_trl", "support", "trl", "vllm"):
+        del sys.modules[name]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout
+"""
+"""Code with which a fork imports the package and what may bring vLLM or openai anew, as another path has them."""
 _FOLDER = "FOLDER_OF_FORKS"
 """Environment variable with the folder of the session's server: its socket, and the command that stands for Python."""
 NAMESPACE = "NETWORK_NAMESPACE"

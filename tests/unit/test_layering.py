@@ -14,7 +14,7 @@ from importlib import import_module
 
 import pytest
 from support import house
-from support.forked import COLD_PYTHON, python
+from support.forked import COLD_PYTHON, FORGET, python
 from support.scripted import settings
 
 from salesrl_trl import moved
@@ -27,18 +27,10 @@ LAYERS = ("judged", "record", "agents", "demo", "launch", "record.rejudge")
 """Each imports the core, and the layers before it. Within `launch` modules alone have an order."""
 ORDER = ("moved", *CORE, *LAYERS, "__main__")
 FOLDERS = set(house.LAYERS)
-FORGET = """
-import sys
-for name in [*sys.modules]:  # torch and transformers stay: an import of theirs takes seconds
-    if name.split(".")[0] in ("openai", "salesrl_trl", "support", "trl", "vllm"):
-        del sys.modules[name]
-"""
-"""For a fork that has imported everything: what is imported next imports again what these tests are about."""
 TRAINING = """
 import json, sys
 absent = ("bm25s", "rjieba", "fastapi", "uvicorn", "openai", "httpx2", "vllm")  # packages of the layers
 sys.modules.update(dict.fromkeys(absent))
-sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout
 from datasets import Dataset
 from salesrl_trl import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
