@@ -87,12 +87,17 @@ class _Batch(NamedTuple):
     """By feature: the number of completions with it, the sum of their scores' deviations from the group mean, and the
     sum over groups of m (1 - m / n), where m of n have it. The ratio of the last two is the within-group slope."""
 
+    @property
+    def counts(self) -> Counter[Feature]:
+        return Counter({feature: m for feature, (m, _, _) in self.sums.items()})
+
 
 class Rising:
     """Feature statistics over the latest batches."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque(maxlen=BEFORE + RECENT)
+        self._counts = Counter[Feature]()  # completions with a feature in all of them
         self._lengths: list[float] = []  # mean length of the first batches
 
     def features(self, text: str) -> Features:
@@ -127,7 +132,10 @@ class Rising:
                 contrasts[feature] += m * (1 - m / len(group))
         least = max(1, SEEN * len(written))
         frequent = {feature: (m, totals[feature], contrasts[feature]) for feature, m in counts.items() if m > least}
+        if len(self._batches) == self._batches.maxlen:
+            self._counts -= self._batches[0].counts
         self._batches.append(_Batch(len(written), spread, frequent))
+        self._counts += self._batches[-1].counts
 
     def found(self) -> dict[Feature, Rise]:
         batches = [*self._batches]
@@ -138,17 +146,16 @@ class Rising:
         sd = math.sqrt(sum(batch.spread for batch in batches) / (n_old + n_new))
         counts, rises = Counter[Feature](), dict[tuple[int, float], tuple[Feature, Rise]]()
         for batch in recent:
-            counts.update({feature: count for feature, (count, _, _) in batch.sums.items()})
+            counts.update(batch.counts)
         for feature, new in sorted(counts.items()):  # independent of hash order
-            if new < RISE * n_new:
+            earlier, now = (self._counts[feature] - new) / n_old, new / n_new
+            pooled = self._counts[feature] / (n_old + n_new)
+            error = math.sqrt(pooled * (1 - pooled) * (1 / n_old + 1 / n_new))
+            if now - earlier < max(RISE, SURE * error):
                 continue
             sums = [batch.sums[feature] for batch in batches if feature in batch.sums]
-            count, total, contrast = (sum(column) for column in zip(*sums, strict=True))
-            rise = Rise((count - new) / n_old, new / n_new, total / contrast if contrast else 0.0)
-            pooled = count / (n_old + n_new)
-            error = math.sqrt(pooled * (1 - pooled) * (1 / n_old + 1 / n_new))
-            if rise.now - rise.before < max(RISE, SURE * error):
-                continue
+            _, total, contrast = (sum(column) for column in zip(*sums, strict=True))
+            rise = Rise(earlier, now, total / contrast if contrast else 0.0)
             if rise.worth >= LEAST_WORTH and rise.worth > SURE * sd / math.sqrt(contrast):
                 rises.setdefault((new, round(total, 9)), (feature, rise))  # phrases of one sentence count once
         return dict(sorted(rises.values(), key=lambda one: -one[1].importance))
