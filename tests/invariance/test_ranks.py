@@ -25,8 +25,9 @@ from salesrl_trl.errors import RunStopped
 from salesrl_trl.types import DEFAULT_BRANCHES
 from salesrl_trl.update.ledger import kl_names
 
-COMMON = {"hybrid_reference_weight": 0.3, "max_steps": 20}
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 10, "num_generations_eval": 2}
+STEPS = 16
+COMMON = {"hybrid_reference_weight": 0.3, "max_steps": STEPS}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": STEPS // 2, "num_generations_eval": 2}
 """4 rows with 2 completions each, of which 4 are a batch: the second batch is begun before the first is scored."""
 ONE_RANK = {**COMMON, **EVALUATING, "per_device_train_batch_size": 12, "per_device_eval_batch_size": 4}
 TWO_RANKS = {**COMMON, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
@@ -37,7 +38,7 @@ WITH_DEEPSPEED = ("accelerate.commands.launch", "--config_file", f"{ROOT}/accele
 LAUNCH_LIMIT_S = 240
 """A launch takes about 30 s on two idle cores."""
 WEIGHT_TOLERANCE = 1e-4
-"""A hundredth of one step of Adam at the learning rate 1e-2, of which 20 are made; 5e-6 was seen."""
+"""A hundredth of one step of Adam at the learning rate 1e-2, of which 16 are made; 5e-6 was seen."""
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +83,7 @@ def test_two_ranks_have_the_same_loss_kl_and_coefficients_as_one_and_the_same_ke
 
 def test_an_evaluation_whose_batches_overlap_has_the_figures_of_one_rank_under_the_same_keys_on_both(one_rank, gloo):
     evaluations = [rank["whole"]["evaluations"] for rank in gloo[1]]
-    assert [entry["step"] for entry in one_rank["evaluations"]] == [10, 20]
+    assert [entry["step"] for entry in one_rank["evaluations"]] == [STEPS // 2, STEPS]
     for own, *ranks in zip(one_rank["evaluations"], *evaluations, strict=True):
         assert ranks[0].keys() == ranks[1].keys()
         for name in ("eval_reward", "eval_completions/mean_length", "eval_outcome/ok"):
@@ -106,7 +107,7 @@ def test_two_ranks_of_which_one_is_asked_to_stop_go_on_as_if_nothing_had_come(gl
     for rank in ranks:
         # its rewards were in, so that the step under way counts
         assert f"after {CHECKPOINT + 5} steps. A checkpoint was saved" in rank["stopped"]
-        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 6, 21)]
+        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 6, STEPS + 1)]
         for step, state in rank["resumed"]["after"].items():
             assert state == rank["whole"]["after"][step], step
 
@@ -119,7 +120,7 @@ def test_two_ranks_under_deepspeed_zero_2_have_the_same_loss_kl_and_coefficients
         assert rank["distributed"] == "DEEPSPEED"
         check_same_course(one_rank, rank["whole"])
         # from a checkpoint on, each rank goes the very same way
-        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 1, 21)]
+        assert list(rank["resumed"]["after"]) == [str(step) for step in range(CHECKPOINT + 1, STEPS + 1)]
         for step, state in rank["resumed"]["after"].items():
             assert state == rank["whole"]["after"][step], step
         # with ZeRO-3, which splits the policy while it is loaded
