@@ -49,7 +49,7 @@ def run(tiny, services, tmp_path, caplog):
 
     from salesrl_trl.launch.assembly import judge_reward
 
-    def train(meter, functions=(), verbose=(), second_works=True, resumed=None, before=lambda _: None, **settings):
+    def train(meter, functions=(), verbose=(), second_works=True, resumed=None, before=lambda _: None, **given):
         def respond(request):
             before(request)
             return judge(request, second_works=second_works)
@@ -64,7 +64,7 @@ def run(tiny, services, tmp_path, caplog):
         )
         trainer = build_trainer(
             tiny, [reward, *functions], tuple(texts()), default_rows(), tmp_path / "run", num_generations=8,
-            per_device_train_batch_size=BATCH, max_steps=STEPS, logging_steps=5, **settings,
+            per_device_train_batch_size=BATCH, logging_steps=5, **{"max_steps": STEPS, **given},
         )  # fmt: skip
         try:
             with caplog.at_level(logging.INFO):
@@ -103,9 +103,9 @@ def test_a_second_judge_that_fails_costs_no_reward_and_gives_no_number(run, serv
         called.extend(completions)
         return [0.0] * len(completions)
 
-    trainer, told = run({"on_alarm": "stop"}, functions=[own], second_works=False)
-    assert len(called) == BATCH * STEPS  # nobody but the judge scores for the meter
-    assert trainer.state.global_step == STEPS and "[Judge]" not in told
+    trainer, told = run({"on_alarm": "stop"}, functions=[own], second_works=False, max_steps=ONSET)
+    assert len(called) == BATCH * ONSET  # nobody but the judge scores for the meter
+    assert trainer.state.global_step == ONSET and "[Judge]" not in told
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert {entry["judge_meter/agreement/fairness"] for entry in steps} == {None}
     assert {entry["outcome/ok"] for entry in steps} == {1.0}
