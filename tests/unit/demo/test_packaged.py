@@ -53,9 +53,11 @@ def test_it_is_small_and_one_that_vllms_cpu_backend_takes(tokenizer):
 
 def test_its_script_teaches_one_of_the_same_form_and_measures_it(tmp_path, monkeypatch, one_thread):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    words = ["--out", str(tmp_path), "--steps", "2", "--conversations", "960", "--rows", "4"]
+    words = ["--out", str(tmp_path), "--steps", "1", "--conversations", "120", "--rows", "4"]
     monkeypatch.setattr(sys, "argv", ["make_demo_policy.py", *words])
-    importlib.import_module("make_demo_policy").main()
+    script = importlib.import_module("make_demo_policy")
+    monkeypatch.setattr(script, "ROWS_AT_ONCE", 120)
+    script.main()
     assert (tmp_path / "tokenizer.json").read_bytes() == (PACKAGED / "tokenizer.json").read_bytes()
     for name in ("config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (PACKAGED / name).read_text()
