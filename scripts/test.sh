@@ -102,7 +102,7 @@ else
   # what replaces it, ends. A GPU's driver may not survive a fork.
   if [[ ! -e /dev/nvidiactl ]]; then
     coproc FORKS { exec "$bin/python" tests/support/forked.py hold; }
-    read -r forks <&"${FORKS[0]}"
+    read -r forks <&"${FORKS[0]}" || forks=
     exec {held}>"/dev/fd/${FORKS[1]}" # unlike that one, open also in what replaces this shell
   fi
   # One per pytest: it removes old folders, and fails if another one does so at the same time.
