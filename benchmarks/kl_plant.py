@@ -12,7 +12,7 @@ is marked as assumed:
 - **Rise and return.** With 0.05 a KL was at 0.06, 0.15 and 0.2 after 10, 15 and 20 updates: a rise of 6 to 25. A KL of
   0.12 came back to 0.07 in 5 to 20 updates at a coefficient of 1 to 4: a return of 15 to 45.
 - **Noise.** Windows of 5 updates and 2,000 tokens at about 0.1 nats are off by 13 to 20 %. The variance of a log-ratio
-  grows with the KL: 3.4 times the KL by token. Gemma 3 270M has 2.5 to 12 times, from 0.05 to 1 nats.
+  grows with the KL: 3.4 times the KL by token. Gemma 3 270M has 2.4 to 12 times, from 0.05 to 1 nats.
 - **Drift.** Reward pressure: fixed coefficients go from 0.1 to 0.35 in 160 updates, rise included. Assumed: the drive
   grows by up to 0.3 % an update, and wanders by 1 %.
 - **Delay** of 0 to 8 updates: assumed. With lookahead a policy answers late.
@@ -37,7 +37,7 @@ TARGETS = {
     "fairness": KLTarget(beta=0.1, low=0.02, high=0.06),
     "hallucination": KLTarget(beta=0.3, low=0.08, high=0.15),
 }
-"""Bands further apart than branches of one task can be held: `recipes/full.yaml` had them until 29 November."""
+"""Bands too far apart for two branches of one task. `recipes/full.yaml` had them until 29 November 2026."""
 WINDOW = 5
 TOKEN_NOISE = math.sqrt(3.4)
 COUPLING = 0.2

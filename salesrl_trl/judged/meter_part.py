@@ -109,13 +109,12 @@ class JudgeMeter(Part):
         places, asked = [*written], meter.add([*written.values()], size)
         alarms, meter.alarms = meter.alarms, []
         agreements = {branch: meter.agreement(branch) for branch in self._run.branches.names}
-        for branch in agreements.keys() - self._unrelated:
-            if meter.is_unrelated(branch):
+        for branch, agreement in agreements.items():
+            if branch not in self._unrelated and meter.is_unrelated(branch):
                 self._unrelated.add(branch)
                 logger.warning(
-                    f"[Judge] the scores of judge and second judge are almost unrelated in {branch} (correlation "
-                    f"{agreements[branch]:.2f}), so at least one of them may be noise. Compare their verdicts before "
-                    "you trust the reward"
+                    f"[Judge] in {branch}, the two judges' scores are almost unrelated (correlation {agreement:.2f}), "
+                    "so at least one of them may be noise. Compare their verdicts before you trust the reward"
                 )
         return _Plan(
             asked={number: places[at] for number, at in asked.items()},

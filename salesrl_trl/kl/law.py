@@ -20,7 +20,7 @@ PROPORTIONAL, INTEGRAL = 1.5, 0.3
 SMOOTHING = 0.4  # weight of the old value in the smoothed log KL, for a window with the usual tokens
 USUAL = 0.1  # weight of a window in the running average of tokens
 ANSWER = 0.45
-"""Decrease of the log KL per unit of the log coefficient, for the first adjustment. Measured: 0.4 to 0.9, or less."""
+"""Decrease of the log KL per unit of the log coefficient, for the first adjustment. Small policies: 0.4 to 0.9."""
 FALLS = 2  # windows in a row below the maximum that end the KL's initial rise
 FIRST_STEP = 10.0
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05

@@ -77,7 +77,7 @@ def check_tokenizer(plan: Plan, findings: Findings) -> None:
     tokenizer, generation = plan.tokenizer, plan.generation_config
     listed = generation.eos_token_id
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
-    shown = [repr(token)[1:-1] for token in tokenizer.convert_ids_to_tokens(sorted(ends))]  # a line break is one
+    shown = [repr(token)[1:-1] for token in tokenizer.convert_ids_to_tokens(sorted(ends))]  # a line break may be one
     findings.figures["end_tokens"] = names = ", ".join(shown)
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant")]
     text = tokenizer.apply_chat_template(turns, tokenize=False, **(plan.config.training.chat_template_kwargs or {}))
