@@ -344,11 +344,11 @@ class SalesGRPOTrainer(SavingTrainer):
         with beta, patched(self, "_loss_inputs", inputs), self._timeline.phase(Phase.FORWARD):
             loss = super()._compute_loss(model, inputs)
             if kl is not None and penalty is not None:
-                kl.add(penalty)
+                kl.add(penalty, self._mode)
         if FAILED in inputs:
             leave_out_empty(metrics, recorded)
-        # 3. at the end of a step, its KL moves the next step's coefficients
-        if kl is not None and self.accelerator.sync_gradients:
+        # 3. a step's KL moves the next step's coefficients; an interrupted step leaves `sync_gradients` False
+        if kl is not None and (self.accelerator.sync_gradients or not self.model.training):
             components.end_kl_step(kl, self._mode)
         # 4. trained lengths, for FLOPs; at the end of a generation batch, TRL's importance sampling metrics
         if self.model.training:

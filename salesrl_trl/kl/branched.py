@@ -211,26 +211,26 @@ class BranchedKL:
     ) -> None:
         self.control = KLControl(targets, law, windows)
         self.settings = settings
-        self._sums: torch.Tensor | None = None  # (branches, len(SUMS)), this rank's since the last optimizer step
+        self._sums: dict[str, torch.Tensor] = {}  # by TRL's mode: (branches, len(SUMS)), this rank's, not drained yet
 
     def penalty(self, inputs: MicroBatch, scale: float = 1.0) -> BranchPenalty:
         """The penalty of one TRL micro-batch, using the current coefficients times `scale`."""
         return BranchPenalty(inputs, [scale * beta for beta in self.control.betas], self.settings, self.control.shares)
 
-    def add(self, penalty: BranchPenalty) -> None:
-        """Add the penalty's measurements of its micro-batch, whose loss must have been computed."""
+    def add(self, penalty: BranchPenalty, mode: str) -> None:
+        """Add the penalty's measurements of its micro-batch, whose loss must have been computed. `mode`: `"train"`, or
+        `"eval"` for an evaluation, which leaves a step's sums alone."""
         sums = penalty.sums()
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums[mode] = self._sums[mode] + sums if mode in self._sums else sums
 
-    def drain_sums(self) -> torch.Tensor:
-        """This rank's sums since the last call, shape (branches, len(`penalty.SUMS`)), float64."""
-        if self._sums is None:
+    def drain_sums(self, mode: str) -> torch.Tensor:
+        """This rank's sums since the mode's last call, shape (branches, len(`penalty.SUMS`)), float64."""
+        if mode not in self._sums:
             raise RuntimeError("`drain_sums` was called before `add`")
-        sums, self._sums = self._sums, None
-        return sums
+        return self._sums.pop(mode)
 
     def forget_sums(self) -> None:
-        self._sums = None
+        self._sums.clear()
 
     def end_step(self, totals: Sequence[Sequence[float]], step: int, *, is_logged: bool) -> None:
         """Adjust the coefficients according to one optimizer step's measurement, effective from the next step.

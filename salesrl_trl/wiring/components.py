@@ -227,9 +227,9 @@ class Components:
         return sampled
 
     def end_kl_step(self, kl: BranchedKL, mode: str) -> None:
-        """Update the next step's coefficients from this step's KL over all ranks; a collective."""
+        """Record the KL of a step or evaluation batch over all ranks; a collective. A step's moves coefficients."""
         trl = self.trl
-        totals = trl.accelerator.reduce(kl.drain_sums(), reduction="sum").tolist()
+        totals = trl.accelerator.reduce(kl.drain_sums(mode), reduction="sum").tolist()
         betas, shares = kl.control.betas, kl.control.shares
         if mode == "train":
             kl.end_step(totals, trl.step() + 1, is_logged=trl.accelerator.is_main_process)

@@ -526,7 +526,7 @@ def test_beta_is_a_number_again_after_a_loss_that_failed_and_nothing_was_measure
         pair.ours.compute_loss(pair.ours.model, pair.inputs(Case())[0])
     assert pair.ours.beta == 0.125
     with pytest.raises(RuntimeError, match="before `add`"):
-        pair.ours.components.kl.drain_sums()
+        pair.ours.components.kl.drain_sums("train")
     assert all(map(math.isnan, pair.ours.components.ledger.flush("train").values()))
 
 

@@ -1,7 +1,8 @@
-"""Evaluations between the steps of a run."""
+"""Evaluations between the steps of a run, and after one that was interrupted."""
 
 import pytest
-from support.keyed import check_same_course
+from support.keyed import build_keyed, check_same_course
+from transformers import TrainerCallback
 
 from salesrl_trl.names import beta_of, kl_of
 from salesrl_trl.types import DEFAULT_BRANCHES
@@ -48,3 +49,26 @@ def test_an_evaluation_logs_the_kl_under_the_same_names_with_the_coefficients_of
                 assert entry[f"eval_{beta_of(branch)}"] == evaluated["after"][str(entry["step"])][branch]["beta"]
             else:
                 assert entry[f"eval_{kl_of(branch)}"] == pytest.approx(0, abs=1e-6)  # the policy is the reference
+
+
+class CtrlC(TrainerCallback):
+    def on_substep_end(self, *_, **__):
+        raise KeyboardInterrupt
+
+
+def test_an_evaluation_after_an_interrupted_step_has_a_kl_of_its_own(tiny, services_url, tmp_path):
+    """Accelerate keeps for the process, and so for a later trainer, that the step's gradient wasn't complete."""
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = build_keyed(tiny, services_url, tmp_path, **SETTINGS, **{**EVALUATING, "held_out_eval": False}, **halves)
+    try:
+        before = trainer.evaluate()
+        trainer.add_callback(CtrlC())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert not trainer.accelerator.sync_gradients
+        after = trainer.evaluate()
+    finally:
+        trainer.finish()
+        trainer.accelerator.gradient_state._set_sync_gradients(True)
+    for name in kl_names(DEFAULT_BRANCHES):
+        assert after[f"eval_{name}"] == pytest.approx(before[f"eval_{name}"], abs=1e-6), name

@@ -44,14 +44,14 @@ def loss_of(kl, inputs):
     penalty = kl.penalty(inputs)
     penalty.record_logps(torch.full(inputs["completion_mask"].shape, -1.0))
     loss = (penalty * torch.zeros(inputs["completion_mask"].shape)).sum()
-    kl.add(penalty)
+    kl.add(penalty, "train")
     return loss.item()
 
 
 def step(kl, number, *log_ratios):
     for log_ratio in log_ratios:
         loss_of(kl, micro_batch(log_ratio, [0, 1, 1]))
-    kl.end_step(kl.drain_sums().tolist(), number, is_logged=True)
+    kl.end_step(kl.drain_sums("train").tolist(), number, is_logged=True)
 
 
 def test_a_steps_sums_are_those_of_its_micro_batches_by_branch():
@@ -59,7 +59,7 @@ def test_a_steps_sums_are_those_of_its_micro_batches_by_branch():
     losses = [loss_of(kl, micro_batch(log_ratio, ids)) for log_ratio, ids in ((0.2, [0, 0, 1]), (0.4, [1]))]
     # k2 of a token: 0.2^2 / 2 = 0.02, then 0.08. Coefficients 0.1 and 0.3
     assert losses == pytest.approx([0.02 * (4 * 0.1 + 2 * 0.3), 0.08 * 2 * 0.3])
-    first, second = kl.drain_sums().tolist()  # k1, penalty, clamped, tokens, weight
+    first, second = kl.drain_sums("train").tolist()  # k1, penalty, clamped, tokens, weight
     assert first == pytest.approx([0.8, 0.08, 0, 4, 4])
     assert second == pytest.approx([0.4 + 0.8, 0.04 + 0.16, 0, 4, 4])
 
@@ -67,13 +67,13 @@ def test_a_steps_sums_are_those_of_its_micro_batches_by_branch():
 def test_sums_are_of_one_step_only():
     kl = branched()
     loss_of(kl, micro_batch(0.2, [0]))
-    kl.drain_sums()
+    kl.drain_sums("train")
     with pytest.raises(RuntimeError, match="called before `add`"):
-        kl.drain_sums()
+        kl.drain_sums("train")
     loss_of(kl, micro_batch(0.2, [0]))
     kl.forget_sums()  # a run that was interrupted inside a step
     loss_of(kl, micro_batch(0.4, [0]))
-    assert kl.drain_sums()[0, 1].item() == pytest.approx(0.16)
+    assert kl.drain_sums("train")[0, 1].item() == pytest.approx(0.16)
 
 
 def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line_says_so(caplog):
