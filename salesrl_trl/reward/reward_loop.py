@@ -58,7 +58,7 @@ class RewardLoop:
         number = next(self._numbers)
         batch = RewardBatch(self.reward, rows, group, number=number, lane=lane, origin=origin, calls=self._calls)
         batch.by_second = origin is not None and origin.mode in self.by_second
-        self._open[number] = batch  # before checking `stopped`, which the loop's thread may set concurrently
+        self._open[number] = batch  # before checking `stopped`, which another thread may set concurrently
         if self.stopped is not None:
             batch.cut_off(self.stopped)
         return batch
@@ -110,13 +110,9 @@ class RewardLoop:
     def cut_off(self, reason: str) -> None:
         """Stop scoring: everything unsettled stays unscored for this reason. Does not wait, so signal handlers may
         call it."""
-
-        def cut_off() -> None:
-            self.stopped = reason
-            for batch in list(self._open.values()):
-                batch.cut_off(reason)
-
-        self._batches.post(cut_off)
+        self.stopped = reason
+        for batch in list(self._open.values()):
+            self._batches.post(batch.cut_off, reason)
 
     def call(self, function: Callable[..., Coroutine[object, object, T]], *arguments: object) -> "Future[T]":
         """Call a coroutine function on the loop that runs the reward's code. Does not wait."""

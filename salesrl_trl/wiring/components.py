@@ -265,6 +265,7 @@ class Components:
                 raise self.run_control.error
         except BaseException:
             self.pipeline.forget()
+            self.reward_loop.stopped = None  # an evaluation may follow
             self.instruments.close()
             for part in self.parts:
                 part.end_run()

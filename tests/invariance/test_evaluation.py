@@ -51,24 +51,28 @@ def test_an_evaluation_logs_the_kl_under_the_same_names_with_the_coefficients_of
                 assert entry[f"eval_{kl_of(branch)}"] == pytest.approx(0, abs=1e-6)  # the policy is the reference
 
 
-class CtrlC(TrainerCallback):
+class Interrupts(TrainerCallback):
+    def __init__(self, error):
+        self.error = error
+
     def on_substep_end(self, *_, **__):
-        raise KeyboardInterrupt
+        raise self.error
 
 
-def test_an_evaluation_after_an_interrupted_step_has_a_kl_of_its_own(tiny, services_url, tmp_path):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_evaluation_after_an_interrupted_step_is_like_one_before_it(tiny, services_url, tmp_path, error):
     """Accelerate keeps for the process, and so for a later trainer, that the step's gradient wasn't complete."""
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     trainer = build_keyed(tiny, services_url, tmp_path, **SETTINGS, **{**EVALUATING, "held_out_eval": False}, **halves)
     try:
         before = trainer.evaluate()
-        trainer.add_callback(CtrlC())
-        with pytest.raises(KeyboardInterrupt):
+        trainer.add_callback(Interrupts(error))
+        with pytest.raises(error):
             trainer.train()
         assert not trainer.accelerator.sync_gradients
         after = trainer.evaluate()
     finally:
         trainer.finish()
         trainer.accelerator.gradient_state._set_sync_gradients(True)
-    for name in kl_names(DEFAULT_BRANCHES):
+    for name in ("reward", *kl_names(DEFAULT_BRANCHES)):
         assert after[f"eval_{name}"] == pytest.approx(before[f"eval_{name}"], abs=1e-6), name

@@ -85,6 +85,18 @@ def test_after_a_cut_off_all_is_missing_with_its_reason_until_it_goes_on(loop, s
     assert loop.result(begin(loop, 0), [ACTION]).values == [VERDICT["candidate"]]
 
 
+def test_a_cut_off_concerns_no_batch_that_begins_after_it(loop):
+    """A machine under load may let the loop's thread wait until the next run has begun."""
+    busy = threading.Event()
+    loop.post(busy.wait)
+    loop.cut_off("stopped")
+    loop.stopped = None
+    batch = begin(loop, 0)
+    busy.set()
+    for each in (batch, begin(loop, 0)):
+        assert loop.result(each, [ACTION]).values == [VERDICT["candidate"]]
+
+
 @pytest.mark.parametrize("left", [3, 10**9])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_while_rewards_are_waited_for_the_engine_goes_on_with_what_was_left(loop, services, left, is_last):
