@@ -1,5 +1,6 @@
 """TRL's environments with batches in flight: each conversation acts on its own instance, and failures are its own."""
 
+import asyncio
 import functools
 import gc
 import itertools
@@ -7,7 +8,6 @@ import logging
 import math
 import re
 import threading
-import time
 import weakref
 from collections import Counter
 from unittest.mock import patch
@@ -142,7 +142,7 @@ def test_each_reward_sees_its_own_conversations_environment(policy, tmp_path, ah
 
 
 def fails_once(error, method, answer=None):
-    """The method, which in every fourth call fails, is late, or returns this answer."""
+    """The method, which in every fourth call fails, or returns this answer."""
     calls = itertools.count()
 
     @functools.wraps(method)
@@ -150,12 +150,24 @@ def fails_once(error, method, answer=None):
         if next(calls) % GROUP == 1:
             if answer is not None:
                 return answer
-            if error is None:
-                time.sleep(4)
             raise error
         return method(self, *args, **kwargs)
 
     return failing
+
+
+def late_once(method):
+    """The method, which in every fourth call is late. The others never wait, so no deadline is too short for them."""
+    calls = itertools.count()
+
+    @tool(deadline_s=0.5)
+    @functools.wraps(method)
+    async def waiting(self, *args, **kwargs):
+        if next(calls) % GROUP == 1:
+            await asyncio.sleep(60)
+        return method(self, *args, **kwargs)
+
+    return waiting
 
 
 def reset(self, prompt, number, **row):
@@ -180,10 +192,10 @@ DOWN = ServiceUnavailable("down", "shelf_http_503")
 FAILURES = [
     ({"reset": fails_once(KeyError("number"), reset)}, "tool_reset_raised_KeyError"),
     ({"reset": fails_once(DOWN, reset)}, "shelf_http_503"),
-    ({"reset": tool(deadline_s=1)(fails_once(None, reset))}, "tool_reset_timeout"),
+    ({"reset": late_once(reset)}, "tool_reset_timeout"),
     ({"get_reward": fails_once(ValueError("no items"), get_reward)}, "tool_get_reward_raised_ValueError"),
     ({"get_reward": fails_once(None, get_reward, math.inf)}, "tool_get_reward_raised_ValueError"),
-    ({"get_reward": tool(deadline_s=1)(fails_once(None, get_reward))}, "tool_get_reward_timeout"),
+    ({"get_reward": late_once(get_reward)}, "tool_get_reward_timeout"),
 ]
 
 
@@ -219,7 +231,7 @@ def test_environments_of_unscored_conversations_are_freed(policy, tmp_path):
     """A reward beyond its deadline may still read one, and batches in flight at the end won't be scored."""
     made, late, ended = weakref.WeakSet(), [], threading.Event()
 
-    @per_completion(deadline_s=1)
+    @per_completion(deadline_s=3)
     def waits_once(environments, number):
         if not late:
             late.append(environments)

@@ -117,7 +117,7 @@ def connected(httpserver, answer):
         return Response(json.dumps(body), status, content_type="application/json")
 
     httpserver.expect_request("/v1/chat/completions").respond_with_handler(handle)
-    transport = Transport("customer", max_concurrency=4, max_attempts=2, attempt_timeout_s=2)
+    transport = Transport("customer", max_concurrency=4, max_attempts=2, attempt_timeout_s=30)
     settings = JudgeProvider(name="customer", base_url=httpserver.url_for("/v1"), model="m", transport=transport)
     yield ProviderClient(settings), requests
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from support.agents import CALL, chat_tokenizer
+from support.seconds import check_seconds
 from support.talking import PROMPT, Scripted, Talks
 
 from salesrl_trl.agents.partner import Partner, Reply, dialogue_figures, partner_tool
@@ -213,7 +214,7 @@ def test_replies_of_all_conversations_are_awaited_together(talks):
         thread.start()
     for thread in threads:
         thread.join()
-    assert time.perf_counter() - began < 3  # one after another: 19 s
+    check_seconds(time.perf_counter() - began, most=3)  # one after another: 19 s
 
 
 def test_a_stopped_run_excludes_its_conversations(talks):

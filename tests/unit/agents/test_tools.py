@@ -5,6 +5,7 @@ import time
 
 import pytest
 from support.recordings import batch, entry, write
+from support.seconds import check_seconds
 
 from salesrl_trl.agents.tools import ConversationNotes, Search, ToolCalls, tool
 from salesrl_trl.errors import ConfigError, ServiceUnavailable
@@ -66,7 +67,7 @@ def test_a_failed_service_leaves_the_conversation_out_and_an_error_of_the_policy
     function, query, counted, reason
 ):
     failed = []
-    result, counts = call(tool(deadline_s=0.1)(function), failed, query=query)
+    result, counts = call(tool(deadline_s=0.1 if query == "slow" else 30)(function), failed, query=query)
     assert counts == {"calls": 1, "failures": 0, "errors": 0} | counted
     assert failed == ([] if reason is None else [f"tool_{function.__name__}_{reason}"])
     assert isinstance(result, KeyError) if counted.get("errors") else result == ("found" if query == "a" else "")
@@ -111,7 +112,7 @@ def test_calls_of_one_turn_run_at_once_and_results_keep_their_order():
 
     began = time.perf_counter()
     assert asyncio.run(turn()) == [1, 2]
-    assert time.perf_counter() - began < 0.39
+    check_seconds(time.perf_counter() - began, most=0.39)
 
 
 @pytest.mark.parametrize("given", [{"on_failure": "ignore"}, {"deadline_s": 0}])

@@ -124,9 +124,9 @@ def test_any_turn_is_a_message_that_can_be_copied_and_written(tokenizer, value):
 
 def test_a_turn_that_spells_its_end_hundreds_of_times_is_read_at_once(tmp_path):
     tokenizer = parsing(tmp_path / "policy", "lfm2_2_5")
-    began = time.perf_counter()
+    began = time.thread_time()
     assert parse_response(tokenizer, [tokenizer.eos_token_id] * 1200, prefix=[])["content"] == ""
-    assert time.perf_counter() - began < 1.0  # 3 s by transformers' parser
+    assert time.thread_time() - began < 1.0  # 3 s by transformers' parser
 
 
 def test_a_tokenizer_is_sent_to_other_processes_as_before(tokenizer):
