@@ -299,9 +299,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write the file of figures, if one was asked for."""
+    """Write the file of figures, if one was asked for. A bench that is killed meanwhile leaves the earlier one."""
     if path:
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        whole = path.with_name(f".{path.name}")
+        whole.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        whole.replace(path)
 
 
 def run_in_rounds(

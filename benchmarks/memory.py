@@ -303,6 +303,8 @@ def measure(row: Row) -> dict[str, Any]:
 
 def line(figures: dict[str, Any]) -> str:
     """The figures of a row, for people."""
+    if "failed" in figures:
+        return f"{figures['row']}: failed, {figures['failed']}"
     told = f"{figures['row']}: estimated {figures['estimated_gib']:.2f} GiB ({figures['moment']})"
     told += "" if figures["fits"] else "; by the estimate it does not fit"
     told += "; it ran OUT OF MEMORY" if figures["ran_out"] else ""
@@ -335,7 +337,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     show = functools.partial(print, file=sys.stderr, flush=True)
     rows = []
     for row in wanted:
-        rows.append(measure(row))
+        try:
+            rows.append(measure(row))
+        except Exception as error:  # the rows behind it are measured nevertheless
+            rows.append({"row": row.name, "failed": f"{type(error).__name__}: {error}"[:1000]})
         show(line(rows[-1]))
         figures = {"device": device_name(device()), "rows": rows}
         write_json(args.json, figures)  # of a bench that a later row ends, too

@@ -13,9 +13,11 @@ makes the same random weights, which are never written; vLLM has others until th
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -102,6 +104,8 @@ def work_of_lora(arguments: argparse.Namespace) -> None:
     with where:
         torch.manual_seed(0)
         model = Qwen2ForCausalLM._from_config(AutoConfig.from_pretrained(arguments.model), dtype=dtype(where))
+    model.to("cpu")  # as weights that are read: accelerate keeps whole ones until its FSDP has all shards on the GPU
+    torch.cuda.empty_cache()
     model.name_or_path = model.config._name_or_path = str(arguments.model)  # where vLLM finds the architecture
     clock = Clock()
     trainer = SalesGRPOTrainer(
@@ -194,13 +198,21 @@ def launch(arm: str, arguments: argparse.Namespace, model: Path, out: Path) -> d
     command += ["--model", str(model), "--out", str(out)] + ["--bf16"] * arguments.bf16
     command += ["--lora"] * arguments.lora
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S * (1 + arguments.lora), check=False
-    )
+    log = out / "log.txt"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+        ended: int | str
+        try:
+            ended = process.wait(arguments.limit or LIMIT_S * (1 + arguments.lora))
+        except (subprocess.TimeoutExpired, SystemExit) as error:
+            ended = str(error)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the processes that accelerate started, too
     if not (out / "figures.json").is_file():
-        raise RuntimeError(f"{arm} failed: {(done.stdout + done.stderr)[-6000:]}")
+        raise RuntimeError(f"{arm} failed: {ended}. {log.read_text(errors='replace')[-6000:]}")
     figures: dict[str, Any] = json.loads((out / "figures.json").read_text())
-    return figures | {"exit_code": done.returncode}  # an end that is not clean comes after the figures
+    return figures | {"exit_code": ended}  # an end that is not clean comes after the figures
 
 
 def differences(one: dict[str, Any], other: dict[str, Any], saved: tuple[Path, Path]) -> dict[str, float]:
@@ -226,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--bf16", action="store_true", help="compute in bf16; the default is float32")
     made.add_argument("--lora", action="store_true", help="train adapters on completions of a colocated vLLM")
+    made.add_argument("--limit", type=int, help="seconds of a launch")
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -276,4 +289,6 @@ def _line(arm: str, found: dict[str, Any], seconds: float) -> str:
 
 
 if __name__ == "__main__":
+    if "--worker" not in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends its processes too
     main()

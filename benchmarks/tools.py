@@ -13,6 +13,7 @@ The same for every arm:
 `ours_N` is this package's trainer with `rollout_lookahead: N`. Every arm is a process of its own. It takes steps with
 instant tools first, then steps with slow ones. A step lasts from the end of the one before to its own. The first N + 2
 steps of each kind are not counted, nor the last N. Stock TRL takes one slow step, which instant ones have warmed up.
+An arm that is cut off leaves its counted steps, whose number stands behind their mean.
 
 With `--customer`, a partner answers each of six turns in place of the tool, and vLLM generates on a CPU too. Stock TRL
 has no partners. Its loop makes one call after the other, so that its step is calculated: ours with an instant customer
@@ -24,10 +25,11 @@ import asyncio
 import itertools
 import json
 import math
+import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +107,21 @@ def answered_all(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """The seconds of each step. After `instant` of them the tool waits. Each step has the `expected` metrics."""
+    """The seconds of each step. After `instant` of them the tool waits. Each step has the `expected` metrics. After
+    each one, `write` gets the seconds and the log lines."""
 
-    def __init__(self, instant: int, seconds: float, expected: dict[str, float]) -> None:
+    def __init__(
+        self, instant: int, seconds: float, expected: dict[str, float],
+        write: Callable[[list[float], list[dict[str, float]]], None],
+    ) -> None:  # fmt: skip
         self.ends: list[float] = []
-        self._instant, self._seconds, self._expected = instant, seconds, expected
+        self._instant, self._seconds, self._expected, self._write = instant, seconds, expected, write
 
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-        assert "loss" not in logs or all(logs[name] == value for name, value in self._expected.items()), logs
+    def on_log(self, _: Any, state: Any, *__: Any, logs: dict[str, float], **___: Any) -> None:
+        if "loss" in logs:
+            assert all(logs[name] == value for name, value in self._expected.items()), logs
+            lines = [line for line in state.log_history if "loss" in line]
+            self._write([end - begin for begin, end in itertools.pairwise(self.ends)], lines)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         global waiting_s
@@ -128,7 +137,25 @@ def work(args: argparse.Namespace) -> None:
     before, counted = ahead + 2, args.steps * (ahead + 1)
     slow = 1 if args.worker == "stock" else before + counted + ahead  # nothing is generated in the last ones
     expected = {"dialogue/turns": TURNS, "outcome/ok": 1} if args.customer else {"tools/call_frequency": CALLS}
-    clock = Clock(before + counted, args.seconds, expected)
+
+    def write(steps: list[float], lines: list[dict[str, float]]) -> None:
+        first = before + counted if args.worker == "stock" else before + counted + before
+        instant = steps[before - 1 : before + counted - 1]
+        waited = steps[first - 1 : before + counted + slow - ahead - 1]
+        lines = lines[first : before + counted + slow - ahead]  # of the same steps
+        known = [name for name in lines[0] if name.startswith("time/")] if lines else []
+        times = {
+            name: statistics.mean(line[name] for line in lines)
+            for name in known
+            if None not in [line[name] for line in lines]
+        }
+        write_json(args.json, {
+            "arm": args.worker, "instant_s": statistics.mean(instant) if instant else None,
+            "slow_s": statistics.mean(waited) if waited else None, "instant": instant, "slow": waited,
+            "all_s": steps, "times_s": times,
+        })  # fmt: skip
+
+    clock = Clock(before + counted, args.seconds, expected, write)
     tokenizer = packaged_tokenizer()
     template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
     tokenizer.chat_template = template.read_text(encoding="utf-8")
@@ -165,18 +192,24 @@ def work(args: argparse.Namespace) -> None:
             model, [answered], args=own, partner=Customer() if args.customer else None, **shared
         )
     trainer.train()
-    steps = [end - begin for begin, end in itertools.pairwise(clock.ends)]
-    instant = steps[before - 1 : before + counted - 1]
-    waited = steps[-1:] if args.worker == "stock" else steps[len(steps) - ahead - counted : len(steps) - ahead]
-    lines = [line for line in trainer.state.log_history if "loss" in line][-counted:]
-    known = [name for name in lines[0] if name.startswith("time/") and None not in [line[name] for line in lines]]
-    times = {name: statistics.mean(line[name] for line in lines) for name in known}
-    write_json(args.json, {
-        "arm": args.worker, "instant_s": statistics.mean(instant), "slow_s": statistics.mean(waited),
-        "instant": instant, "slow": waited, "times_s": times,
-    })  # fmt: skip
     if args.worker != "stock":
         trainer.finish()
+
+
+def tell(figures: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the row of an arm, and the calculated one beside `ours_0`."""
+    instant_s, slow_s = figures["instant_s"], figures["slow_s"]
+    cells = [
+        "-" if mean is None else f"{mean:.2f} s ({len(steps)})"
+        for mean, steps in ((instant_s, figures["instant"]), (slow_s, figures["slow"]))
+    ]
+    ratio = "-" if slow_s is None else f"{slow_s / instant_s:.3f}"
+    print(f"| {figures['arm']} | {' | '.join(cells)} | {ratio} |", flush=True)
+    if args.customer and figures["arm"] == "ours_0" and instant_s is not None:
+        slow_s = instant_s + args.groups * GROUP * TURNS * args.seconds
+        print(f"| stock, calculated | {instant_s:.2f} s | {slow_s:.2f} s | {slow_s / instant_s:.1f} |", flush=True)
+    print({name: [round(each, 2) for each in figures[name]] for name in ("instant", "slow")}, flush=True)
+    print(figures["times_s"], file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,19 +246,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for arm in args.arms or (["ours_0", "ours_2"] if args.customer else ["ours_0", "ours_2", "stock"]):
             out = Path(scratch) / f"{arm}.json" if args.json is None else args.json.with_suffix(f".{arm}.json")
             words = [*(argv or sys.argv[1:]), "--worker", arm, "--folder", str(folder), "--json", str(out)]
-            if not in_a_process("tools", words, out.with_suffix(".log")):
-                continue
-            figures = json.loads(out.read_text())
-            instant_s, slow_s = figures["instant_s"], figures["slow_s"]
-            print(f"| {arm} | {instant_s:.2f} s | {slow_s:.2f} s | {slow_s / instant_s:.3f} |", flush=True)
-            if args.customer and arm == "ours_0":
-                slow_s = instant_s + args.groups * GROUP * TURNS * args.seconds
-                print(
-                    f"| stock, calculated | {instant_s:.2f} s | {slow_s:.2f} s | {slow_s / instant_s:.1f} |",
-                    flush=True,
-                )
-            print(figures["times_s"], file=sys.stderr, flush=True)
+            out.unlink(missing_ok=True)
+            try:
+                in_a_process("tools", words, out.with_suffix(".log"))
+            finally:  # a bench that is stopped tells what there is, too
+                if out.is_file():
+                    tell(json.loads(out.read_text()), args)
 
 
 if __name__ == "__main__":
+    if "--worker" not in sys.argv:  # an arm ends as its trainer ends it
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     main()

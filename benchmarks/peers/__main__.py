@@ -5,7 +5,7 @@
 - Makes the weights and the prompts once; every arm reads them.
 - `--python ARM=PATH` names the interpreter of an arm's environment, `--site ARM=FOLDERS` stands in place of its
   `PYTHONPATH`. ARM is the beginning of an arm's name: `verl` stands for all arms of verl.
-- An arm that fails, or takes longer than `--limit`, leaves the steps that it made and the end of its log.
+- An arm that fails, takes longer than `--limit` or is stopped with the bench leaves its steps and the end of its log.
 - `async_N`, TRL's AsyncGRPO, and `ours_server_N` use vLLM's server on another GPU (`--server_gpu`), and get one of
   their own. `--server_options "--data-parallel-size 2"` with two such GPUs makes it data-parallel.
 - The log of an arm, and of this package's arms the run's folder `ARM.run`, are in `--logs`.
@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.floor import told
 from benchmarks.lengths import KINDS
-from benchmarks.peers.task import GROUP, PROMPTS, Plan, prompts_of
+from benchmarks.peers.task import GROUP, PROMPTS, Plan, prompts_of, write_whole
 from benchmarks.vllm_server import for_training, vllm_server
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,8 @@ PACKAGES = {"verl": "verl", "unsloth": "unsloth"}
 LAUNCH = ("--config_file", "accelerate_configs/debug.yaml", "--multi_gpu", "--num_processes")
 TOKENS = {"short": 256, "heavy": 4096}
 TINY_TOKENS = 24
+STOPPED = "stopped"
+"""The end of an arm whose bench got SIGTERM."""
 WORDS = ("price", "delivery", "refund", "价格", "发货", "退款", "warranty", "保修", "尺寸", "discount")
 
 
@@ -72,14 +74,14 @@ def make_weights(shape: str, folder: Path, prompt_tokens: int, steps: int) -> No
     for _ in range(PROMPTS * steps):
         ids = tokenizer(" ".join(draw.choices(WORDS, k=prompt_tokens)))["input_ids"]
         texts.append(tokenizer.decode(ids[:prompt_tokens], skip_special_tokens=True))
-    (folder / "texts.json").write_text(json.dumps(texts))
+    write_whole(folder / "texts.json", texts)  # another bench may read the same ones
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
         for text in texts
     ]  # fmt: skip
-    (folder / "prompts.json").write_text(json.dumps(prompts))
+    write_whole(folder / "prompts.json", prompts)
 
 
 def name_all_tokens(folder: Path) -> None:
@@ -145,8 +147,8 @@ def run_arm(plan: Plan, args: argparse.Namespace, scratch: Path) -> dict[str, An
             )
             try:
                 ended = process.wait(args.limit)
-            except subprocess.TimeoutExpired:
-                ended = f"cut off after {args.limit} s"
+            except (subprocess.TimeoutExpired, SystemExit) as error:
+                ended = STOPPED if isinstance(error, SystemExit) else f"cut off after {args.limit} s"
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)
@@ -231,8 +233,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.json:
                 with args.json.open("a") as stream:
                     stream.write(json.dumps(found) + "\n")
+            if found["ended"] == STOPPED:
+                sys.exit(STOPPED)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends its arms too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # ends its arms too
     main()

@@ -16,6 +16,7 @@ import asyncio
 import functools
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Sequence
@@ -117,6 +118,11 @@ class Plan:
         """All steps of the run."""
         return self.warm + self.block * len(self.latencies)
 
+    @property
+    def last_counted(self) -> int:
+        """Steps until all figures are there. An arm ends then."""
+        return self.steps - self.ahead
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each prompt, in the order of training."""
         texts = json.loads(Path(self.folder, "texts.json").read_text())
@@ -178,7 +184,14 @@ def write_result(path: Path, plan: Plan, seconds: Sequence[float], **more: Any) 
         "processes": plan.processes, "dtype": plan.dtype, "blocks": plan.figures(seconds),
         "all_s": [round(value, 3) for value in seconds], **more,
     }  # fmt: skip
-    path.write_text(json.dumps(result))
+    write_whole(path, result)
+
+
+def write_whole(path: Path, found: Any) -> None:
+    """Write a file of JSON. Whoever reads it meanwhile finds the earlier one."""
+    whole = path.with_name(f".{os.getpid()}.{path.name}")
+    whole.write_text(json.dumps(found))
+    whole.replace(path)
 
 
 def text_of(completion: Any) -> str:

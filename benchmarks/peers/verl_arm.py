@@ -136,7 +136,7 @@ def main(plan: Plan, out: Path, words: list[str]) -> None:
     process = subprocess.Popen(command(plan, scratch) + words, env=environment, start_new_session=True)
     ends: list[float] = []
     try:
-        while process.poll() is None and len(ends) < plan.steps:
+        while process.poll() is None and len(ends) < plan.last_counted:
             time.sleep(0.02)
             done = steps_file.read_text().splitlines() if steps_file.is_file() else []
             if len(done) > len(ends):
@@ -145,7 +145,7 @@ def main(plan: Plan, out: Path, words: list[str]) -> None:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
-    if len(ends) < plan.steps:
+    if len(ends) < plan.last_counted:
         sys.exit(process.wait(30) or 1)
 
 

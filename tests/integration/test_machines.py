@@ -75,15 +75,11 @@ def launch(machines, tmp_path):
     """Start this file's recipe on some machines with `accelerate launch`. Their stderr is in `N.txt`."""
     started = []
 
-    def launched(ranks, **given):
+    def launched(ranks, config="two_machines", **given):
         for rank, machine in enumerate(ranks):
-            words = [
-                "-m",
-                "accelerate.commands.launch",
-                "--config_file",
-                ROOT / "accelerate_configs/two_machines.yaml",
-            ]
+            words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / f"accelerate_configs/{config}.yaml"]
             words += ["--num_machines", len(ranks), "--num_processes", len(ranks), "--machine_rank", rank]
+            words += ["--main_process_port", 29511]
             words += ["--main_process_ip", FIRST if len(ranks) > 1 else "127.0.0.1", __file__]
             words += [part for name, value in (GIVEN | given).items() for part in (f"--{name}", str(value).lower())]
             log = f"{machine}.txt"
@@ -108,18 +104,19 @@ def until(condition, limit_s):
         time.sleep(0.05)
 
 
-def test_a_slow_machine_is_waited_for_and_a_server_gets_the_weights_of_both(launch, machines, tmp_path):
+def test_a_slow_machine_is_waited_for_and_a_server_gets_the_shards_of_both(launch, machines, tmp_path):
     server = start(machines[2], [__file__, "server", tmp_path], tmp_path, "server.txt")
     try:
         url = f"http://{SERVER}:{PORT}"
         given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "save_steps": 1, "max_steps": 4}
-        for each in launch((0, 1), **given):
+        for each in launch((0, 1), "fsdp2", **given):
             assert each.wait(timeout=120) == 0, (tmp_path / "0.txt").read_text()[-4000:]
     finally:
         server.kill()
         server.wait()
     steps = steps_of(tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["share"] for step in steps] == [pytest.approx(0.5, abs=0.01)] * 4  # of the weights, by FSDP2
     # the server samples from what was pushed: at this learning rate earlier weights would be off
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 1e-4
     assert steps[-1]["time/checkpoint_s"] > 0
@@ -223,11 +220,14 @@ def serve(out):
 
 def run_recipe(argv):
     import torch
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from transformers import TrainerCallback
     from trl.generation import vllm_client, vllm_generation
 
     import salesrl_trl.trainer
     from salesrl_trl.checkpoint import keeper
+    from salesrl_trl.config import trl_settings
     from salesrl_trl.launch.train import main
     from salesrl_trl.update import stopping
 
@@ -237,10 +237,12 @@ def run_recipe(argv):
     seen = Path(argv[argv.index("--output_dir") + 1]).parent / "seen"
 
     class Lines(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **_):
+        def on_log(self, args, state, control, logs=None, model=None, **_):
             if rank == 0 and "loss" in logs:
+                held = sum(getattr(each, "to_local", lambda each=each: each)().numel() for each in model.parameters())
+                share = held / sum(each.numel() for each in model.parameters())
                 with Path(args.output_dir, "steps.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                    file.write(json.dumps({"step": state.global_step, "share": share, **logs}) + "\n")
 
     def begun(self, *args, **given):
         begin(self, *args, **given)
@@ -259,6 +261,15 @@ def run_recipe(argv):
             until(seen.exists, 30)
         return found
 
+    def initialised(self, *args, **given):
+        """accelerate has FSDP on GPUs alone, though PyTorch shards on CPUs, too."""
+        initialise(self, *args, **given)
+        if trl_settings.has_fsdp() and self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+            plugin = given.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+            self._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+
+    initialise, AcceleratorState.__init__ = AcceleratorState.__init__, initialised
+    trl_settings._check_fsdp = lambda _: None
     trainer.__init__, keeper.whole = begun, listed
     stopping.PATIENCE = timedelta(seconds=2)
     vllm_client.VLLMClient.init_communicator = lambda *_, **__: None

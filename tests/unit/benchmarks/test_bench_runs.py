@@ -131,6 +131,27 @@ def test_the_bench_of_memory_estimates_what_it_trains(tmp_path, capsys, one_thre
         assert "measures nothing" in capsys.readouterr().err
 
 
+def test_a_row_of_the_bench_of_memory_that_fails_is_told_and_the_others_are_measured(monkeypatch, capsys):
+    memory = importlib.import_module("benchmarks.memory")
+
+    def measured(row):
+        if row.batch == 1:
+            raise ValueError("no room for vLLM")
+        return {
+            "row": row.name,
+            "estimated_gib": 2.0,
+            "moment": "a pass",
+            "fits": True,
+            "ran_out": False,
+            "seconds": 1,
+        }
+
+    monkeypatch.setattr(memory, "measure", measured)
+    rows = memory.main(["--long", "--shapes", "tiny"])["rows"]
+    assert [row.get("failed") for row in rows][-2:] == ["ValueError: no room for vLLM", None]
+    assert "on 24 GB: failed, ValueError: no room for vLLM" in capsys.readouterr().err
+
+
 def test_the_bench_of_adapters_computes_the_same_with_casts_and_without(tmp_path, one_thread):
     out = tmp_path / "figures.json"
     importlib.import_module("benchmarks.adapters").main(["--shape", "tiny", "--tokens", "24", "--json", str(out)])

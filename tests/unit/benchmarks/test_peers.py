@@ -1,7 +1,13 @@
 """The bench of peers: what would end an arm minutes later is refused before the first one."""
 
+import json
+import signal
+import subprocess
+import sys
+
 import pytest
 
+from benchmarks.common import SHAPES
 from benchmarks.peers import __main__ as peers
 
 
@@ -25,3 +31,31 @@ def test_weights_of_another_shape_are_not_measured_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 7}')
     with pytest.raises(SystemExit, match=r"another shape than tiny: {'hidden_size': 7}"):
         peers.make_weights("tiny", tmp_path, 8, 1)
+
+
+ARM = """#!/bin/sh
+echo '{"arm": "ours_0", "blocks": [{"latency_s": [0, 0], "mean_s": 2.0, "counted": 3}]}' > "$4"
+kill -TERM $PPID
+exec sleep 60
+"""
+"""Makes some steps, and the bench is stopped."""
+
+
+def test_a_bench_that_is_stopped_keeps_the_steps_of_the_arm_it_stops(tmp_path, monkeypatch, capsys):
+    for name, found in {"config": SHAPES["tiny"], "texts": ["Hi"], "prompts": [[1, 2]]}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    (tmp_path / "python").write_text(ARM)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # the weights are there
+    words = ["--arms", "ours_0", "ours_1", "--shape", "tiny", "--python", f"ours={tmp_path / 'python'}"]
+    words += ["--model", str(tmp_path), "--logs", str(tmp_path / "logs"), "--json", str(tmp_path / "found")]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(peers.STOPPED))
+    try:
+        with pytest.raises(SystemExit, match="stopped"):
+            peers.main(words)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    [found] = map(json.loads, (tmp_path / "found").read_text().splitlines())  # and no second arm
+    assert [found["arm"], found["ended"]] == ["ours_0", "stopped"]
+    assert "ours_0: 0 + 0 s: 2.0 s of 3" in capsys.readouterr().out
