@@ -26,6 +26,7 @@ distance from the band's centre if larger."""
 MOST_WINDOWS = 6  # a window ends after this multiple of its steps, conclusive or not
 FEWEST_PAIRS = 4  # pairs of neighbouring steps needed to estimate a branch's noise
 KNOWN_NOISE = 0.7  # weight of the old estimate when the dispersion is updated at the end of a window
+WORTH_A_LINE = 1.1  # while the KL is in its band, smaller factors of the coefficient aren't logged
 GAUSSIAN = 2.0  # dispersion of Gaussian log-ratios, as the mean of exp(-log-ratio) is 1; the least that is assumed
 
 
@@ -98,8 +99,9 @@ class BranchController:
 
     def observe(self, kl_sum: float, tokens: float) -> str:
         """Process one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
-        nats. Returns a log line about the adjustment, effective from the next step; empty if the coefficient stays.
-        Steps without tokens or with a non-finite sum are ignored; a window without tokens has no effect."""
+        nats. Returns a log line about the adjustment, effective from the next step; empty if the coefficient stays, or
+        nearly so with a KL in its band. Steps without tokens or with a non-finite sum are ignored; a window without
+        tokens has no effect."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._at.measured_steps += 1
@@ -158,6 +160,8 @@ class BranchController:
         if self.asked == before:
             return ""
         self._at.cooldown = self._windows.cooldown_steps
+        if self.target.contains(kl) and max(self.asked, before) < WORTH_A_LINE * min(self.asked, before):
+            return ""
         place = f"{'in' if self.target.contains(kl) else 'outside'} [{self.target.low:g}, {self.target.high:g}]"
         return f"{self.branch}: KL {kl:.4f} {place}, beta {before:.4g} -> {self.asked:.4g}"
 

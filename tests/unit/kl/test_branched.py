@@ -87,6 +87,23 @@ def test_a_window_outside_the_band_moves_the_next_steps_coefficient_and_its_line
     assert loss_of(kl, micro_batch(0.5, [0])) == pytest.approx(0.115 * 0.125 * 2)
 
 
+class Creeping:
+    def move(self, window, state):
+        return window.beta * (1.05 if window.kl < 0.04 else 1.2), {}
+
+
+def test_small_changes_are_logged_only_outside_the_band(caplog):
+    caplog.set_level(logging.INFO)
+    kl = branched(Creeping())
+    for number, value in enumerate((0.03, 0.03, 0.05, 0.05, 0.01, 0.01)):  # windows of two steps
+        step(kl, number, value)
+    assert kl.control.betas[0] == pytest.approx(0.1 * 1.05 * 1.2 * 1.05)
+    assert [line.split(", beta")[0] for line in caplog.messages] == [
+        "[BranchedKL@3] fairness: KL 0.0500 in [0.02, 0.06]",
+        "[BranchedKL@5] fairness: KL 0.0100 outside [0.02, 0.06]",
+    ]
+
+
 def test_a_kl_that_is_not_finite_is_warned_of_and_moves_nothing(caplog):
     kl = branched()
     for number in (1, 2):
