@@ -99,9 +99,8 @@ class BranchController:
 
     def observe(self, kl_sum: float, tokens: float) -> str:
         """Process one optimizer step's measurement over all ranks: the sum of the KL over the branch's `tokens`, in
-        nats. Returns a log line about the adjustment, effective from the next step; empty if the coefficient stays, or
-        nearly so with a KL in its band. Steps without tokens or with a non-finite sum are ignored; a window without
-        tokens has no effect."""
+        nats. Returns a log line about the adjustment, effective from the next step; empty if not `WORTH_A_LINE`.
+        Steps without tokens or with a non-finite sum are ignored; a window without tokens has no effect."""
         measured = tokens > 0 and math.isfinite(kl_sum)
         if measured:
             self._at.measured_steps += 1
