@@ -15,22 +15,21 @@ from transformers import PreTrainedModel
 
 from salesrl_trl.ground.process import patched
 
-_Place = tuple[torch.nn.Module, str]
-"""A layer with an adapter, and a parameter name of its base layer."""
+_Place = tuple[torch.nn.Module, str]  # a layer with an adapter, and a parameter name of its base layer
 
 
 @contextlib.contextmanager
-def merged_beside(model: PeftModel) -> Iterator[None]:
+def merged_beside(model: PeftModel, engine: torch.dtype | None = None) -> Iterator[None]:
     """While active, merging the adapter does not modify the base.
 
     Between `merge_adapter` and `unmerge_adapter`, `named_parameters` yields merged weights instead of base and adapter
-    weights. Each is computed lazily by peft's own `merge` on float32 copies of its layer, then rounded once to the
-    weight's dtype. bitsandbytes 4-bit weights are requantised, as in peft.
+    weights. Each is computed lazily by peft's own `merge` on float32 copies of its layer, then `dithered` once to the
+    dtype of the `engine`, or the weight's if that is unknown. bitsandbytes 4-bit weights are requantised, as in peft.
     """
     merge, named_parameters = model.merge_adapter, model.named_parameters
 
     def merged(prefix: str = "", recurse: bool = True, **kwargs: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        return _merged(named_parameters(prefix, recurse, **kwargs), model)
+        return _merged(named_parameters(prefix, recurse, **kwargs), model, engine)
 
     with contextlib.ExitStack() as until_unmerged:
 
@@ -52,7 +51,7 @@ def why_in_place(model: torch.nn.Module, fsdp_version: int | None) -> str | None
 
 
 def _merged(
-    parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module
+    parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module, engine: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     adapters: set[torch.Tensor] = set()
@@ -62,29 +61,38 @@ def _merged(
     for layer in layers:
         for name, weight in layer.get_base_layer().named_parameters(recurse=False):
             has_bias = any(getattr(layer, "lora_bias", {"": True}).values())
-            is_merged = getattr(layer, "parameter_name", name) == name and (name != "bias" or has_bias)
-            if is_merged:
+            if getattr(layer, "parameter_name", name) == name and (name != "bias" or has_bias):
                 places.setdefault(weight, []).append((layer, name))
     for name, parameter in parameters:
         if parameter in places:
             # peft adds a prefix for embeddings with trainable tokens, which TRL does not strip
-            yield name.replace(".token_adapter", ""), _merged_weight(parameter, places[parameter])
+            yield name.replace(".token_adapter", ""), _merged_weight(parameter, places[parameter], engine)
         elif parameter not in adapters:
             yield name, parameter
 
 
 @torch.no_grad()
-def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place]) -> torch.Tensor:
+def _merged_weight(parameter: torch.Tensor, places: Sequence[_Place], engine: torch.dtype | None) -> torch.Tensor:
     """The parameter merged with the adapters of these layers, which are several if they share it."""
     copies: dict[torch.Tensor, torch.Tensor] = {}
     for layer, name in places:
         clone = _float32_module(layer, copies)
         clone.merge()  # in place: layers sharing the parameter share its copy, which ends up with all adapters
         merged: torch.Tensor = getattr(clone.get_base_layer(), name)
-    merged = merged.detach().to(parameter.dtype)
+    merged = dithered(merged.detach(), (parameter.is_floating_point() and engine) or parameter.dtype)
     if isinstance(parameter, DTensor):
         return DTensor.from_local(merged, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
     return merged
+
+
+def dithered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight` in bfloat16, rounded up or down by fixed thresholds; in other dtypes to the nearest. A base in 16 bits
+    plus less than half a rounding step is the base again: the nearest would hide most of a young adapter from vLLM."""
+    if (weight.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return weight.to(dtype)
+    seeded = torch.Generator(weight.device).manual_seed(0)  # the same on all ranks and after a resume
+    thresholds = torch.randint(1 << 16, weight.shape, generator=seeded, dtype=torch.int32, device=weight.device)
+    return ((weight.contiguous().view(torch.int32) + thresholds) & -(1 << 16)).view(torch.float32).to(dtype)
 
 
 def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:

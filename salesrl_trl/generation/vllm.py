@@ -42,11 +42,10 @@ class SalesVLLMGeneration(VLLMGeneration):
     enable_sleep_mode: bool
     processing_class: PreTrainedTokenizerBase = None
     loop: EngineLoop | ServerLoop
-    labels: EngineLabels | ServerLabels | None = None
-    """Of the weights, if vLLM reports which ones sampled a token."""
+    labels: EngineLabels | ServerLabels | None = None  # of the weights, if vLLM reports which ones sampled a token
     steps_done: Callable[[], int]  # the trainer's optimizer steps
     batch: TaskBatch | None = None
-    _merges_beside = False
+    _merges_beside, _engine_dtype = False, None  # the latter unknown for a server
 
     def __init__(self, *args: object, engine_options: Mapping[str, object], **kwargs: object) -> None:
         self.engine_options = engine_options
@@ -80,6 +79,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         if self.mode != "server":
             from vllm.outputs import CompletionOutput
 
+            self._engine_dtype = self.llm.llm_engine.model_config.dtype
             reports = hasattr(CompletionOutput, "weight_versions")  # from vLLM 0.33
             self.labels = labels = EngineLabels(self.llm.llm_engine) if reports else None
             self.loop = EngineLoop(self.llm, labels)
@@ -102,7 +102,7 @@ class SalesVLLMGeneration(VLLMGeneration):
         """Push the weights being trained into vLLM and reset its caches, without modifying an adapter's base."""
         with contextlib.ExitStack() as stack:
             if self._merges_beside:
-                stack.enter_context(merged_beside(self.model))
+                stack.enter_context(merged_beside(self.model, self._engine_dtype))
             if isinstance(self.loop, ServerLoop):
                 self.settle()
                 stack.enter_context(self.loop.held())

@@ -10,17 +10,14 @@ from typing import Any, Protocol
 
 from salesrl_trl.errors import ConfigError
 
-OPEN_BAND_WIDTH = 10.0
-"""A band from 0 lacks a lower edge. Its centre is computed as if its lower edge were `high` / 10."""
-FAR = 20.0
-"""Maximum distance from a band's centre, in half-widths. Also stands for a KL of 0, whose logarithm is undefined."""
+OPEN_BAND_WIDTH = 10.0  # a band from 0 lacks a lower edge; its centre is computed as if it were `high` / 10
+FAR = 20.0  # maximum distance from a band's centre, in half-widths; also that of a KL of 0 or less
 EXTREME = 100.0  # a KL beyond this factor from its band is clipped to it
 PROPORTIONAL, INTEGRAL = 1.5, 0.3
 """Gains of the built-in controller. Their quotient, 5 windows, is close to the response time of a KL."""
 SMOOTHING = 0.4  # weight of the old value in the smoothed log KL, for a window with the usual tokens
 USUAL = 0.1  # weight of a window in the running average of tokens
-ANSWER = 0.45
-"""Decrease of the log KL per unit of the log coefficient, for the first adjustment. Small policies: 0.4 to 0.9."""
+ANSWER = 0.45  # decrease of log KL per unit of log coefficient, for the first adjustment; small policies: 0.4 to 0.9
 FALLS = 2  # windows in a row below the maximum that end the KL's initial rise
 FIRST_STEP = 10.0
 STALL_WINDOWS, STALL_STEP, NEARER = 15, math.log(3), 0.05
@@ -33,8 +30,7 @@ OUT_OF_REACH = (
 )
 TOO_HIGH = "Lower `learning_rate`, raise `high`, or give the branch a `least_share`"
 TOO_LOW = "Lower `low`, or the coefficients of the other branches"
-DEFAULT_RANGE = 100.0
-"""By default, a coefficient stays between a hundredth and a hundred times its initial value."""
+DEFAULT_RANGE = 100.0  # by default, a coefficient stays between a hundredth and a hundred times its initial value
 LEAST_BETA = 1e-9
 """Replaces a `beta_min` of 0, because no factor can raise 0. Next to advantages of about 1, smaller coefficients
 vanish in float32 rounding."""
@@ -52,8 +48,7 @@ class KLTarget:
     """A branch's KL target: `KLTarget(beta=0.1, low=0.02, high=0.06)`. Raises `ConfigError` if it is invalid."""
 
     beta: float  # coefficient of the first step
-    low: float | None = None
-    """Lower edge of the band, in nats per token. Without a band the coefficient is fixed."""
+    low: float | None = None  # lower edge of the band, in nats per token; without a band the coefficient is fixed
     high: float | None = None  # upper edge of the band, in nats per token
     beta_min: float | None = None  # minimum coefficient; by default a hundredth of `beta`. 0 means `LEAST_BETA`.
     beta_max: float | None = None  # maximum coefficient; by default a hundred times `beta`
@@ -132,8 +127,7 @@ class Window:
 
     target: KLTarget  # the branch's target, which has a band
     beta: float  # the window's coefficient as requested, within the target's `reach`
-    kl: float
-    """KL in nats per token: k1, the mean over the window's tokens on all ranks. Noise can make it negative."""
+    kl: float  # in nats per token: k1, the mean over the window's tokens on all ranks; noise can make it negative
     tokens: float  # number of those tokens, above 0
 
 
@@ -176,8 +170,7 @@ class AdaptiveLaw:
     Raises `ConfigError` for invalid settings.
     """
 
-    max_step: float = 2.0
-    """Maximum factor of a coefficient per window, above 1. The first step may reach `FIRST_STEP`."""
+    max_step: float = 2.0  # maximum factor of a coefficient per window, above 1; the first may reach `FIRST_STEP`
 
     def __post_init__(self) -> None:
         if not is_number(self.max_step) or self.max_step <= 1:

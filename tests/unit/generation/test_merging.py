@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import weakref
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.pushing import CPU, GPU, SERVER, digest_of, generation_of, pushed
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from salesrl_trl.generation.merging import dithered
 
 LOGGER = "salesrl_trl.generation.vllm"
 QUERY, VALUE = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -47,16 +50,41 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-def test_what_is_pushed_is_the_sum_rounded_once_and_the_base_stays_to_the_bit(case):
+def test_what_is_pushed_is_the_sum_dithered_once_and_the_base_stays_to_the_bit(case):
     model = adapted(**CASES[case])
     before, base = digest_of(model.named_parameters()), model.get_base_model()
     got = pushed(model)
     merged = copy.deepcopy(model).float().merge_and_unload()  # by peft, in float32
     assert set(got) == {name for name, _ in Qwen2ForCausalLM(base.config).named_parameters()}  # as vLLM knows them
     for name, weight in merged.named_parameters():
-        assert torch.equal(got[name], weight.to(base.dtype)), name
+        assert torch.equal(got[name], dithered(weight.detach(), base.dtype)), name
     assert digest_of(model.named_parameters()) == before
     assert digest_of(pushed(model).items()) == digest_of(got.items())  # nothing is left behind
+
+
+def test_a_young_adapter_reaches_an_engine_in_16_bits():
+    torch.manual_seed(0)
+    base = torch.randn(64, 512).bfloat16().float()
+    adapter = torch.randn(64, 1) @ torch.randn(1, 512) * 1e-4  # mostly below half a rounding step
+    pushed, nearest = dithered(base + adapter, torch.bfloat16).float(), (base + adapter).bfloat16().float()
+    share = [((weight - base) * adapter).sum() / (adapter * adapter).sum() for weight in (pushed, nearest)]
+    assert abs(share[0] - 1) < 0.2 < abs(share[1] - 1)
+    step = 2 ** (torch.floor(torch.log2((base + adapter).abs())) - 7)
+    assert ((pushed - base - adapter).abs() < step).all()
+    assert torch.equal(dithered(base, torch.bfloat16).float(), base)  # what has no bits to lose stays
+    assert torch.equal(dithered(base + adapter, torch.bfloat16).float(), pushed)  # equal weights, equal pushes
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -3e38])
+    assert torch.equal(dithered(special, torch.bfloat16).isfinite(), special.isfinite())
+
+
+def test_a_base_in_float32_is_dithered_for_an_engine_in_bfloat16():
+    model, got = adapted(torch.float32), {}
+    generation = generation_of(model, GPU, lambda name, weight: got.update({name: weight}))
+    generation._engine_dtype = torch.bfloat16
+    generation.sync_weights()
+    for name, weight in copy.deepcopy(model).merge_and_unload().named_parameters():
+        has_adapter = name.endswith(("q_proj.weight", "v_proj.weight"))
+        assert torch.equal(got[name], dithered(weight.detach(), torch.bfloat16) if has_adapter else weight), name
 
 
 @pytest.mark.parametrize("way", [GPU, CPU, SERVER])
