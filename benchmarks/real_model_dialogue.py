@@ -7,7 +7,8 @@ with its first weights as the customer, over vLLM's server.
   Turns end with the line. There are no tools.
 - The server's `response_format` holds the customer to the form of a reply, but not to its role. The embedded judge
   scores conversations, as in the recipe.
-- It prints the held-out lines before and after, and how conversations ended. The run is in `OUT/run`.
+- It prints the held-out lines before and after, with eight conversations, and how conversations ended. The run is in
+  `OUT/run`.
 """
 
 import json
@@ -66,6 +67,7 @@ SETTINGS: dict[str, Any] = {
     "tools": [], "max_completion_length": 512, "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.12,
     "vllm_engine_kwargs": {"kv_cache_memory_bytes": KV_BYTES},
     "learning_rate": 2e-6, "dtype": "float32", "quick_eval_steps": 0, "save_strategy": "no",
+    "held_out_examples": 8,
 }  # fmt: skip
 
 
