@@ -4,7 +4,8 @@ with its first weights as the customer, over vLLM's server.
     python -m benchmarks.real_model_dialogue OUT [--model FOLDER] [--steps 200] [--SETTING VALUE ...]
 
 - A base model has no roles: each side's chat template shows a short conversation first, and a line for each message.
-  Turns end with the line. There are no tools.
+  Turns end with the line. There are no tools. Offers are in yuan, because
+  this customer copies the number of an offer: of "20 percent off" it made a price of 20.
 - The server's `response_format` holds the customer to the form of a reply, but not to its role. The embedded judge
   scores conversations, as in the recipe.
 - It prints the held-out lines before and after, with eight conversations, and how conversations ended. The run is in
@@ -27,9 +28,9 @@ from benchmarks.vllm_server import vllm_server
 SELLER = """{{ bos_token }}A seller of courses talks to a customer.
 
 Customer: Hello, I'd like to take the yoga course. The price should be fair.
-Seller: I can offer you yoga at 20 percent off.
+Seller: I can offer you yoga at 2600 yuan.
 Customer: That is too much for me.
-Seller: I can offer you yoga at 30 percent off.
+Seller: I can offer you yoga at 1900 yuan.
 Customer: Good, I take it.
 
 {% for message in messages %}
@@ -42,7 +43,7 @@ CUSTOMER = """{{ bos_token }}{% for message in messages %}
 {% if message['role'] == 'system' %}
 {{ message['content'] }}
 
-Seller: I can offer you the chair at 10 percent off.
+Seller: I can offer you the chair at 95 yuan.
 Customer: {"reply": "That is too much for me.", "decision": "continue", "price": null}
 Seller: I can offer you the chair at 70 yuan. It has wheels.
 Customer: {"reply": "Good, I take it.", "decision": "accept", "price": 70}
