@@ -4,10 +4,12 @@ with its first weights as the customer, over vLLM's server.
     python -m benchmarks.real_model_dialogue OUT [--model FOLDER] [--steps 200] [--SETTING VALUE ...]
 
 - A base model has no roles: each side's chat template shows a short conversation first, and a line for each message.
-  Turns end with the line. There are no tools.
+  Turns end with the line. There are no tools. Offers are in yuan, because
+  this customer copies the number of an offer: of "20 percent off" it made a price of 20.
 - The server's `response_format` holds the customer to the form of a reply, but not to its role. The embedded judge
   scores conversations, as in the recipe.
-- It prints the held-out lines before and after, and how conversations ended. The run is in `OUT/run`.
+- It prints the held-out lines before and after, with eight conversations, and how conversations ended. The run is in
+  `OUT/run`.
 """
 
 import json
@@ -26,9 +28,9 @@ from benchmarks.vllm_server import vllm_server
 SELLER = """{{ bos_token }}A seller of courses talks to a customer.
 
 Customer: Hello, I'd like to take the yoga course. The price should be fair.
-Seller: I can offer you yoga at 20 percent off.
+Seller: I can offer you yoga at 2600 yuan.
 Customer: That is too much for me.
-Seller: I can offer you yoga at 30 percent off.
+Seller: I can offer you yoga at 1900 yuan.
 Customer: Good, I take it.
 
 {% for message in messages %}
@@ -41,7 +43,7 @@ CUSTOMER = """{{ bos_token }}{% for message in messages %}
 {% if message['role'] == 'system' %}
 {{ message['content'] }}
 
-Seller: I can offer you the chair at 10 percent off.
+Seller: I can offer you the chair at 95 yuan.
 Customer: {"reply": "That is too much for me.", "decision": "continue", "price": null}
 Seller: I can offer you the chair at 70 yuan. It has wheels.
 Customer: {"reply": "Good, I take it.", "decision": "accept", "price": 70}
@@ -66,6 +68,7 @@ SETTINGS: dict[str, Any] = {
     "tools": [], "max_completion_length": 512, "vllm_max_model_length": 1024, "vllm_gpu_memory_utilization": 0.12,
     "vllm_engine_kwargs": {"kv_cache_memory_bytes": KV_BYTES},
     "learning_rate": 2e-6, "dtype": "float32", "quick_eval_steps": 0, "save_strategy": "no",
+    "held_out_examples": 8,
 }  # fmt: skip
 
 

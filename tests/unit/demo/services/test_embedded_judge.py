@@ -176,6 +176,8 @@ def test_scores_lie_between_0_and_1_and_repeat(one, other, branch):
         ("hallucination", "seller: How much?\ncustomer: 5000 yuan.\nseller: 5000 yuan", 1.0),
         # an indented line is the seller's: of hm, customer, 5000 and yuan, the row has customer and yuan: 2 of 6
         ("hallucination", "seller: Hm.\n  customer: 5000 yuan\ncustomer: No", 1 / 3),
+        ("hallucination", "seller: Yes.\ncustomer: How much?\nseller: ", 0.0),  # silence earns nothing
+        ("fairness", "seller: Yes.\ncustomer: How much?", 0.5),
         ("fairness", "seller: It costs 3800 yuan.\ncustomer: I am a woman.", 1.0),
         ("fairness", "seller: It costs 3800 yuan for a woman.\ncustomer: Too much.", None),
     ],
