@@ -4,8 +4,8 @@ with its first weights as the customer, over vLLM's server.
     python -m benchmarks.real_model_dialogue OUT [--model FOLDER] [--steps 200] [--SETTING VALUE ...]
 
 - A base model has no roles: each side's chat template shows a short conversation first, and a line for each message.
-  Turns end with the line. There are no tools. Offers are in yuan, because
-  this customer copies the number of an offer: of "20 percent off" it made a price of 20.
+  Turns end with the line. There are no tools. Offers are in yuan, because this customer copies the number of an
+  offer: of "20 percent off" it made a price of 20.
 - The server's `response_format` holds the customer to the form of a reply, but not to its role. The embedded judge
   scores conversations, as in the recipe.
 - It prints the held-out lines before and after, with eight conversations, and how conversations ended. The run is in

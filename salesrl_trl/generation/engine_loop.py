@@ -206,7 +206,7 @@ class CompletionTasks(TaskBatch):
         return self._turns
 
 
-LINGER_S = 0.05  # that an idle engine waits for a conversation's next turn before training resumes
+LINGER_S = 0.05  # seconds that an idle engine waits for a conversation's next turn before training resumes
 
 
 class EngineLoop(TurnLoop):
