@@ -152,6 +152,24 @@ def test_a_row_of_the_bench_of_memory_that_fails_is_told_and_the_others_are_meas
     assert "on 24 GB: failed, ValueError: no room for vLLM" in capsys.readouterr().err
 
 
+def test_the_bench_of_a_push_finds_every_merged_weight_dithered():
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.push",
+        "--small",
+        "--device",
+        "cpu",
+        "--without_vllm",
+        "--repeats",
+        "1",
+    ]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "exact: 14 merged weights pushed of 14 layers, 0 differ" in told
+    assert "FAILED" not in told
+    assert told.count('"0 of 3"') == 1
+
+
 def test_the_bench_of_adapters_computes_the_same_with_casts_and_without(tmp_path, one_thread):
     out = tmp_path / "figures.json"
     importlib.import_module("benchmarks.adapters").main(["--shape", "tiny", "--tokens", "24", "--json", str(out)])
