@@ -153,18 +153,8 @@ def test_a_row_of_the_bench_of_memory_that_fails_is_told_and_the_others_are_meas
 
 
 def test_the_bench_of_a_push_finds_every_merged_weight_dithered():
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.push",
-        "--small",
-        "--device",
-        "cpu",
-        "--without_vllm",
-        "--repeats",
-        "1",
-    ]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    words = ["-m", "benchmarks.push", "--small", "--device", "cpu", "--without_vllm", "--repeats", "1"]
+    told = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=True).stdout
     assert "exact: 14 merged weights pushed of 14 layers, 0 differ" in told
     assert "FAILED" not in told
     assert told.count('"0 of 3"') == 1
