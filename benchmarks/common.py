@@ -22,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.service import BRANCHES, GENERATIONS, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
+from salesrl_trl.ground.process import write_whole
 from salesrl_trl.telemetry.instruments import Instruments
 from salesrl_trl.trainer import SalesGRPOTrainer
 
@@ -301,9 +302,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the file of figures, if one was asked for. A bench that is killed meanwhile leaves the earlier one."""
     if path:
-        whole = path.with_name(f".{path.name}")
-        whole.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        whole.replace(path)
+        write_whole(path, json.dumps(figures, indent=2) + "\n")
 
 
 def run_in_rounds(

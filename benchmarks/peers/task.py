@@ -188,7 +188,7 @@ def write_result(path: Path, plan: Plan, seconds: Sequence[float], **more: Any) 
 
 
 def write_whole(path: Path, found: Any) -> None:
-    """Write a file of JSON. Whoever reads it meanwhile finds the earlier one."""
+    """Write a file of JSON, which other benches may read or write at the same time: they find a whole one."""
     whole = path.with_name(f".{os.getpid()}.{path.name}")
     whole.write_text(json.dumps(found))
     whole.replace(path)
