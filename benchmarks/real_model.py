@@ -80,7 +80,7 @@ PARTS: dict[str, Settings] = {
     "bypass_k3": {"rollout_correction": {"weights": "bypass", "reject": {"seq_mean_k3": 0.01}}},
     **{f"lr_{rate}": {"learning_rate": float(rate)} for rate in ("1e-6", "2e-6", "5e-6", "2e-5", "5e-5")},
     "lora": {"lora": True, "learning_rate": 2e-5},
-    **{f"high_{bound}": {"epsilon_high": float(bound)} for bound in ("0.28", "0.4", "0.7", "1.5")},
+    **{f"high_{bound}": {"epsilon_high": float(bound)} for bound in ("0.2", "0.28", "0.4", "0.7", "1.5")},
     "low_0.5": {"epsilon": 0.5},  # with `high_0.7`: 0.8 and 1.2 for each of three updates
     "delta": {"delta": 3.0},  # bounds the ratio of completions below their group's mean too, as verl's dual clip
     "kl": {"beta": 0.02},

@@ -186,8 +186,8 @@ class SalesGRPOConfig(GRPOConfig):
     `weights: bypass`."""
     rollout_correction: dict[str, object] | str | None = None
     """Changes these weights: `weights` is `bounded`, `normalized`, `none` or `bypass`, the default with a lookahead
-    and a clipped loss unless these weights or their bounds are set, and `reject` masks tokens or completions by verl's
-    names, e.g. `{"reject": {"seq_mean_k1": [0.99, 1.01]}}`. See docs/how-to/slow-rewards.md."""
+    and a clipped loss unless these weights or their bounds are set (it also widens `epsilon_high`); `reject` masks
+    tokens or completions by verl's names, e.g. `{"seq_mean_k1": [0.99, 1.01]}`. See docs/how-to/slow-rewards.md."""
     partial_rollouts: LessThan1 = 0.0
     """Above 0: the largest share of a batch's completions that a colocated vLLM may leave unfinished when training
     continues, and finishes along with the next batch. Requires a `rollout_lookahead`. Their later tokens, with their
@@ -272,7 +272,7 @@ class SalesGRPOConfig(GRPOConfig):
         schedule, follows_loss = self.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy")
         expected = "which depends on the loss. Expected a step-based schedule, e.g. cosine."
         check(schedule not in follows_loss, f"`lr_scheduler_type` is {schedule}, {expected}")
-        self.machine_notes += trl_settings.settle_correction(self, self.most_lookahead)
+        self.machine_notes += trl_settings.settle_correction(self)
         mode, self.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode, trl_settings.mode_of(self)
         try:  # TRL checks the mode in use
             super().__post_init__()

@@ -50,8 +50,7 @@ QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 
 
 def follow_renames(args: GRPOConfig) -> None:
-    """Set the field that transformers 5.24 renamed, from the former name that TRL has. Older releases lack the new
-    one."""
+    """Set the field that transformers 5.24 renamed, and older releases lack, from the former name that TRL has."""
     if getattr(args, "activation_checkpointing", False) is None:
         args.activation_checkpointing = args.gradient_checkpointing
         args.activation_checkpointing_kwargs = args.gradient_checkpointing_kwargs
@@ -153,43 +152,45 @@ def mode_of(args: GRPOConfig) -> str:
     return args.vllm_importance_sampling_mode or default
 
 
+def clip_of(args: GRPOConfig) -> float | None:
+    """`epsilon_high`, or by default, where the clipped ratio is relative to the sampler, what `epsilon` allows in all
+    updates since then: with 0.2 and a lookahead of 2, 1.2^3 - 1."""
+    if args.epsilon_high is None and args.most_lookahead and parsed_correction(args).weights == BYPASS:
+        return float((1 + args.epsilon) ** (1 + args.most_lookahead) - 1)
+    return args.epsilon_high
+
+
 def parsed_correction(args: GRPOConfig) -> RolloutCorrection:
-    """`rollout_correction`, or what replaces it by default."""
-    if args.rollout_correction is None and _bypasses(args):
+    """`rollout_correction`, or what replaces it by default: with a lookahead, `bypass` if neither the mode nor its
+    bounds are set, and the loss clips PPO's ratio."""
+    given = (args.rollout_correction, args.vllm_importance_sampling_mode)
+    bounds = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap")]
+    is_clipped = args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo") and args.importance_sampling_level == "token"
+    is_default = given == (None, None) and all(getattr(args, name) == getattr(GRPOConfig, name) for name in bounds)
+    if is_default and is_clipped and args.most_lookahead:
         return RolloutCorrection(weights=BYPASS)
     return entry_of("rollout_correction", RolloutCorrection, args.rollout_correction)
 
 
-def _bypasses(args: GRPOConfig) -> bool:
-    """Whether, with a lookahead, neither the mode nor its bounds are set, and the loss clips PPO's ratio."""
-    names = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap")]
-    return (
-        args.vllm_importance_sampling_mode is None
-        and args.most_lookahead > 0
-        and all(getattr(args, name) == getattr(GRPOConfig, name) for name in names)
-        and args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo")
-        and args.importance_sampling_level == "token"
-    )
-
-
-def settle_correction(args: GRPOConfig, lookahead: int) -> list[str]:
-    """Check the correction. Returns a log line about the importance weights for a lookahead, unless the user has set
-    them. `lookahead`: the largest one."""
+def settle_correction(args: GRPOConfig) -> list[str]:
+    """Check the correction. Returns log lines about what a lookahead changes of it, unless the user has set that."""
     is_chosen, corrects = args.vllm_importance_sampling_mode is None, args.vllm_importance_sampling_correction
     correction, is_given = parsed_correction(args), args.rollout_correction is not None
     check(
         corrects or not is_given or correction == RolloutCorrection(),
-        "`rollout_correction` is set with `vllm_importance_sampling_correction: false`, which disables it. Expected "
-        "one of them.",
+        "`rollout_correction` is set with `vllm_importance_sampling_correction: false`, which disables it. Keep one.",
     )
-    is_used = not is_given or correction.weights in (BOUNDED, NORMALIZED)
-    if not (is_chosen and is_used and lookahead and args.use_vllm and corrects):
-        return []
-    if is_given or correction.weights != BYPASS:
-        reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
-        return [f"`vllm_importance_sampling_mode`: {AHEAD} with a lookahead, because {reason}"]
-    reason = "importance weights made a language model's reward dip"
-    return [f"`rollout_correction`: with a lookahead, the clipped ratio is relative to the sampler, because {reason}"]
+    notes = list[str]()
+    if is_chosen and args.most_lookahead and args.use_vllm and corrects:
+        if correction.weights in (BOUNDED, NORMALIZED):
+            reason = "TRL's default, sequence_mask, drops a whole completion whose ratio is beyond the bounds"
+            notes.append(f"`vllm_importance_sampling_mode`: {AHEAD} with a lookahead, because {reason}")
+        elif not is_given:
+            found = "`rollout_correction`: with a lookahead, the clipped ratio is relative to the sampler"
+            notes.append(f"{found}, because importance weights made a language model's reward dip")
+    if args.epsilon_high is None and (chosen := clip_of(args)):
+        notes.append(f"`epsilon_high`: {chosen:.2f}, as the ratio to the sampler spans all updates of the lookahead")
+    return notes
 
 
 def correction_of(args: GRPOConfig) -> CorrectionSettings:
@@ -265,9 +266,8 @@ def _is_on(variable: str) -> bool:
 
 def _emulates_bf16() -> bool:
     """For NVIDIA GPUs; transformers checks other vendors'."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) < _OLDEST_WITH_BF16
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(int(os.environ.get("LOCAL_RANK", "0"))) < _OLDEST_WITH_BF16
 
 
 def has_fsdp() -> bool:
@@ -290,8 +290,7 @@ COMPILERS = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Environment variables for the folders of compiled code, with the subfolders assigned to them. All are read on first
-use."""
+"""Environment variables for the folders of compiled code, with the subfolders assigned to them. Read on first use."""
 
 
 def compile_folder(setting: str | None) -> Path | None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from salesrl_trl.checkpoint.identity import Identity, identity_of_run, shape_of, weights_of
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.config.rollouts import SAMPLING_HINTS, engine_options
-from salesrl_trl.config.trl_settings import mode_of
+from salesrl_trl.config.trl_settings import clip_of, mode_of
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
@@ -52,9 +52,10 @@ class Policy:
         def engine(*positional: object, **kwargs: object) -> SalesVLLMGeneration:
             return SalesVLLMGeneration(*positional, engine_options=engine_options(args, self.model), **kwargs)
 
+        chosen = {"vllm_importance_sampling_mode": mode_of(args), "epsilon_high": clip_of(args)}
         with (
             patched(upstream_trainer, "VLLMGeneration", engine),
-            mock.patch.multiple(args, beta=float(self._has_kl), vllm_importance_sampling_mode=mode_of(args)),
+            mock.patch.multiple(args, beta=float(self._has_kl), **chosen),
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
             yield

@@ -30,7 +30,7 @@ from salesrl_trl.config.rollouts import (
     why_not_divisible,
 )
 from salesrl_trl.config.training import KLSettings, RecordSettings
-from salesrl_trl.config.trl_settings import reshaped_sampling
+from salesrl_trl.config.trl_settings import clip_of, reshaped_sampling
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.judged.budget import CALLS, USD, Limit
 from salesrl_trl.kl.branched import WindowSettings
@@ -192,6 +192,25 @@ def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_sa
         assert weights_of(0, **ahead, vllm_importance_sampling_mode="sequence_mask") == ("sequence_mask", "bounded")
     assert weights_of(0, rollout_lookahead=0) == ("sequence_mask", "bounded")
     assert training(rollout_lookahead=2).correction is None
+
+
+def test_the_clip_s_upper_bound_allows_what_epsilon_does_in_each_update_since_the_sampler():
+    for given, bound in (
+        ({"rollout_lookahead": 1}, 0.44),
+        ({"rollout_lookahead": 1, "max_rollout_lookahead": 2}, 0.728),
+        ({"rollout_lookahead": 4, "epsilon": 0.1}, 0.61051),
+        ({"rollout_lookahead": 2, "use_vllm": False}, 0.728),  # relative to the sampler as well
+        ({"rollout_lookahead": 2, "epsilon_high": 0.2}, 0.2),
+        ({"rollout_lookahead": 2, "rollout_correction": {"weights": "bypass"}}, 0.728),
+        ({"rollout_lookahead": 2, "vllm_importance_sampling_mode": "token_truncate"}, None),
+        ({"rollout_lookahead": 2, "loss_type": "sapo"}, None),
+        ({"rollout_correction": {"weights": "bypass"}}, None),
+    ):
+        config = training(**{"use_vllm": True, **given})
+        assert clip_of(config) == (bound and pytest.approx(bound))
+        lines = [line for line in config.machine_notes if line.startswith(f"`epsilon_high`: {bound or 0:.2f}, as")]
+        assert len(lines) == (bound is not None and "epsilon_high" not in given)
+        assert config.epsilon_high == given.get("epsilon_high")  # so that a copy with another lookahead chooses again
 
 
 def saved(config):

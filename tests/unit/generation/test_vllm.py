@@ -11,6 +11,7 @@ import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
 from transformers import ProcessorMixin
 
+from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.wiring.policy import Policy
@@ -24,18 +25,17 @@ def bare(**members):
     return generation
 
 
-def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build():
+def test_trl_is_left_as_it_was_even_when_the_trainer_fails_to_build(tmp_path):
     stock = upstream_trainer.VLLMGeneration
-    args = SimpleNamespace(
-        beta=0.5, max_sampling_logp_difference=0.5, vllm_importance_sampling_mode=None, most_lookahead=1
-    )
+    args = SalesGRPOConfig(output_dir=str(tmp_path), use_cpu=True, beta=0.5, use_vllm=True, rollout_lookahead=1)
     policy = Policy(args, has_kl=False, gets_adapter=False)
     with pytest.raises(RuntimeError), policy.building("a-model"):
         assert upstream_trainer.VLLMGeneration is not stock
         assert (args.beta, args.vllm_importance_sampling_mode) == (0.0, "token_truncate")
+        assert args.epsilon_high == pytest.approx(1.2**2 - 1)
         raise RuntimeError
     assert upstream_trainer.VLLMGeneration is stock
-    assert (args.beta, args.vllm_importance_sampling_mode) == (0.5, None)
+    assert (args.beta, args.vllm_importance_sampling_mode, args.epsilon_high) == (0.5, None, None)
 
 
 @pytest.mark.parametrize("port", ["", "0", "12321"], ids=["none named", "any", "named"])
