@@ -272,14 +272,13 @@ class SalesGRPOConfig(GRPOConfig):
         schedule, follows_loss = self.lr_scheduler_type, ("reduce_lr_on_plateau", "greedy")
         expected = "which depends on the loss. Expected a step-based schedule, e.g. cosine."
         check(schedule not in follows_loss, f"`lr_scheduler_type` is {schedule}, {expected}")
-        self.machine_notes += trl_settings.settle_correction(self)
         mode, self.vllm_importance_sampling_mode = self.vllm_importance_sampling_mode, trl_settings.mode_of(self)
         try:  # TRL checks the mode in use
             super().__post_init__()
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the settings are invalid: {error}") from error
         self.vllm_importance_sampling_mode = mode
-        self.machine_notes += trl_settings.keep_folders(args.report_to)
+        self.machine_notes += [*trl_settings.settle_correction(self), *trl_settings.keep_folders(args.report_to)]
         if self.device.type == "cpu":  # not "cpu:1", for which torch cannot load optimizer states
             self.__dict__["_setup_devices"] = type(self.device)("cpu")
         # One process trains on one GPU; with several visible, transformers would use DataParallel.

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 RUN_MODES = ("train", "rollouts", "rewards")
 _WITHOUT_UPDATES = "Without updates: `mode: rollouts` generates and scores; `mode: rewards` scores made-up texts."
-OF_VLLM = "vllm_.*|max_sampling_logp_difference|rollout_correction"
-"""Settings without effect if vLLM is off."""
+OF_VLLM = "vllm_.*|max_sampling_logp_difference|rollout_correction"  # settings without effect if vLLM is off
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")  # each `loss_type` whose ratio is clipped at 1 + `epsilon_high`
 
 
 def check_numbers(args: GRPOConfig) -> None:
@@ -45,8 +45,7 @@ def check_numbers(args: GRPOConfig) -> None:
     check(isinstance(steps, int) and (steps == -1 or steps > 0), f"`max_steps` is {steps!r}. {expected}")
 
 
-QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
-"""Formats to which vLLM can quantise 16-bit weights at load time."""
+QUANTIZATIONS = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")  # of vLLM, for 16-bit weights at load time
 
 
 def follow_renames(args: GRPOConfig) -> None:
@@ -153,10 +152,12 @@ def mode_of(args: GRPOConfig) -> str:
 
 
 def clip_of(args: GRPOConfig) -> float | None:
-    """`epsilon_high`, or by default, where the clipped ratio is relative to the sampler, what `epsilon` allows in all
-    updates since then: with 0.2 and a lookahead of 2, 1.2^3 - 1."""
-    if args.epsilon_high is None and args.most_lookahead and parsed_correction(args).weights == BYPASS:
-        return float((1 + args.epsilon) ** (1 + args.most_lookahead) - 1)
+    """`epsilon_high`, or by default, where the loss clips a ratio to the sampler (without vLLM, always), the bound for
+    all updates since then, if `epsilon` is for one generation batch's: with 0.2 and 2 batches ahead, 1.2^3 - 1."""
+    is_to_sampler = not args.use_vllm or parsed_correction(args).weights == BYPASS
+    if args.epsilon_high is None and args.most_lookahead and is_to_sampler and args.loss_type in CLIPPED:
+        updates = max(1.0, args.window / args.gradient_accumulation_steps)  # of a generation batch
+        return float((1 + args.epsilon) ** (1 + args.most_lookahead / updates) - 1)
     return args.epsilon_high
 
 
@@ -165,7 +166,7 @@ def parsed_correction(args: GRPOConfig) -> RolloutCorrection:
     bounds are set, and the loss clips PPO's ratio."""
     given = (args.rollout_correction, args.vllm_importance_sampling_mode)
     bounds = [f"vllm_importance_sampling_{name}" for name in ("clip_min", "clip_max", "cap")]
-    is_clipped = args.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo") and args.importance_sampling_level == "token"
+    is_clipped = args.loss_type in CLIPPED and args.importance_sampling_level == "token"
     is_default = given == (None, None) and all(getattr(args, name) == getattr(GRPOConfig, name) for name in bounds)
     if is_default and is_clipped and args.most_lookahead:
         return RolloutCorrection(weights=BYPASS)

@@ -194,7 +194,7 @@ def test_a_lookahead_clips_the_ratio_to_the_sampler_unless_the_user_chose_and_sa
     assert training(rollout_lookahead=2).correction is None
 
 
-def test_the_clip_s_upper_bound_allows_what_epsilon_does_in_each_update_since_the_sampler():
+def test_the_clip_s_upper_bound_allows_what_epsilon_does_for_each_batch_since_the_sampler():
     for given, bound in (
         ({"rollout_lookahead": 1}, 0.44),
         ({"rollout_lookahead": 1, "max_rollout_lookahead": 2}, 0.728),
@@ -204,6 +204,15 @@ def test_the_clip_s_upper_bound_allows_what_epsilon_does_in_each_update_since_th
         ({"rollout_lookahead": 2, "rollout_correction": {"weights": "bypass"}}, 0.728),
         ({"rollout_lookahead": 2, "vllm_importance_sampling_mode": "token_truncate"}, None),
         ({"rollout_lookahead": 2, "loss_type": "sapo"}, None),
+        # 0.2 is for both updates of a generation batch: two batches ahead
+        ({"rollout_lookahead": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}, 0.728),
+        ({"rollout_lookahead": 4, "num_iterations": 2}, 0.728),
+        ({"rollout_lookahead": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, 0.728),
+        # without vLLM its settings have no effect
+        ({"rollout_lookahead": 2, "use_vllm": False, "vllm_importance_sampling_mode": "token_mask"}, 0.728),
+        # cispo's bound is that of the ratio itself, and sapo has none
+        ({"rollout_lookahead": 2, "loss_type": "cispo", "rollout_correction": {"weights": "bypass"}}, None),
+        ({"rollout_lookahead": 2, "loss_type": "sapo", "rollout_correction": {"weights": "bypass"}}, None),
         ({"rollout_correction": {"weights": "bypass"}}, None),
     ):
         config = training(**{"use_vllm": True, **given})
