@@ -158,7 +158,7 @@ def clip_of(args: GRPOConfig) -> float | None:
     if args.epsilon_high is None and args.most_lookahead and is_to_sampler and args.loss_type in CLIPPED:
         updates = max(1.0, args.window / args.gradient_accumulation_steps)  # of a generation batch
         return float((1 + args.epsilon) ** (1 + args.most_lookahead / updates) - 1)
-    return args.epsilon_high
+    return cast("float | None", args.epsilon_high)
 
 
 def parsed_correction(args: GRPOConfig) -> RolloutCorrection:

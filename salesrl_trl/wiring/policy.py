@@ -52,10 +52,10 @@ class Policy:
         def engine(*positional: object, **kwargs: object) -> SalesVLLMGeneration:
             return SalesVLLMGeneration(*positional, engine_options=engine_options(args, self.model), **kwargs)
 
-        chosen = {"vllm_importance_sampling_mode": mode_of(args), "epsilon_high": clip_of(args)}
+        mode, high = mode_of(args), clip_of(args)
         with (
             patched(upstream_trainer, "VLLMGeneration", engine),
-            mock.patch.multiple(args, beta=float(self._has_kl), **chosen),
+            mock.patch.multiple(args, beta=float(self._has_kl), vllm_importance_sampling_mode=mode, epsilon_high=high),
             patched(upstream_trainer, "create_model_from_path", on_one_device),
         ):
             yield
