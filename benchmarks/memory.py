@@ -8,7 +8,8 @@
 Each row is a few updates of two micro-batches through this package's trainer, without services, with prompts of one
 length and completions of full length. One completion is shorter, so that there is padding. A row without
 `checkpointing` has no gradient checkpointing. Rows have `shared_prompts: off`, but for those that say so. `reference`
-says whether there is a second model. The last row has vLLM in the process.
+says whether there is a second model. The last row has vLLM in the process. On a GPU each row has a process of its own,
+and fails where the GPU's memory is in use before it.
 
 `--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
 
@@ -26,7 +27,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib.util
 import statistics
 import sys
@@ -49,6 +49,7 @@ from benchmarks.common import (
     TOKENS,
     Branched,
     Clock,
+    alone,
     device,
     device_name,
     parser,
@@ -266,17 +267,21 @@ def estimate_of(row: Row, args: SalesGRPOConfig, model_settings: ModelConfig, ca
     return estimate(setup)
 
 
+def check_empty(free: int, total: int) -> None:
+    """Raise `RuntimeError` if more of the device's bytes are in use than an empty process has there: a row's figures
+    would count them."""
+    if (used := (total - free) / GIB) > CONTEXT_GIB + 0.25:
+        raise RuntimeError(f"{used:.2f} GiB of the GPU are in use before the row")
+
+
 def measure(row: Row) -> dict[str, Any]:
     """Train a row. Without a GPU there are no measured figures."""
     start, on_gpu = time.perf_counter(), torch.cuda.is_available()
     if on_gpu:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         whole = torch.cuda.get_device_properties(0).total_memory / GIB
         allowed = row.card_gib(whole) - CONTEXT_GIB if row.card_gb else whole
         torch.cuda.set_per_process_memory_fraction(min(allowed / whole, 1.0))
-    left = torch.cuda.memory_allocated() / GIB  # of the row before: nothing, if all is well
+        check_empty(*torch.cuda.mem_get_info())
     clock, ran_out = Clock(), False
     with tempfile.TemporaryDirectory() as folder, trainer_of(row, Path(folder), clock) as (trainer, model_settings):
         try:
@@ -285,8 +290,8 @@ def measure(row: Row) -> dict[str, Any]:
             ran_out = True
         card = torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else 80.0
         found = estimate_of(row, trainer.args, model_settings, card)
-        figures = {"row": row.name, "left_gib": left, "moment": found.peak.name, "parts_gib": dict(found.peak.parts)}
-        figures["estimated_gib"] = found.needed_gib
+        figures = {"row": row.name, "device": device_name(device()), "estimated_gib": found.needed_gib}
+        figures |= {"moment": found.peak.name, "parts_gib": dict(found.peak.parts)}
         figures |= {"fits": found.needed_gib <= row.card_gib(card), "ran_out": ran_out}
         if on_gpu:
             free, total = torch.cuda.mem_get_info()
@@ -329,22 +334,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--settings", action="store_true", help="rows with one setting changed, and their seconds")
     made.add_argument("--long", action="store_true", help="five rows of long completions on cards of 80 and 24 GB")
     made.add_argument("--tokens", type=int, default=4096, help="of these completions")
+    made.add_argument("--only", default="", metavar="WORDS", help="rows with these words in their names")
     args = made.parse_args(argv)
     with_vllm = on_gpu and not args.no_vllm
     wanted = rows_of_settings(args.shapes) if args.settings else rows_of(args.shapes, with_vllm)
     if args.long:
         wanted = [row for row in rows_of_long(args.shapes, args.tokens) if on_gpu or not row.vllm]
+    wanted = [row for row in wanted if args.only in row.name]
+    measured = functools.partial(alone, measure) if on_gpu else measure  # this process never uses the GPU
     show = functools.partial(print, file=sys.stderr, flush=True)
     rows = []
     for row in wanted:
         try:
-            rows.append(measure(row))
+            rows.append(measured(row))
         except Exception as error:  # the rows behind it are measured nevertheless
             rows.append({"row": row.name, "failed": f"{type(error).__name__}: {error}"[:1000]})
         show(line(rows[-1]))
-        figures = {"device": device_name(device()), "rows": rows}
-        write_json(args.json, figures)  # of a bench that a later row ends, too
-    return figures
+        write_json(args.json, {"rows": rows})  # of a bench that a later row ends, too
+    return {"rows": rows}
 
 
 if __name__ == "__main__":

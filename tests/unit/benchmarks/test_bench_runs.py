@@ -14,6 +14,7 @@ from support.seconds import check_seconds
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import sharding, view
+from benchmarks.common import alone
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,18 @@ def test_a_row_of_the_bench_of_memory_that_fails_is_told_and_the_others_are_meas
     rows = memory.main(["--long", "--shapes", "tiny"])["rows"]
     assert [row.get("failed") for row in rows][-2:] == ["ValueError: no room for vLLM", None]
     assert "on 24 GB: failed, ValueError: no room for vLLM" in capsys.readouterr().err
+
+
+def test_a_row_of_the_bench_of_memory_counts_no_memory_but_its_own(monkeypatch):
+    memory, processes = importlib.import_module("benchmarks.memory"), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory, "measure", os.getpid)
+    monkeypatch.setattr(memory, "alone", lambda work, row: processes.append(alone(work)) or {"failed": "", "row": ""})
+    memory.main(["--long", "--only", "24 GB"])
+    assert len({*processes, os.getpid()}) == 7  # two rows of three shapes, and this process
+    memory.check_empty(free=139 * 2**30, total=140 * 2**30)
+    with pytest.raises(RuntimeError, match=r"36\.00 GiB of the GPU are in use before the row"):
+        memory.check_empty(free=104 * 2**30, total=140 * 2**30)
 
 
 def test_the_bench_of_a_push_finds_every_merged_weight_dithered():

@@ -149,8 +149,10 @@ def test_an_evaluation_has_its_own_batch(weigh):
         (Row("0.5b", lora=False, dtype="float32", shared=True), 13.13),
         (Row("7b", lora=True, shared=True), 16.83),
         (Row("7b", lora=False, dtype="float32", reference=False, shared=True), 131.31),
+        (Row("7b", lora=True, completion=4096), 24.79),
+        (Row("7b", lora=True, completion=4096, shared=True), 26.22),
     ],
-    ids=lambda each: each.name if isinstance(each, Row) else "",
+    ids=lambda each: f"{each.name}, {each.tokens}" if isinstance(each, Row) else "",
 )
 def test_an_estimate_is_within_ten_percent_of_what_an_h200_used(row, used_gib, tmp_path):
     args, model = settings_of(row, torch.device("cpu"), tmp_path)
