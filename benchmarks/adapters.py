@@ -3,15 +3,17 @@
     python -m benchmarks.adapters [--shape 7b] [--tokens 4096] [--profile]
 
 - `frozen` is the base alone, whose first layer's input needs a gradient. `casts` is LoRA on all linear layers as PEFT
-  computes it. `spared` is as this package trains it (`salesrl_trl.update.weights.spare_casts`).
+  computes it. `spared` is as this package trains it (`salesrl_trl.update.weights.spare_casts`). `kept` is the same
+  without gradient checkpointing. `head` is what these leave out: log-probs and entropies, as TRL computes them.
 - Random weights in bfloat16, adapters in float32, autocast, gradient checkpointing, one row of `--tokens` tokens. The
   arms take turns.
 - Loss and gradients of `casts` and `spared` must be equal to the bit. Both are compared with PyTorch's deterministic
   kernels: attention's backward pass on a GPU differs from itself without them.
-- `--profile` prints the operations of `spared` that take longest.
+- `--profile` prints the operations of `spared` that take longest, and on a GPU kernels of `frozen`, `head`, `spared`.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +21,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl.kernels import ChunkedLogProbFunction
 
-from benchmarks.common import SHAPES, device, device_name, now, parser, write_json
+from benchmarks.common import SHAPES, device, device_name, kernels, now, parser, write_json
+from salesrl_trl.launch.memory_estimate import TILE_VOCABULARY
 from salesrl_trl.update.weights import spare_casts
 
 RANK, ROUNDS, KEPT = 16, 6, 64
@@ -64,25 +68,42 @@ def main(argv: Sequence[str] | None = None) -> None:
         with model.disable_adapter():
             step()
 
+    def kept() -> None:
+        base.gradient_checkpointing_disable()
+        step()
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def head() -> None:
+        hidden = torch.randn(args.tokens, base.config.hidden_size, device=where, requires_grad=True)
+        with torch.autocast(where.type, torch.bfloat16):
+            found = ChunkedLogProbFunction.apply(
+                hidden.bfloat16(), base.lm_head.weight, None, ids[0], 1.0, TILE_VOCABULARY, None, 1.0, ("entropy",)
+            )
+        found[0].sum().backward()
+
     torch.use_deterministic_algorithms(True)
     expected = step()
     spare_casts(model, where.type)
     are_equal = all(map(torch.equal, expected, step()))
     torch.use_deterministic_algorithms(False)
-    seconds: dict[str, list[float]] = {"frozen": [], "casts": [], "spared": []}
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         as_peft_does()
         seconds["frozen"].append(timed(frozen))
         seconds["casts"].append(timed(step))
         spare_casts(model, where.type)
-        seconds["spared"].append(timed(step))
+        for arm, call in (("spared", step), ("kept", kept), ("head", head)):
+            seconds[arm].append(timed(call))
     medians = {arm: statistics.median(each[1:]) for arm, each in seconds.items()}
     print(f"{args.shape} on {device_name(where)}, {args.tokens} tokens; equal to the bit: {are_equal}")
     for arm, median in medians.items():
         print(f"{arm}: {median:.4f} s, {median / medians['casts']:.3f} of `casts`")
     if args.profile:
-        with profile() as found:
-            step()
+        for call in (frozen, head, step):
+            with profile() as found:
+                timed(call)
+            print(f"{call.__name__}: kernels of a pass")
+            kernels(found, prints=True)
         key = "self_cuda_time_total" if where.type == "cuda" else "self_cpu_time_total"
         print(found.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=60))
     write_json(args.json, {"equal": are_equal, "seconds": seconds, "medians": medians})

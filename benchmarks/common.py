@@ -6,10 +6,12 @@ Owns nothing that only one bench needs, and no service (`service`, `vllm_server`
 import argparse
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,6 +20,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.autograd import DeviceType
+from torch.profiler import profile
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -174,6 +178,30 @@ def alone(work: Callable[..., Any], *given: Any) -> Any:
     `BrokenProcessPool` if the process dies."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *given).result()
+
+
+KERNELS = {"attention": "flash|fmha|attention|sdpa", "matrix products": "gemm|gemv|nvjet|cutlass|xmma|splitk"}
+"""Kinds of kernels, by words in their names. The first one counts."""
+
+
+def kernels(found: profile, per: int = 1, *, prints: bool = False) -> dict[str, float]:
+    """Milliseconds of the GPU by kind of kernel, in a profile of so many equal parts. `prints`: the longest, too."""
+    each = [
+        event
+        for event in found.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    sums: Counter[str] = Counter()
+    for event in sorted(each, key=lambda event: -event.self_device_time_total):
+        ms, name = event.self_device_time_total / 1000 / per, event.key
+        sums[next((kind for kind, words in KERNELS.items() if re.search(words, name.lower())), "others")] += ms
+        if prints and ms > 0.01 * sum(sums.values()):
+            print(f"  {ms:8.3f} ms {event.count / per:7.1f} x {name[:100]}")
+    if prints:
+        print(
+            f"  {sum(sums.values()):8.3f} ms: {', '.join(f'{kind} {ms:.3f}' for kind, ms in sums.items())}", flush=True
+        )
+    return dict(sums)
 
 
 # Training without generation and without services

@@ -7,14 +7,16 @@ import os
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.seconds import check_seconds
+from torch.autograd import DeviceType
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import sharding, view
-from benchmarks.common import alone
+from benchmarks.common import alone, kernels
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ AROUND_AN_ENGINE = {
     "pipeline": ("--device", "cpu", *ARMS, "--steps", "1", "--latency", "0.6", "0.3"),
     "functions": ("--forms", "sync", "--lookahead", "0", "2", "--rounds", "1", "--latency", "0.6"),
     "chains": ("--shape", "tiny", "--chains", "4", "--rounds", "1", "--batches", "2", "--latency", "0.2", "0.1"),
+    "decoding": ("--arms", "graphs", "--tokens", "16"),
 }
 ONE_AFTER_ANOTHER = """
 import importlib, json, sys
@@ -65,6 +68,9 @@ def test_the_benches_around_an_engine_of_vllm(tmp_path):
     check_rewards_that_nobody_waits_for_make_shorter_steps(json.loads((tmp_path / "pipeline").read_text()))
     check_a_function_called_beside_training_makes_shorter_steps(json.loads((tmp_path / "functions").read_text()))
     check_real_chains_ran_inside_and_beside_the_engines_process(json.loads((tmp_path / "chains").read_text()))
+    rows = json.loads((tmp_path / "decoding").read_text())["rows"]
+    assert [row["sequences"] for row in rows] == [64] * 3 + [96] * 3
+    assert all(row[part] > 0 for row in rows for part in ("schedule", "launch", "update", "outputs"))
     for told in ("stock_sync", "lookahead_1", "4 chains inside the process", "4 chains beside the process"):
         assert told in done.stdout
 
@@ -171,6 +177,25 @@ def test_the_bench_of_a_push_finds_every_merged_weight_dithered():
     assert "exact: 14 merged weights pushed of 14 layers, 0 differ" in told
     assert "FAILED" not in told
     assert told.count('"0 of 3"') == 1
+
+
+def test_kernels_are_summed_by_kind():
+    def event(key, ms, device=DeviceType.CUDA):
+        us = 1000 * ms
+        return SimpleNamespace(
+            key=key, device_type=device, self_device_time_total=us, count=1, is_user_annotation="##" in key
+        )
+
+    events = [event("nvjet_tst_64x8", 6), event("void cutlass::device_kernel<flash::FlashAttnFwdSm90>", 2)]
+    events += [
+        event("elementwise_kernel", 1),
+        event("sm90_xmma_gemm", 2),
+        event("aten::mm", 8, DeviceType.CPU),
+        event("## a step ##", 11),
+    ]
+    # of two steps
+    found = kernels(SimpleNamespace(key_averages=lambda: events), per=2)
+    assert found == {"matrix products": 4.0, "attention": 1.0, "others": 0.5}
 
 
 def test_the_bench_of_adapters_computes_the_same_with_casts_and_without(tmp_path, one_thread):
