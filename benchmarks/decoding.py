@@ -112,15 +112,14 @@ def measure(arm: str, folder: str, prompt: int, tokens: int) -> list[dict[str, A
     sampled = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True, "max_tokens": tokens}
     for size in SIZES:
         for way, further in WAYS.items():
-            for _ in range(2):  # the first time warms up
-                watch.steps.clear()
-                params = SamplingParams(**sampled, **further)
-                if way.startswith("ours"):
-                    batch = CompletionTasks(size, loop, lambda *_, **__: None)
-                    batch.begin(prompts(size), [params] * size)
-                    loop.run(batch)
-                else:
-                    llm.generate(prompts(size), params, use_tqdm=False)
+            watch.steps.clear()
+            params = SamplingParams(**sampled, **further)
+            if way.startswith("ours"):
+                batch = CompletionTasks(size, loop, lambda *_, **__: None)
+                batch.begin(prompts(size), [params] * size)
+                loop.run(batch)
+            else:
+                llm.generate(prompts(size), params, use_tqdm=False)
             rows.append({"arm": name, "way": way, "sequences": size, **watch.medians()})
             told = " | ".join(f"{rows[-1][part]:.2f}" for part in ("step", *PARTS, "rest"))
             print(f"| {name} | {way} | {size} | {told} |", flush=True)
