@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from salesrl_trl.agents.partner import Partner
 from salesrl_trl.config.rollouts import why_not_partial
 from salesrl_trl.demo.packaged import CASSETTE
 from salesrl_trl.ground.own_code import code
@@ -109,10 +110,12 @@ def _prompt(data: DataConfig, reward: RewardConfig) -> str:
 
 
 def _partner(partner: PartnerSettings) -> str:
+    if partner.kind != CUSTOMER:
+        return f"{partner.kind}, your own" + (f", up to {partner.max_turns} turns" if partner.max_turns else "")
     how = (
         f"{partner.model} at {partner.base_url}" if partner.is_model else "by rules (a model: --partner.base_url URL)"
     )
-    return f"{partner.kind}, {how if partner.kind == CUSTOMER else 'your own'}, up to {partner.max_turns} turns"
+    return f"{partner.kind}, {how}, up to {partner.max_turns or Partner.max_turns} turns"
 
 
 def _rag(reward: RewardConfig) -> str:

@@ -126,18 +126,17 @@ class PartnerSettings(JudgeProviderConfig):
     temperature: NotNegative | None = 1.0
     kind: str = CUSTOMER
     """`customer`, or the dotted path of your own class."""
-    max_turns: Count = 6
-    """Turns of the policy in a conversation, without those that call tools."""
+    max_turns: Count | None = None
+    """Turns of the policy in a conversation, without those that call tools. By default your class's, or 6."""
 
     @property
     def is_model(self) -> bool:
         return self.base_url != NO_ADDRESS
 
     def build(self) -> Partner:
-        if self.kind == CUSTOMER:
-            return Customer(max_turns=self.max_turns, deadline_s=max(60.0, 2 * (self.timeout_s or 0.0)))
-        partner = build_object(self.kind, "partner", Partner)
-        partner.max_turns = self.max_turns
+        is_own, deadline_s = self.kind != CUSTOMER, max(60.0, 2 * (self.timeout_s or 0.0))
+        partner = build_object(self.kind, "partner", Partner) if is_own else Customer(deadline_s=deadline_s)
+        partner.max_turns = self.max_turns or partner.max_turns
         return partner
 
 
@@ -148,9 +147,12 @@ def partner_of(given: object) -> PartnerSettings:
         partner.is_model == bool(partner.model),
         "`partner` has an address without a model, or a model without an address. Expected both or neither.",
     )
+    usual = PartnerSettings(kind=partner.kind, max_turns=partner.max_turns)
+    extra = [name for name, value in vars(partner).items() if value != vars(usual)[name]]
     check(
-        partner.kind == CUSTOMER or not partner.is_model,
-        "`partner.base_url` is set, but `partner` is your own class, which calls its own services. Remove one.",
+        partner.kind == CUSTOMER or not extra,
+        f"`partner` is your own class, which calls its own services: {', '.join(extra)} would have no effect. Remove "
+        "the class, or these.",
     )
     return partner
 

@@ -14,12 +14,14 @@ from werkzeug import Response
 from salesrl_trl import per_completion
 from salesrl_trl.agents.agents_part import AgentsPart
 from salesrl_trl.agents.customer import Customer, Persona, RuleBased, offer_in
+from salesrl_trl.agents.partner import Partner
 from salesrl_trl.data.files import demo_records
 from salesrl_trl.errors import ConfigError, DataError, ServiceError, ServiceUnavailable
 from salesrl_trl.judged.provider import JudgeProvider, ProviderClient
 from salesrl_trl.launch.assembly import ServiceClients
 from salesrl_trl.launch.checks.outcome import Findings
 from salesrl_trl.launch.checks.reward import read_reward
+from salesrl_trl.launch.judge_config import partner_of
 from salesrl_trl.launch.preflight.services import _hear_partner
 from salesrl_trl.launch.recipes.dialogue_rewards import deal, price, searches, steered, turns
 from salesrl_trl.launch.reward_config import RewardConfig
@@ -233,6 +235,10 @@ def test_rewards_read_the_outcome(last, expected):
     assert score(steered, talk, persona=PERSONA | {"protected": []}) is None
 
 
+class Short(Partner):
+    max_turns = 4
+
+
 def test_the_setting():
     assert RewardConfig(partner="customer").parsed_partner().kind == "customer"
     priced = {"base_url": "http://a/v1", "model": "m", "usd_per_million_prompt_tokens": 1.0}
@@ -240,11 +246,15 @@ def test_the_setting():
     for wrong, words in (
         ({"base_url": "http://a/v1"}, "an address without a model"),
         ({"model": "m"}, "an address without a model"),
-        ({"kind": "my.Class", "base_url": "http://a/v1", "model": "m"}, "is your own class"),
+        ({"kind": "my.Class", "base_url": "http://a/v1", "model": "m"}, "own class.*: base_url, model would have no"),
+        ({"kind": "my.Class", "max_calls": 60}, "own class.*: max_calls would have no effect"),
         ({"other": 1}, "`partner` has an unknown 'other'"),
     ):
         with pytest.raises(ConfigError, match=words):
             RewardConfig(partner=wrong)
+    path = f"{Short.__module__}.{Short.__name__}"
+    most = [partner_of(given).build().max_turns for given in ("customer", path, {"kind": path, "max_turns": 3})]
+    assert most == [6, 4, 3]  # the package's, the class's, the setting's
 
 
 @pytest.mark.parametrize("status", [200, 401])
