@@ -5,14 +5,17 @@ A partner is called as a tool is: within a deadline, counted, recorded and repla
 conversation is excluded, with the failure's code as the reason.
 """
 
+import functools
+import inspect
 import json
+import logging
 from asyncio import AbstractEventLoop, run_coroutine_threadsafe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.agents.tools import ConversationNotes, Tool, ToolCalls, tool
-from salesrl_trl.errors import ConfigError
+from salesrl_trl.errors import BadServiceResponse, ConfigError
 from salesrl_trl.names import DIALOGUE_FIGURES
 from salesrl_trl.service.transport import Transport
 from salesrl_trl.types import AGREEMENT, LENGTH, REFUSAL, SELLER, Example
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from salesrl_trl.agents.chat_turns import ForeignText  # imports transformers, slowly
 
 Message = dict[str, Any]
+_tell = functools.cache(logging.getLogger(__name__).error)  # logs each line once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +56,8 @@ class Partner:
 
     async def reply(self, row: Example, messages: Sequence[Message]) -> Reply:
         """Reply to the last of `messages`, which begin with the prompt and contain calls of tools and their results.
-        `row` is the row of the dataset. Called concurrently, on the tools' event loop. Any exception excludes the
-        conversation."""
+        `row` is the row of the dataset. Called concurrently, on the tools' event loop, which it must not block. Any
+        exception excludes the conversation."""
         raise NotImplementedError
 
 
@@ -61,13 +65,21 @@ def partner_tool(partner: Partner) -> Tool:
     """The partner as a function to be called like a tool, with a reply's JSON as its result."""
     if not isinstance(partner, Partner):
         raise ConfigError(f"`partner` is of type {type(partner).__name__}. Expected an instance of `Partner`.")
+    if not inspect.iscoroutinefunction(partner.reply):
+        raise ConfigError("`reply` of the partner is not async. Expected `async def reply(self, row, messages)`.")
 
     async def reply(row: Example, messages: Sequence[Message], place: int) -> str:
         made = await partner.reply(row, messages)
-        ends = AGREEMENT, REFUSAL
-        if not made.text.strip() or (made.outcome is not None and made.outcome.get("end") not in ends):
-            raise ValueError("a partner's reply has no text, or an unknown `end`")
-        return json.dumps({"content": made.text, "outcome": made.outcome and dict(made.outcome)}, ensure_ascii=False)
+        try:
+            if not made.text.strip() or (made.outcome is not None and made.outcome["end"] not in (AGREEMENT, REFUSAL)):
+                raise ValueError
+            said = {"content": made.text, "outcome": made.outcome and dict(made.outcome)}
+            return json.dumps(said, ensure_ascii=False, allow_nan=False)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            found = f"{partner.name}: `reply` returned a malformed {type(made).__name__}"
+            told = f"{found}. Expected a `Reply` with a text; an `outcome` has finite numbers and a known `end`."
+            _tell(told)
+            raise BadServiceResponse(told, f"{partner.name}_no_reply") from None
 
     reply.__name__ = partner.name
     function: Tool = tool(deadline_s=partner.deadline_s, service=partner.name, counted=partner.transports)(reply)

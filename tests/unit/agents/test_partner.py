@@ -1,11 +1,14 @@
 """Conversations with a partner: whose tokens train, what ends them, and what becomes of a failed reply."""
 
 import asyncio
+import itertools
 import json
+import math
 import random
 import threading
 import time
 from collections import Counter
+from decimal import Decimal
 
 import pytest
 from support.agents import CALL, chat_tokenizer
@@ -146,6 +149,10 @@ def raises(error):
     raise error
 
 
+MALFORMED = itertools.cycle(
+    [Reply(text=" "), Reply(text=None), Reply(text="Yes.", outcome={"end": "yes"}), Reply(text="Yes.", outcome={})]
+    + [Reply(text="Yes.", outcome={"end": "agreement", "price": price}) for price in (math.nan, Decimal(3))]
+)
 FAULTS = {
     "customer_http_503": lambda: raises(HTTPError(503)),
     "customer_http_429": lambda: raises(HTTPError(429)),
@@ -155,8 +162,7 @@ FAULTS = {
     "llm_down": lambda: raises(ServiceUnavailable("down", "llm_down")),
     "llm_nonsense": lambda: raises(BadServiceResponse("no JSON", "llm_nonsense")),
     "customer_raised_KeyError": lambda: raises(KeyError("secret")),
-    "customer_raised_ValueError": lambda: " ",  # nothing said
-    "customer_raised_AttributeError": lambda: Reply(text=None),
+    "customer_no_reply": lambda: next(MALFORMED),
     "customer_raised_RuntimeError": lambda: raises(asyncio.CancelledError),  # of a task inside, not of the call
 }
 """Ways to fail, by the reason that each must have."""
@@ -200,6 +206,7 @@ def test_a_failed_reply_is_not_a_turn_and_is_counted_by_its_reason(talks, caplog
     counts = made.calls.counts["customer"]
     assert counts["failures"] + counts["errors"] == ledger.total() - ledger["none"]
     assert "secret" not in caplog.text
+    assert caplog.text.count("customer: `reply` returned a malformed Reply. Expected a `Reply` with a text") == 1
 
 
 def test_replies_of_all_conversations_are_awaited_together(talks):
@@ -248,4 +255,11 @@ def test_replies_are_recorded_and_replayed(talks):
 def test_another_object_is_rejected():
     with pytest.raises(ConfigError, match=r"`partner` is of type str. Expected an instance of `Partner`."):
         partner_tool("customer")
+
+    class Waits(Partner):
+        def reply(self, row, messages):
+            return NO
+
+    with pytest.raises(ConfigError, match="is not async"):
+        partner_tool(Waits())
     assert Partner.max_turns == 6
