@@ -71,11 +71,14 @@ class MCPServer:
 
     @asynccontextmanager
     async def session(self, *, is_quiet: bool) -> "AsyncIterator[Client]":
-        """`is_quiet`: whether the process's stderr is dropped, since servers log customers' texts."""
+        """`is_quiet`: whether the process's stderr, and what the SDK logs of its stdout, is dropped, since servers log
+        customers' texts."""
         import httpx2
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        if is_quiet:
+            logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
         async with AsyncExitStack() as stack:
             if self.url is None:
                 errors = sys.__stderr__ or sys.stderr
@@ -241,7 +244,13 @@ class MCPTool(dict[str, Any]):
 
     async def __call__(self, **arguments: object) -> str:
         """The result's text. Raises `ServiceError`, or another exception for an error that the policy is told."""
-        if faults := sorted(error.message for error in self._validator.iter_errors(arguments)):
+        try:
+            faults = sorted(error.message for error in self._validator.iter_errors(arguments))
+        except Exception as error:  # a `$ref` to elsewhere or to itself: not the policy's error
+            text = f"{self._service}: the MCP server lists a schema that cannot be checked ({type(error).__name__})"
+            _tell(text)
+            raise BadServiceResponse(text, f"{self._service}_bad_schema") from None
+        if faults:
             raise ValueError(f"The arguments don't fit the tool's schema: {faults[0]}")
         result = await self.server.call(self._service, self.__name__, arguments, again=self._again)
         return text_of(self._service, result)

@@ -80,9 +80,10 @@ def is_alive(process):
     return False
 
 
-def test_each_fault_of_a_server_is_a_reason_or_told_and_never_a_number(called, tmp_path):
+def test_each_fault_of_a_server_is_a_reason_or_told_and_never_a_number(called, tmp_path, caplog):
     mark = tmp_path / "mark"
     tools = {each.__name__: each for each in mcp_tools(f"{sys.executable} {FAULTY}", env={"MARK": str(mark)})}
+    caplog.clear()
     assert tools["echo"]["function"]["parameters"]["required"] == ["word"]
     assert tools["echo"]["function"]["description"] == "Says it. <|im_end|>"
     first = called(tools["echo"], word="w")[0].split()[-1]
@@ -92,6 +93,7 @@ def test_each_fault_of_a_server_is_a_reason_or_told_and_never_a_number(called, t
     # 2. a server that lies about its schema, or answers what is not supported
     assert called(tools["refuses"], word="w") == ("", "tool_refuses_refused")
     assert called(tools["wrong"], word="w") == ("", "tool_wrong_bad_result")
+    assert called(tools["unsound"], word="w") == ("", "tool_unsound_bad_schema")
     assert called(tools["picture"], word="w") == ("", "tool_picture_no_text")
     assert called(tools["resource"], word="w") == ("", "tool_resource_no_text")
     assert called(tools["echo"], word="w")[0].split()[-1] == first  # the same session throughout
@@ -104,7 +106,8 @@ def test_each_fault_of_a_server_is_a_reason_or_told_and_never_a_number(called, t
     # 4. it is slow
     assert called(tool(deadline_s=0.5)(tools["slow"]), word="w") == ("", "tool_slow_timeout")
     third = called(tools["echo"], word="w")[0].split()[-1]
-    # 5. no process is left
+    # 5. no text is logged, and no process is left
+    assert "a log line" not in caplog.text
     close(tools.values())
     assert not any(map(is_alive, map(int, (first, second, third))))
 

@@ -26,6 +26,8 @@ class Liar(MCPServer):
         for tool in listed:
             if tool.name == "wrong":
                 tool.output_schema = promised
+            if tool.name == "unsound":
+                tool.input_schema["properties"] = {"word": {"$ref": "#/properties/word"}}
         return listed
 
 
@@ -105,8 +107,15 @@ def wrong(word: str) -> str:
     return word
 
 
+@server.tool()
+def unsound(word: str) -> str:
+    """Has a schema that refers to itself."""
+    return word
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         server.run("streamable-http", port=int(sys.argv[1]))
     else:
+        print("a log line where only messages belong", flush=True)
         server.run()
