@@ -50,7 +50,7 @@ def rehearse(plan: Plan, steps: int = STEPS) -> "SalesGRPOTrainer":
         full_length = {"ignore_eos": True}
     kept = {name: value for name, value in (training.generation_kwargs or {}).items() if name not in _ENDS}
     changes = {"output_dir": folder, "max_steps": steps, "generation_kwargs": kept | full_length}
-    training = overlaid(training, "rehearsal", changes)
+    training = overlaid(training, "rehearsal", changes | {"reward_process": False})  # the made-up reward can't be sent
     engine = training.parsed_engine_kwargs()
     if engine.get("load_format") == "auto" and training.vllm_mode == "colocate" and not plan.config.model.load_in_4bit:
         # random weights: log-probs only agree if the push works

@@ -37,7 +37,9 @@ def planned(tiny, tmp_path):
 
 def test_steps_are_made_on_the_longest_batch_and_leave_nothing(planned, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    plan = planned("--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2")
+    plan = planned(
+        "--quick_eval_steps", "1", "--save_steps", "1", "--rollout_lookahead", "2", "--reward_process", "true"
+    )
     settings = dict(vars(plan.config.training))
     (step,) = examine(plan, stages=(STEP_STAGE,))
     assert step.verdict is PASSED
