@@ -222,7 +222,10 @@ class SettingsParser(TrlParser):
         try:
             os.environ.update({name: str(value) for name, value in (recipe.pop(ENVIRONMENT, None) or {}).items()})
             self.set_defaults_with_config(**self._overlaid(recipe, names, on_command_line))
-            namespace = self._settled(self.parse_known_args(argv)[0], entries, on_command_line)
+            parsed, left = self.parse_known_args(argv)  # with options that are not read, and their values
+            stray = " ".join(itertools.takewhile(lambda word: not word.startswith("-"), left))
+            check(not stray, f"`{stray}` belongs to no setting. Expected `--config FILE` or `--NAME VALUE`.")
+            namespace = self._settled(parsed, entries, on_command_line)
             self.values |= copy.deepcopy(namespace)
             return tuple(
                 kind(**{each.name: namespace[each.name] for each in fields(kind) if each.init})

@@ -297,6 +297,7 @@ def test_the_first_process_prints_one_json_object_whatever_libraries_print(capsy
         (main, ["--stage"], "invalid arguments: argument --stage: expected one argument"),
         (main, ["--stage", "judge", "--config", "absent.yaml"], "there is no recipe absent.yaml. Expected a YAML"),
         (main, ["--max_stepz", "1"], "unknown arguments: --max_stepz (did you mean --max_steps?)"),
+        (main, ["recipes/full.yaml", "--max_steps", "1"], "`recipes/full.yaml` belongs to no setting"),
         (main, ["--config", "BROKEN"], "is not YAML"),
         (check_memory, [], "no model is set, and the built-in small policy fits every GPU"),
         (check_memory, ["--model_name_or_path", "BROKEN"], "BROKEN"),
