@@ -46,8 +46,8 @@ class Persona:
     protected: Sequence[str] = field(default_factory=tuple)  # attributes that must not steer the offer
 
     @classmethod
-    def of(cls, row: Example) -> "Persona":
-        """Raises `DataError` for a row without one, without quoting it."""
+    def of(cls, row: Example, where: str = "a row") -> "Persona":
+        """Raises `DataError` for a row without one, without quoting it. `where`: which row it is."""
         given = row.get("persona")
         try:
             persona = cls(**{name: value for name, value in dict(given or {}).items() if value is not None})
@@ -58,7 +58,7 @@ class Persona:
             is_sound = False
         if not is_sound:
             raise DataError(
-                "a row's `persona` is malformed or missing. Expected a mapping with `needs`, `reservation` and "
+                f"{where}: `persona` is malformed or missing. Expected a mapping with `needs`, `reservation` and "
                 "`list_price`, and optionally `budget`, `mood`, `objections` and `protected`."
             )
         return persona

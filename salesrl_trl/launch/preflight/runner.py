@@ -131,7 +131,7 @@ def _check_data(plan: Plan, findings: Findings) -> None:
     config, training = plan.config, plan.config.training
     if (partner := config.reward.parsed_partner()) is not None and partner.kind == CUSTOMER:
         for row in (*plan.train_rows, *plan.held_out_rows):
-            Persona.of(row.columns)
+            Persona.of(row.columns, f"row {row.row_id}")
     policy = config.model.model_name_or_path or "(the built-in small policy)"
     check_pictures([*plan.train_rows, *plan.held_out_rows], plan.processor is not None, policy)
     findings.notes(check_prompts([*plan.train_rows, *plan.held_out_rows], config.reward, plan.tokenizer))

@@ -105,8 +105,8 @@ def test_every_built_in_customer_can_be_won_at_its_price():
      PERSONA | {"list_price": math.nan}, PERSONA | {"objections": [{"says": "When?"}]}],
 )  # fmt: skip
 def test_a_row_without_a_sound_persona_is_rejected_without_quoting_it(persona):
-    with pytest.raises(DataError, match="a row's `persona` is malformed or missing"):
-        Persona.of({"persona": persona})
+    with pytest.raises(DataError, match="row rows-3: `persona` is malformed or missing"):
+        Persona.of({"persona": persona}, "row rows-3")
 
 
 @contextlib.contextmanager
