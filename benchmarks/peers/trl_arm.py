@@ -1,6 +1,6 @@
 """The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`; 0.75 in
-`ours_partial75_N`), `ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N steps
-ahead. `kept` in a name: without gradient checkpointing, in passes of at most `KEPT_TOKENS` tokens or one completion.
+`ours_partial75_N`), `ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N
+steps ahead. `kept` in a name: `kept_activation_tokens: KEPT_TOKENS`.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -19,13 +19,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lengths import fix_lengths, fix_server_lengths
 from benchmarks.peers.clock import Clock
-from benchmarks.peers.task import GROUP, PROMPTS, RANK, RATE, Plan, batch_scored, scored, text_of
+from benchmarks.peers.task import GROUP, RANK, RATE, Plan, batch_scored, scored, text_of
 from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 
 GPU_SHARE = 0.35
 """Of the card's memory, for vLLM in the trainer's process."""
 KEPT_TOKENS = 8192
-"""Tokens of a pass whose activations are all kept: 44 GiB with 7B and LoRA."""
+"""Of a pass, whose activations are kept: 44 GiB with 7B and LoRA."""
 
 
 @per_completion
@@ -68,14 +68,10 @@ def main(plan: Plan, out: Path) -> None:
     if stock:
         trainer = GRPOTrainer(model, batch_scored, args=GRPOConfig(**settings), **common)
     else:
-        if "kept" in plan.arm:
-            settings |= {
-                "gradient_checkpointing": False, "shared_prompts": str(KEPT_TOKENS),
-                "per_device_train_batch_size": 1, "gradient_accumulation_steps": PROMPTS * GROUP,
-            }  # fmt: skip
         config = SalesGRPOConfig(
             rollout_lookahead=plan.ahead,
             partial_rollouts=0.75 if "partial75" in plan.arm else 0.5 if "partial" in plan.arm else 0.0,
+            kept_activation_tokens=KEPT_TOKENS if "kept" in plan.arm else 0,
             max_staleness=2 * plan.ahead if "stale" in plan.arm else 0,
             held_out_eval=False,
             max_sampling_logp_difference=math.inf,

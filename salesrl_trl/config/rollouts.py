@@ -179,7 +179,7 @@ def passes_of(
         logger.info(f"TRL's shuffle may separate a prompt's completions, because {in_trls_order}")
     return Passes(
         prompts,
-        1 if args.is_sharded else args.pass_tokens,
+        1 if args.is_sharded else args.pass_tokens or args.kept_activation_tokens or None,
         sum(parameter.numel() for parameter in model.parameters()),
         is_light=args.gradient_checkpointing and is_half_on_gpu,
         correction=correction_at_step(args, ledger),

@@ -200,9 +200,11 @@ class SalesGRPOConfig(GRPOConfig):
     pass yields the same ones. Its first use is compared with TRL's own passes. A number limits the tokens per pass: 1
     means one micro-batch per pass, which needs the least memory. `off` uses TRL's own passes. See
     docs/background/exactness.md."""
+    kept_activation_tokens: NumberOrNone = 0
+    """Above 0: selective activation checkpointing. Passes have at most this many tokens or one micro-batch, and with
+    `gradient_checkpointing` only recompute the layers of activations beyond those of this many tokens."""
     save_rollouts: bool = False
-    """Whether checkpoints include the rollouts in flight, so that a resumed run with a lookahead need not regenerate
-    them."""
+    """Whether checkpoints include the rollouts in flight, so that a resumed run need not regenerate them."""
     allow_changed_resume: bool = False
     """Whether to resume checkpoints with other rows, branches, initial weights or another prompt order. Prompts may
     then be repeated or skipped."""

@@ -96,8 +96,7 @@ def dithered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _float32_module(module: torch.nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> Any:
-    """A module like this one over float32 copies of its weights. `copies` caches them, so shared weights are copied
-    once."""
+    """A module like this one over float32 copies of its weights, cached in `copies`: shared weights have one copy."""
     clone: Any = object.__new__(type(module))  # `copy.copy` would reinitialise a module sharded by FSDP2
     for name, value in vars(module).items():
         vars(clone)[name] = copy.copy(value) if isinstance(value, (list, dict)) else value

@@ -115,9 +115,9 @@ class Setup:
         limit, each with one copy of every prompt. Without gradient checkpointing PyTorch keeps what the comparison
         with TRL's padded pass took at first."""
         training, batch = self.training, int(self.training.per_device_train_batch_size)
-        padded, most = batch * self.length, training.pass_tokens
+        padded, most = batch * self.length, training.pass_tokens or training.kept_activation_tokens
         if training.shared_prompts == "off" or not training.gradient_checkpointing:
-            return max(padded, most or 0)
+            return padded if training.shared_prompts == "off" else max(padded, most or 0)
         copies = math.ceil(batch / training.num_generations)
         tokens: int = batch * self.completion_tokens + copies * self.prompt_tokens
         most = most or unasked_tokens(self.shape.parameters, padded, is_light=self.compute_bytes == 2)
@@ -294,7 +294,8 @@ def _activations(setup: Setup) -> tuple[float, float]:
 
     A block saves the float32 inputs of two norms; queries, repeated keys and values, the attention output and a mask;
     the MLP's gate, its activation and up projection; inputs of the norms and of the linear layers. With gradient
-    checkpointing a block saves only its input and recomputes the rest. Eager attention saves its scores.
+    checkpointing a block saves only its input and recomputes the rest, unless its activations are kept: those of the
+    last blocks, which are freed before others are recomputed. Eager attention saves its scores.
     """
     shape, computed, stream, hidden = setup.shape, setup.compute_bytes, setup.weight_bytes, setup.shape.hidden
     block: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length
@@ -308,7 +309,10 @@ def _activations(setup: Setup) -> tuple[float, float]:
     working: float = gradients + 2 * stream * hidden
     last = hidden * (4 + 2 * stream)
     if setup.training.gradient_checkpointing:
-        return setup.tokens * (shape.layers * stream * hidden + last), setup.tokens * (working + block)
+        most = min(setup.training.kept_activation_tokens, setup.tokens)
+        kept = most * shape.layers * (block - stream * hidden)
+        inputs = setup.tokens * (shape.layers * stream * hidden + last)
+        return inputs + kept, setup.tokens * working + max(0.0, setup.tokens * block - kept)
     return setup.tokens * (shape.layers * block + last), setup.tokens * working
 
 

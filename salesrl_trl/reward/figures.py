@@ -1,5 +1,4 @@
-"""Reward metrics: from each rank's completions to the sums behind a log line, and the tables exchanged between
-ranks."""
+"""Reward metrics: from each rank's completions to a log line's sums, and the tables exchanged between ranks."""
 
 import math
 from collections.abc import Sequence

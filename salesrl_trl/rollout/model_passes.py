@@ -151,8 +151,7 @@ class Passes:
             self.has_prompt = held.has_prompt
             return held.logps, held.entropies, None
         wanted = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss}
-        # The router's loss is defined per micro-batch. With sharded weights, every rank makes one pass per
-        # micro-batch.
+        # The router's loss is per micro-batch. With sharded weights, every rank makes one pass per micro-batch.
         alone = compute_aux_loss or len(self._batches) < 2 or self._most == 1
         own = Columns(*columns)
         batch = own if alone else Columns.of(self._batches)

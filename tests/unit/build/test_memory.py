@@ -121,6 +121,15 @@ def test_an_optimizer_has_so_many_moments_of_so_many_bits(optim, each):
     assert moment_bytes(optim, 4) == each
 
 
+def test_kept_activations_need_as_much_as_no_checkpointing_or_a_share_of_it(weigh):
+    def size(**row):
+        [moment] = [moment for moment in weigh(Row("7b", lora=True, **row)).moments if "backward" in moment.name]
+        return moment.parts["activations"]
+
+    assert size(kept=99_999) == pytest.approx(size(checkpointing=False))
+    assert size() < size(kept=1024) < size(kept=2048) < size(checkpointing=False)
+
+
 def test_an_evaluation_has_its_own_batch(weigh):
     def scoring(**given):
         [moment] = [moment for moment in weigh(Row("7b", lora=True), **given).moments if "without" in moment.name]
@@ -151,6 +160,7 @@ def test_an_evaluation_has_its_own_batch(weigh):
         (Row("7b", lora=False, dtype="float32", reference=False, shared=True), 131.31),
         (Row("7b", lora=True, completion=4096), 24.79),
         (Row("7b", lora=True, completion=4096, shared=True), 26.22),
+        (Row("7b", lora=True, completion=4096, batch=1), 17.72),
     ],
     ids=lambda each: f"{each.name}, {each.tokens}" if isinstance(each, Row) else "",
 )
