@@ -89,7 +89,7 @@ class Row:
     lora: bool
     dtype: str = "bfloat16"
     checkpointing: bool = True
-    kept: int = 0  # tokens whose activations are kept with checkpointing
+    kept: int = 0  # GiB of activations that are kept with checkpointing
     reference: bool = True
     vllm: bool = False
     attention: str = "sdpa"
@@ -105,7 +105,7 @@ class Row:
     def name(self) -> str:
         words = [self.shape, "LoRA" if self.lora else "full", self.dtype]
         words += ["8-bit AdamW"] * self.rounds + ["no checkpointing"] * (not self.checkpointing)
-        words += [f"{self.kept} tokens kept"] * (self.kept > 0)
+        words += [f"{self.kept} GiB kept"] * (self.kept > 0)
         words += ["reference"] * (self.reference and not self.lora) + ["vLLM"] * self.vllm
         words += [self.attention] * (self.attention != "sdpa") + ["torch_compile"] * self.compiled
         words += ["float32 passes"] * (not self.bf16_passes) + ["shared prompts"] * self.shared
@@ -148,7 +148,7 @@ def rows_of(shapes: Sequence[str], with_vllm: bool) -> list[Row]:
 def rows_of_settings(shapes: Sequence[str]) -> list[Row]:
     """LoRA of each shape as the recipes train it, and with one setting changed. All weights in two precisions."""
     changes: list[dict[str, Any]] = [{}, {"checkpointing": False}, {"attention": "eager"}, {"compiled": True}]
-    changes += [{"kept": 2048}]
+    changes += [{"kept": 8}]
     flash = [name for name, (is_there, *_) in FLASH.items() if torch.cuda.is_available() and is_there()]
     changes += [{"attention": name} for name in flash]
     rows = []
@@ -166,7 +166,7 @@ def rows_of_long(shapes: Sequence[str], tokens: int) -> list[Row]:
     for shape in shapes:
         large, small = Row(shape, lora=True, completion=tokens, batch=4, card_gb=80), (24.0, 1)
         rows += [large, dataclasses.replace(large, shared=True), dataclasses.replace(large, vllm=True)]
-        rows += [dataclasses.replace(large, shared=True, kept=2 * tokens)]
+        rows += [dataclasses.replace(large, shared=True, kept=24)]
         rows += [dataclasses.replace(large, card_gb=small[0], batch=batch) for batch in (small[1], 4)]
     return rows
 
@@ -217,7 +217,7 @@ def settings_of(row: Row, where: torch.device, folder: Path) -> tuple[SalesGRPOC
         gradient_accumulation_steps=max(2, GENERATIONS // row.completions),
         max_completion_length=row.tokens,
         gradient_checkpointing=row.checkpointing,
-        kept_activation_tokens=row.kept,
+        kept_activations_gib=row.kept,
         torch_compile=row.compiled,
         shared_prompts="auto" if row.shared else "off",
         max_steps=row.updates,

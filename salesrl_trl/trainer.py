@@ -121,13 +121,9 @@ class SalesGRPOTrainer(SavingTrainer):
         if not args.branches:  # they are set from this trainer's rows, and must not leak into another trainer
             args = copy.copy(args)
         has_more = named.get("environment_factory") is not None
-        rewards = RewardFuncs.of(
-            reward_funcs,
-            args.reward_weights,
-            layer("reward.remote").RemoteReward if args.reward_process else None,
-            has_more=has_more,
-            records=bool(args.record),
-        )
+        remote = layer("reward.remote").RemoteReward if args.reward_process else None
+        records = bool(args.record)
+        rewards = RewardFuncs.of(reward_funcs, args.reward_weights, remote, has_more=has_more, records=records)
         rows, has_adapter = named.get("train_dataset"), named.get("peft_config") is not None
         columns = None if has_more or named.get("rollout_func") else getattr(rows, "column_names", None)
         rewards.check(columns, args.num_generations, args.per_device_train_batch_size * args.steps_per_generation)

@@ -1,6 +1,6 @@
 """The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`; 0.75 in
 `ours_partial75_N`), `ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N
-steps ahead. `kept` in a name: `kept_activation_tokens: KEPT_TOKENS`.
+steps ahead. `kept` in a name: `kept_activations_gib: KEPT_GIB`.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -24,8 +24,8 @@ from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 
 GPU_SHARE = 0.35
 """Of the card's memory, for vLLM in the trainer's process."""
-KEPT_TOKENS = 8192
-"""Of a pass, whose activations are kept: 44 GiB with 7B and LoRA."""
+KEPT_GIB = 40
+"""Activations of about 7,500 tokens with 7B and LoRA."""
 
 
 @per_completion
@@ -71,7 +71,7 @@ def main(plan: Plan, out: Path) -> None:
         config = SalesGRPOConfig(
             rollout_lookahead=plan.ahead,
             partial_rollouts=0.75 if "partial75" in plan.arm else 0.5 if "partial" in plan.arm else 0.0,
-            kept_activation_tokens=KEPT_TOKENS if "kept" in plan.arm else 0,
+            kept_activations_gib=KEPT_GIB if "kept" in plan.arm else 0,
             max_staleness=2 * plan.ahead if "stale" in plan.arm else 0,
             held_out_eval=False,
             max_sampling_logp_difference=math.inf,

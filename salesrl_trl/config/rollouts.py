@@ -167,24 +167,17 @@ def passes_of(
     weight = next(model.parameters())
     is_half_on_gpu = weight.is_cuda and (args.bf16 or args.fp16 or weight.dtype in HALVES)
     settings = PassSettings(
-        is_on=args.shared_prompts != "off",
-        reason=first(reasons),
-        autocast=accelerator.autocast,
-        most_tokens=args.pass_tokens,
-        highest=of_all if args.is_sharded else int,
-        highest_of_all=of_all,
-    )
+        is_on=args.shared_prompts != "off", reason=first(reasons), autocast=accelerator.autocast,
+        most_tokens=args.pass_tokens, highest=of_all if args.is_sharded else int, highest_of_all=of_all,
+    )  # fmt: skip
     prompts = SharedPrompts(model, settings)
     if prompts.is_on and in_trls_order is not None:
         logger.info(f"TRL's shuffle may separate a prompt's completions, because {in_trls_order}")
+    most, weights = 1 if args.is_sharded else args.pass_tokens, sum(each.numel() for each in model.parameters())
     return Passes(
-        prompts,
-        1 if args.is_sharded else args.pass_tokens or args.kept_activation_tokens or None,
-        sum(parameter.numel() for parameter in model.parameters()),
-        is_light=args.gradient_checkpointing and is_half_on_gpu,
-        correction=correction_at_step(args, ledger),
-        in_order=prompts.is_on and in_trls_order is None,
-    )
+        prompts, most, weights, is_light=args.gradient_checkpointing and is_half_on_gpu,
+        correction=correction_at_step(args, ledger), in_order=prompts.is_on and in_trls_order is None,
+    )  # fmt: skip
 
 
 def correction_at_step(args: SalesGRPOConfig, ledger: Ledger) -> CorrectionAtStep | None:

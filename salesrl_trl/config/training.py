@@ -200,9 +200,9 @@ class SalesGRPOConfig(GRPOConfig):
     pass yields the same ones. Its first use is compared with TRL's own passes. A number limits the tokens per pass: 1
     means one micro-batch per pass, which needs the least memory. `off` uses TRL's own passes. See
     docs/background/exactness.md."""
-    kept_activation_tokens: NumberOrNone = 0
-    """Above 0: selective activation checkpointing. Passes have at most this many tokens or one micro-batch, and with
-    `gradient_checkpointing` only recompute the layers of activations beyond those of this many tokens."""
+    kept_activations_gib: Annotated[float, Range(0)] = 0.0
+    """Above 0, with `gradient_checkpointing`: the last layers keep activations of at most this size instead of
+    recomputing them, as many layers as fit (selective activation checkpointing)."""
     save_rollouts: bool = False
     """Whether checkpoints include the rollouts in flight, so that a resumed run need not regenerate them."""
     allow_changed_resume: bool = False

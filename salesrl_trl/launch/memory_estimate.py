@@ -65,20 +65,15 @@ def shape_of(model: PreTrainedModel, lora: ModelConfig) -> ModelShape | None:
     parameters = sum(weight.numel() for weight in model.parameters())
     adapted = put_adapter(model, lora).parameters() if lora.use_peft else ()
     return ModelShape(
-        parameters=parameters,
-        linear=sum(layer.weight.numel() for layer in layers),
-        embedding=model.get_input_embeddings().weight.numel(),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
+        parameters=parameters, linear=sum(layer.weight.numel() for layer in layers),
+        embedding=model.get_input_embeddings().weight.numel(), layers=text.num_hidden_layers, hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        heads=heads,
-        query=heads * width,
+        heads=heads, query=heads * width,
         key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
-        vocabulary=text.vocab_size,
-        positions=positions_of(model.config),
+        vocabulary=text.vocab_size, positions=positions_of(model.config),
         number_bytes=(model.config.dtype or torch.float32).itemsize,
         adapters=sum(weight.numel() for weight in adapted if weight.requires_grad),
-    )
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -115,9 +110,9 @@ class Setup:
         limit, each with one copy of every prompt. Without gradient checkpointing PyTorch keeps what the comparison
         with TRL's padded pass took at first."""
         training, batch = self.training, int(self.training.per_device_train_batch_size)
-        padded, most = batch * self.length, training.pass_tokens or training.kept_activation_tokens
+        padded, most = batch * self.length, training.pass_tokens
         if training.shared_prompts == "off" or not training.gradient_checkpointing:
-            return padded if training.shared_prompts == "off" else max(padded, most or 0)
+            return max(padded, most or 0)
         copies = math.ceil(batch / training.num_generations)
         tokens: int = batch * self.completion_tokens + copies * self.prompt_tokens
         most = most or unasked_tokens(self.shape.parameters, padded, is_light=self.compute_bytes == 2)
@@ -308,12 +303,11 @@ def _activations(setup: Setup) -> tuple[float, float]:
         gradients = max(gradients, (4 + 4 * (computed == 2) + computed) * scores)
     working: float = gradients + 2 * stream * hidden
     last = hidden * (4 + 2 * stream)
+    kept = setup.tokens * shape.layers * (block - stream * hidden)
     if setup.training.gradient_checkpointing:
-        most = min(setup.training.kept_activation_tokens, setup.tokens)
-        kept = most * shape.layers * (block - stream * hidden)
-        inputs = setup.tokens * (shape.layers * stream * hidden + last)
-        return inputs + kept, setup.tokens * working + max(0.0, setup.tokens * block - kept)
-    return setup.tokens * (shape.layers * block + last), setup.tokens * working
+        kept = min(kept, setup.training.kept_activations_gib * GIB)
+    inputs = setup.tokens * (shape.layers * stream * hidden + last)
+    return inputs + kept, setup.tokens * working + max(0.0, setup.tokens * block - kept)
 
 
 def _logits(setup: Setup, tokens: int) -> float:

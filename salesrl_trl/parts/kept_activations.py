@@ -7,28 +7,34 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from salesrl_trl.config.rollouts import first
+from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.wiring.part import Part, PartContext
 
 logger = logging.getLogger(__name__)
 
 
 class KeptActivations(Part):
-    """Exempts layers from gradient checkpointing: all of them in a pass of at most `kept_activation_tokens`, and
-    proportionally fewer in a longer one. These are the last layers, whose activations the backward pass frees before
-    it recomputes others. Gradients are the same."""
+    """Exempts as many layers from gradient checkpointing as `kept_activations_gib` allows in each pass, the last one
+    always. These are the last layers, whose activations the backward pass frees before it recomputes others. Gradients
+    are the same."""
 
     def connect(self, run: PartContext) -> None:
         args, decoder = run.args, run.trl.model().get_decoder()
-        self._most, self._kept = args.kept_activation_tokens, list[GradientCheckpointingLayer]()
         self._layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        self._kept: list[GradientCheckpointingLayer] = []
+        each = bytes_per_token(self._layers[-1], 2 if args.bf16 or args.fp16 else 4) if self._layers else None
         reason = first({
             "recomputing a layer gathers its sharded weights, on all ranks together": args.is_sharded,
             "`torch_compile` would compile the model again for each number of layers": args.torch_compile,
-            "the model's layers are not transformers' `GradientCheckpointingLayer`": not self._layers,
+            "eager attention keeps the scores of all pairs of tokens": decoder.config._attn_implementation == "eager",
+            "the activations of this kind of model's layers can't be estimated": each is None,
         })  # fmt: skip
-        if reason is not None:
-            logger.info(f"off: `kept_activation_tokens`, because {reason}")
+        if reason is not None or each is None:
+            logger.info(f"off: `kept_activations_gib`, because {reason}")
             return
+        self._layer_tokens = int(args.kept_activations_gib * GIB / each)
+        run.passes.fitting = self._layer_tokens // len(self._layers)
+        logger.info(f"passes of up to {run.passes.fitting:,} tokens recompute no layer (`kept_activations_gib`)")
         decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         decoder.register_forward_hook(self._after, always_call=True)
 
@@ -37,10 +43,21 @@ class KeptActivations(Part):
         tokens = next((each.shape[:2].numel() for each in inputs if isinstance(each, torch.Tensor)), None)
         is_recomputed = decoder.training and all(layer.gradient_checkpointing for layer in self._layers)
         if tokens and torch.is_grad_enabled() and is_recomputed:
-            self._kept = self._layers[max(0, -(len(self._layers) * (self._most - tokens) // tokens)) :]
+            self._kept = self._layers[-max(1, self._layer_tokens // tokens) :]
             for layer in self._kept:
                 layer.gradient_checkpointing = False
 
     def _after(self, *_: object) -> None:
         while self._kept:
             self._kept.pop().gradient_checkpointing = True
+
+
+def bytes_per_token(layer: torch.nn.Module, number: int) -> int | None:
+    """What a layer keeps for its backward pass: inputs and outputs of its linear layers, `number` bytes each, and the
+    float32 inputs of two norms. `None` if it has many other weights, as a mixture of experts."""
+    parts = [(name, each) for name, each in layer.named_modules() if "lora_" not in name]
+    linear = [each for _, each in parts if isinstance(each, torch.nn.Linear)]
+    weights = sum(each.numel() for _, part in parts for each in part.parameters(recurse=False))
+    if sum(each.weight.numel() for each in linear) < 0.9 * weights or not linear:
+        return None
+    return number * sum(each.in_features + each.out_features for each in linear) + 8 * linear[0].in_features

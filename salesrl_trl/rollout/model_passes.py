@@ -27,13 +27,14 @@ FILLING = 30_000_000_000_000
 H200 (`benchmarks.passes`), two or four times the tokens were at most an eighth faster."""
 
 
-def unasked_tokens(weights: int, padded: int, *, is_light: bool) -> int:
+def unasked_tokens(weights: int, padded: int, fitting: int = 0, *, is_light: bool) -> int:
     """Default tokens per forward pass: as many as saturate a GPU, but no more than TRL's own pass for one micro-batch,
     `padded`. `is_light`: tokens need little memory (16 bits on a GPU, with gradient checkpointing). Then a pass may
     have as many as TRL's, up to four times those that saturate a GPU, or, if TRL's has fewer, as many as saturate one,
-    up to `MOST_TOKENS`; with 0.5B that is about a GiB."""
+    up to `MOST_TOKENS`; with 0.5B that is about a GiB. `fitting`: if above 0, a limit on what exceeds the latter."""
     filling = FILLING // max(weights, 1)
-    return max(min(filling, MOST_TOKENS), min(4 * filling, padded)) if is_light else min(filling, padded)
+    most = min(4 * filling, padded, fitting or padded)
+    return max(min(filling, MOST_TOKENS), most) if is_light else min(filling, padded)
 
 
 class _Joined(torch.autograd.Function):
@@ -94,6 +95,7 @@ class Passes:
         self.has_prompt: list[bool] | None = None
         """For each completion of the latest micro-batch: False if its prompt was shared with another one's. `None` if
         TRL's own pass was used."""
+        self.fitting = 0  # tokens of a pass that recomputes no layer, of those that might
         self._held: deque[_Held] = deque()
         self.forget()
 
@@ -185,7 +187,7 @@ class Passes:
         size = len(batch.ids) // count
         most = self._most
         if most is None:
-            most = unasked_tokens(self._weights, size * batch.ids.size(1), is_light=self._is_light)
+            most = unasked_tokens(self._weights, size * batch.ids.size(1), self.fitting, is_light=self._is_light)
         fitting = (
             number
             for number in range(count, 1, -1)

@@ -19,6 +19,7 @@ from salesrl_trl.generation.sampler import Sampler
 from salesrl_trl.kl.branched import BranchedKL
 from salesrl_trl.reward.figures import RewardFigures
 from salesrl_trl.reward.reward_loop import RewardLoop
+from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
 from salesrl_trl.telemetry.instruments import Instruments
@@ -42,6 +43,7 @@ class PartContext(Protocol):
     ledger: Ledger
     sampler: Sampler
     pipeline: Pipeline
+    passes: Passes
     scoring: RolloutScoring
     instruments: Instruments
     run_control: RunControl
@@ -155,7 +157,7 @@ def built_in(run: PartContext) -> list[Part]:
         ("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
         ("launch.evaluation.held_out:HeldOut", True, ""),
         ("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
-        ("parts.kept_activations:KeptActivations", bool(args.kept_activation_tokens), ""),
+        ("parts.kept_activations:KeptActivations", args.kept_activations_gib > 0, ""),
         ("parts.trackers:TrackersPart", True, ""),
         ("parts.weight_change:WeightChange", run.trl.updates, ""),
         ("parts.model_card:ModelCard", True, ""),

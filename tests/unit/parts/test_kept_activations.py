@@ -5,29 +5,38 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from salesrl_trl.parts.kept_activations import KeptActivations
+from salesrl_trl.parts.kept_activations import KeptActivations, bytes_per_token
+from salesrl_trl.telemetry.device import GIB
 
 LAYERS, TOKENS = 4, 24
-SMALL = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=LAYERS,
-                    num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+WIDTHS = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4,
+          "num_key_value_heads": 1}  # fmt: skip
 IDS = torch.arange(TOKENS).reshape(2, TOKENS // 2)
+
+
+def trained(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model.train()
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    made = get_peft_model(Qwen2ForCausalLM(SMALL), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    made.gradient_checkpointing_enable({"use_reentrant": False})
-    made.enable_input_require_grads()
-    return made.train()
+    base = Qwen2ForCausalLM(Qwen2Config(**WIDTHS, num_hidden_layers=LAYERS))
+    return trained(get_peft_model(base, LoraConfig(target_modules="all-linear", init_lora_weights=False)))
 
 
-def connect(model, most, **given):
-    args = SimpleNamespace(**{"kept_activation_tokens": most, "is_sharded": False, "torch_compile": False} | given)
-    part = KeptActivations()
-    part.connect(SimpleNamespace(args=args, trl=SimpleNamespace(model=lambda: model)))
+def connect(model, layer_tokens, **given):
+    """With room for the activations of so many tokens in one layer. Returns the passes."""
+    each = bytes_per_token(model.get_decoder().layers[-1], 4) or 1
+    settings = {"is_sharded": False, "torch_compile": False, "bf16": False, "fp16": False}
+    args = SimpleNamespace(**settings | {"kept_activations_gib": layer_tokens * each / GIB} | given)
+    passes = SimpleNamespace(fitting=0)
+    KeptActivations().connect(SimpleNamespace(args=args, passes=passes, trl=SimpleNamespace(model=lambda: model)))
+    return passes
 
 
 def passed(model):
@@ -54,11 +63,13 @@ def passed(model):
     return [loss.detach(), *grads], runs, sum(kept.values())
 
 
-@pytest.mark.parametrize(("most", "kept"), [(1, 0), (TOKENS // LAYERS, 1), (TOKENS - 1, 3), (TOKENS, 4), (999, 4)])
-def test_the_last_layers_keep_what_fits_and_gradients_are_the_same(model, most, kept):
+@pytest.mark.parametrize(
+    ("layer_tokens", "kept"), [(1, 1), (2 * TOKENS, 2), (LAYERS * TOKENS - 1, 3), (LAYERS * TOKENS, 4), (9999, 4)]
+)
+def test_the_last_layers_keep_what_fits_and_gradients_are_the_same(model, layer_tokens, kept):
     expected, all_twice, least = passed(model)
     assert all_twice == [2] * LAYERS
-    connect(model, most)
+    assert connect(model, layer_tokens).fitting == layer_tokens // LAYERS
     found, runs, size = passed(model)
     assert all(map(torch.equal, expected, found))
     assert runs == [2] * (LAYERS - kept) + [1] * kept
@@ -66,10 +77,12 @@ def test_the_last_layers_keep_what_fits_and_gradients_are_the_same(model, most, 
     _, once, whole = passed(model)
     assert once == [1] * LAYERS
     assert size == pytest.approx(least + (whole - least) * kept / LAYERS, rel=0.05)
+    each = bytes_per_token(model.get_decoder().layers[-1], 4)
+    assert each * TOKENS == pytest.approx((whole - least) / LAYERS, rel=0.1)
 
 
 def test_nothing_changes_in_passes_without_gradients_and_the_flags_are_as_before_also_after_an_error(model):
-    connect(model, TOKENS)
+    connect(model, 9999)
     layers = model.get_decoder().layers
     seen = []
     layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(layers[0].gradient_checkpointing))
@@ -85,11 +98,22 @@ def test_nothing_changes_in_passes_without_gradients_and_the_flags_are_as_before
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
+def mixture():
+    return trained(MixtralForCausalLM(MixtralConfig(**WIDTHS, num_hidden_layers=LAYERS, num_local_experts=2)))
+
+
 @pytest.mark.parametrize(
-    ("given", "reason"), [({"is_sharded": True}, "gathers its sharded weights"), ({"torch_compile": True}, "compile")]
+    ("build", "given", "reason"),
+    [
+        (None, {"is_sharded": True}, "gathers its sharded weights"),
+        (None, {"torch_compile": True}, "compile the model again"),
+        (mixture, {}, "can't be estimated"),
+    ],
 )
-def test_it_is_off_with_a_reason_where_layers_cannot_choose(model, given, reason, caplog):
+def test_it_is_off_with_a_reason_where_layers_cannot_choose_or_be_estimated(model, build, given, reason, caplog):
     caplog.set_level("INFO")
-    connect(model, TOKENS, **given)
+    model = model if build is None else build()
+    assert connect(model, 9999, **given).fitting == 0
     assert passed(model)[1] == [2] * LAYERS
-    assert "off: `kept_activation_tokens`, because" in caplog.text and reason in caplog.text
+    assert "off: `kept_activations_gib`, because" in caplog.text
+    assert reason in caplog.text

@@ -342,18 +342,23 @@ def test_the_passes_of_an_update_are_of_one_size():
 
 
 @pytest.mark.parametrize(
-    ("weights", "padded", "is_light", "tokens"),
+    ("weights", "padded", "fitting", "is_light", "tokens"),
     [
-        (7.6e9, 10_328, True, 10_328),  # as TRL's own pass
-        (7.6e9, 3_072, True, 3_947),  # as fill a GPU
-        (7.6e9, 26_712, True, 15_788),  # four times as many
-        (7.6e9, 10_328, False, 3_947),
-        (0.5e9, 3_072, False, 3_072),
-        (0.5e9, 26_712, True, 26_712),
+        (7.6e9, 10_328, 0, True, 10_328),  # as TRL's own pass
+        (7.6e9, 3_072, 0, True, 3_947),  # as fill a GPU
+        (7.6e9, 26_712, 0, True, 15_788),  # four times as many
+        (7.6e9, 26_712, 7_300, True, 7_300),  # as keep their activations
+        (7.6e9, 26_712, 1_000, True, 3_947),
+        (7.6e9, 10_328, 0, False, 3_947),
+        (0.5e9, 3_072, 0, False, 3_072),
+        (0.5e9, 26_712, 0, True, 26_712),
+        (0.5e9, 26_712, 1_000, True, 16_384),
     ],
 )
-def test_a_pass_is_as_large_as_fills_a_gpu_and_where_tokens_are_light_as_trls_own(weights, padded, is_light, tokens):
-    assert unasked_tokens(int(weights), padded, is_light=is_light) == tokens
+def test_a_pass_is_as_large_as_fills_a_gpu_and_where_tokens_are_light_as_trls_own(
+    weights, padded, fitting, is_light, tokens
+):
+    assert unasked_tokens(int(weights), padded, fitting, is_light=is_light) == tokens
 
 
 def test_one_token_is_one_micro_batch_a_pass_even_where_nothing_is_there_to_predict():
