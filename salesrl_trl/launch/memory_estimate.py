@@ -170,6 +170,7 @@ def estimate(setup: Setup) -> Estimate:
     embedding = 0 if setup.lora else shape.embedding
     # autocast caches them for the forward pass
     copies = 2.0 * shape.linear if setup.compute_bytes < setup.weight_bytes else 0.0
+    recomputes = training.gradient_checkpointing and not training.kept_activations_gib  # all layers
     saved, working = _activations(setup)
     predicted = training.per_device_train_batch_size * setup.completion_tokens
     # Besides a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format
@@ -177,13 +178,13 @@ def estimate(setup: Setup) -> Estimate:
     end_of_forward = {
         "gradients": before,
         "activations": saved,
-        "16-bit copies of weights": 0.0 if setup.lora and training.gradient_checkpointing else copies,
+        "16-bit copies of weights": 0.0 if setup.lora and recomputes else copies,
         "log-probs of the loss": _logits(setup, predicted) + head,
     }
     backward_of_a_layer = {
         "gradients": before + embedding * setup.weight_bytes,
         "activations": saved + working,
-        "16-bit copies of weights": copies / shape.layers if training.gradient_checkpointing else copies,
+        "16-bit copies of weights": copies / shape.layers if recomputes else copies,
     }
     # torchao updates one weight at a time, in float32; fused AdamW needs no memory, plain AdamW a copy of the weights
     work = 16.0 * min(setup.trained, shape.embedding) if re.search("torch_[48]bit", setup.optim) else 0.0
