@@ -121,5 +121,5 @@ def report_memory(steps: Sequence[Mapping[str, float]], device: torch.device, fi
     findings.figures |= {"peak_gib": peak, "left_gib": card - outside - peak, "card_gib": card}
     if card - outside - peak < SPARE * card:
         text = f"the peak of {peak:.1f} GiB, and {outside:.1f} GiB outside of PyTorch, leave less than {SPARE:.0%} of "
-        remedy = "Lower `vllm_gpu_memory_utilization` or the batch size, or set `gradient_checkpointing: true`."
+        remedy = "Set `gradient_checkpointing: true`, or lower `kept_activations_gib`, the batch or vLLM's share."
         findings.add(f"{text}the GPU's {card:.1f} GiB.", remedy)
