@@ -13,7 +13,7 @@ and fails where the GPU's memory is in use before it.
 
 `--settings` takes other rows: the first one with each of attention, compiler, checkpointing and precision changed.
 
-`--long` takes five rows with completions of 4,096 tokens on cards of 80 and 24 GB: PyTorch's allocator gets no more
+`--long` takes six rows with completions of 4,096 tokens on cards of 80 and 24 GB: PyTorch's allocator gets no more
 than such a card less the CUDA context, and vLLM its share of it. A row that runs out of memory says so, and whether
 the estimate did.
 
@@ -89,7 +89,7 @@ class Row:
     lora: bool
     dtype: str = "bfloat16"
     checkpointing: bool = True
-    kept: int = 0  # GiB of activations that are kept with checkpointing
+    kept: int = 0  # `kept_activations_gib`
     reference: bool = True
     vllm: bool = False
     attention: str = "sdpa"
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     made.add_argument("--shapes", nargs="+", choices=sorted(BATCH), default=default)
     made.add_argument("--no-vllm", action="store_true", help="leave out the row with vLLM")
     made.add_argument("--settings", action="store_true", help="rows with one setting changed, and their seconds")
-    made.add_argument("--long", action="store_true", help="five rows of long completions on cards of 80 and 24 GB")
+    made.add_argument("--long", action="store_true", help="six rows of long completions on cards of 80 and 24 GB")
     made.add_argument("--tokens", type=int, default=4096, help="of these completions")
     made.add_argument("--only", default="", metavar="WORDS", help="rows with these words in their names")
     args = made.parse_args(argv)

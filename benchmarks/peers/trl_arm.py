@@ -1,6 +1,6 @@
 """The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`; 0.75 in
 `ours_partial75_N`), `ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N
-steps ahead. `kept` in a name: `kept_activations_gib: KEPT_GIB`.
+steps ahead. `kept` in a name adds `kept_activations_gib: KEPT_GIB`.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -25,7 +25,7 @@ from salesrl_trl import SalesGRPOConfig, SalesGRPOTrainer, per_completion
 GPU_SHARE = 0.35
 """Of the card's memory, for vLLM in the trainer's process."""
 KEPT_GIB = 40
-"""Activations of about 7,500 tokens with 7B and LoRA."""
+"""Activations of about 7,300 tokens with 7B and LoRA."""
 
 
 @per_completion

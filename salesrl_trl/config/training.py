@@ -201,8 +201,8 @@ class SalesGRPOConfig(GRPOConfig):
     means one micro-batch per pass, which needs the least memory. `off` uses TRL's own passes. See
     docs/background/exactness.md."""
     kept_activations_gib: Annotated[float, Range(0)] = 0.0
-    """Above 0, with `gradient_checkpointing`: the last layers keep activations of at most this size instead of
-    recomputing them, as many layers as fit (selective activation checkpointing)."""
+    """Above 0, with `gradient_checkpointing`: as many of the last layers as fit, at least one, keep their activations
+    instead of recomputing them (selective activation checkpointing). Passes over several micro-batches may shrink."""
     save_rollouts: bool = False
     """Whether checkpoints include the rollouts in flight, so that a resumed run need not regenerate them."""
     allow_changed_resume: bool = False

@@ -290,8 +290,8 @@ def _activations(setup: Setup) -> tuple[float, float]:
 
     A block saves the float32 inputs of two norms; queries, repeated keys and values, the attention output and a mask;
     the MLP's gate, its activation and up projection; inputs of the norms and of the linear layers. With gradient
-    checkpointing a block saves only its input and recomputes the rest, unless its activations are kept: those of the
-    last blocks, which are freed before others are recomputed. Eager attention saves its scores.
+    checkpointing a block saves only its input and recomputes the rest. `kept_activations_gib` exempts the last
+    blocks, whose activations are freed before others are recomputed. Eager attention saves its scores.
     """
     shape, computed, stream, hidden = setup.shape, setup.compute_bytes, setup.weight_bytes, setup.shape.hidden
     block: float = 8 * hidden + 4 * computed * shape.query + computed * setup.length

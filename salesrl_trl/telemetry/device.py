@@ -70,8 +70,8 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_gib(device: torch.device) -> tuple[float, float, float, float]:
-    """Memory in GiB, in the order of `names.MEMORY`: the device's allocated, reserved and, since `forget_peak`, peak
-    allocated one (NaN without a GPU; includes a colocated vLLM's through PyTorch), and this process's host memory."""
+    """Memory in GiB, in the order of `names.MEMORY`: allocated, reserved and, since `forget_peak`, peak memory of the
+    device (NaN without a GPU; includes a colocated vLLM's through PyTorch), and this process's host memory."""
     host = _PROCESS.memory_info().rss / GIB
     if device.type != "cuda":
         return (float("nan"), float("nan"), float("nan"), host)
