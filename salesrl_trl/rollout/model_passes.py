@@ -31,7 +31,7 @@ def unasked_tokens(weights: int, padded: int, fitting: int = 0, *, is_light: boo
     """Default tokens per forward pass: as many as saturate a GPU, but no more than TRL's own pass for one micro-batch,
     `padded`. `is_light`: tokens need little memory (16 bits on a GPU, with gradient checkpointing). Then a pass may
     have as many as TRL's, up to four times those that saturate a GPU, or, if TRL's has fewer, as many as saturate one,
-    up to `MOST_TOKENS`; with 0.5B that is about a GiB. `fitting`: a limit, if above 0, but on larger passes alone."""
+    up to `MOST_TOKENS`; with 0.5B that is about a GiB. `fitting`, if above 0, limits larger passes only."""
     filling = FILLING // max(weights, 1)
     most = min(4 * filling, padded, fitting or padded)
     return max(min(filling, MOST_TOKENS), most) if is_light else min(filling, padded)
