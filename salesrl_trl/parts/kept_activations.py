@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from salesrl_trl.config.rollouts import first
@@ -14,16 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 class KeptActivations(Part):
-    """Exempts as many layers from gradient checkpointing as `kept_activations_gib` allows in each pass, the last one
-    always. These are the last layers, whose activations the backward pass frees before it recomputes others. Gradients
-    are the same."""
+    """Exempts as many layers from gradient checkpointing as `kept_activations_gib` allows in each pass of a run, the
+    last one always. These are the last layers, whose activations the backward pass frees before it recomputes others.
+    Gradients are the same."""
 
     def connect(self, run: PartContext) -> None:
         args, decoder = run.args, run.trl.model().get_decoder()
+        self._decoder: torch.nn.Module | None = None
+        self._hooks: list[RemovableHandle] = []
         self._layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
         self._kept: list[GradientCheckpointingLayer] = []
         each = bytes_per_token(self._layers[-1], 2 if args.bf16 or args.fp16 else 4) if self._layers else None
         reason = first({
+            "`gradient_checkpointing` is false": not args.gradient_checkpointing,
             "recomputing a layer gathers its sharded weights, on all ranks together": args.is_sharded,
             "`torch_compile` would compile the model again for each number of layers": args.torch_compile,
             "eager attention keeps the scores of all pairs of tokens": decoder.config._attn_implementation == "eager",
@@ -33,10 +37,19 @@ class KeptActivations(Part):
             logger.info(f"off: `kept_activations_gib`, because {reason}")
             return
         self._layer_tokens = int(args.kept_activations_gib * GIB / each)
-        run.passes.fitting = self._layer_tokens // len(self._layers)
+        self._decoder, run.passes.fitting = decoder, self._layer_tokens // len(self._layers)
         logger.info(f"passes of up to {run.passes.fitting:,} tokens recompute no layer (`kept_activations_gib`)")
-        decoder.register_forward_pre_hook(self._before, with_kwargs=True)
-        decoder.register_forward_hook(self._after, always_call=True)
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        if self._decoder is not None:
+            before = self._decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+            self._hooks += before, self._decoder.register_forward_hook(self._after, always_call=True)
+
+    def end_run(self, *_: object, **__: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    on_train_end = end_run  # another trainer of the same model has its own setting
 
     def _before(self, decoder: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         inputs = (*args, kwargs.get("inputs_embeds"), kwargs.get("input_ids"))

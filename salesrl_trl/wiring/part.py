@@ -157,7 +157,7 @@ def built_in(run: PartContext) -> list[Part]:
         ("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
         ("launch.evaluation.held_out:HeldOut", True, ""),
         ("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
-        ("parts.kept_activations:KeptActivations", args.kept_activations_gib > 0, ""),
+        ("parts.kept_activations:KeptActivations", run.trl.updates and args.kept_activations_gib > 0, ""),
         ("parts.trackers:TrackersPart", True, ""),
         ("parts.weight_change:WeightChange", run.trl.updates, ""),
         ("parts.model_card:ModelCard", True, ""),

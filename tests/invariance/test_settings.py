@@ -23,8 +23,9 @@ def test_a_worker_of_the_loader_keeps_the_order_of_prompts_over_epochs_and_with_
     check_same_course(train(**ahead), train(**ahead, **WORKERS, dataloader_persistent_workers=True))
 
 
-def test_gradient_checkpointing_of_some_layers_and_an_emptied_cache_give_the_same_losses(train, plain):
-    again = {"gradient_checkpointing": True, "kept_activations_gib": 1e-4, "torch_empty_cache_steps": 2}
+@pytest.mark.parametrize("kept", [0.0, 1e-4])  # the policy's only layer is recomputed, or kept
+def test_gradient_checkpointing_and_an_emptied_cache_give_the_same_losses(train, plain, kept):
+    again = {"gradient_checkpointing": True, "kept_activations_gib": kept, "torch_empty_cache_steps": 2}
     check_same_course(plain, train(**SHORT, **again))
 
 

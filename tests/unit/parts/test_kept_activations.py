@@ -30,13 +30,20 @@ def model():
 
 
 def connect(model, layer_tokens, **given):
-    """With room for the activations of so many tokens in one layer. Returns the passes."""
+    """A run with room for the activations of so many tokens in one layer. Returns the part and the passes."""
     each = bytes_per_token(model.get_decoder().layers[-1], 4) or 1
-    settings = {"is_sharded": False, "torch_compile": False, "bf16": False, "fp16": False}
+    settings = {
+        "gradient_checkpointing": True,
+        "is_sharded": False,
+        "torch_compile": False,
+        "bf16": False,
+        "fp16": False,
+    }
     args = SimpleNamespace(**settings | {"kept_activations_gib": layer_tokens * each / GIB} | given)
-    passes = SimpleNamespace(fitting=0)
-    KeptActivations().connect(SimpleNamespace(args=args, passes=passes, trl=SimpleNamespace(model=lambda: model)))
-    return passes
+    part, passes = KeptActivations(), SimpleNamespace(fitting=0)
+    part.connect(SimpleNamespace(args=args, passes=passes, trl=SimpleNamespace(model=lambda: model)))
+    part.on_train_begin()
+    return part, passes
 
 
 def passed(model):
@@ -69,7 +76,7 @@ def passed(model):
 def test_the_last_layers_keep_what_fits_and_gradients_are_the_same(model, layer_tokens, kept):
     expected, all_twice, least = passed(model)
     assert all_twice == [2] * LAYERS
-    assert connect(model, layer_tokens).fitting == layer_tokens // LAYERS
+    assert connect(model, layer_tokens)[1].fitting == layer_tokens // LAYERS
     found, runs, size = passed(model)
     assert all(map(torch.equal, expected, found))
     assert runs == [2] * (LAYERS - kept) + [1] * kept
@@ -98,6 +105,14 @@ def test_nothing_changes_in_passes_without_gradients_and_the_flags_are_as_before
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
+@pytest.mark.parametrize("end", [KeptActivations.on_train_end, KeptActivations.end_run], ids=["ended", "failed"])
+def test_a_run_over_has_no_effect_on_the_next_trainer_of_the_same_model(model, end):
+    end(connect(model, 9999)[0])
+    assert passed(model)[1] == [2] * LAYERS
+    connect(model, TOKENS)
+    assert passed(model)[1] == [2] * (LAYERS - 1) + [1]
+
+
 def mixture():
     return trained(MixtralForCausalLM(MixtralConfig(**WIDTHS, num_hidden_layers=LAYERS, num_local_experts=2)))
 
@@ -107,13 +122,14 @@ def mixture():
     [
         (None, {"is_sharded": True}, "gathers its sharded weights"),
         (None, {"torch_compile": True}, "compile the model again"),
+        (None, {"gradient_checkpointing": False}, "is false"),
         (mixture, {}, "can't be estimated"),
     ],
 )
 def test_it_is_off_with_a_reason_where_layers_cannot_choose_or_be_estimated(model, build, given, reason, caplog):
     caplog.set_level("INFO")
     model = model if build is None else build()
-    assert connect(model, 9999, **given).fitting == 0
+    assert connect(model, 9999, **given)[1].fitting == 0
     assert passed(model)[1] == [2] * LAYERS
     assert "off: `kept_activations_gib`, because" in caplog.text
     assert reason in caplog.text
