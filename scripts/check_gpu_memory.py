@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from salesrl_trl.config.checks import Range, check_range
 from salesrl_trl.errors import ConfigError
-from salesrl_trl.launch.memory_estimate import Estimate, Setup, estimate
+from salesrl_trl.launch.memory_estimate import Estimate, Setup
 from salesrl_trl.launch.plan import Plan
 from salesrl_trl.launch.preflight.memory import LESS, settle_precision, setup_of
 from salesrl_trl.launch.recipes import FULL
@@ -55,6 +55,8 @@ def _examine(argv: Sequence[str]) -> int:
     formats, batch = {4: "float32", 2: "16 bits", 1: "8 bits"}, config.training.per_device_train_batch_size
     title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
     title += f"{formats[setup.weight_bytes]}, {batch} x {setup.prompt_tokens} + {setup.completion_tokens} tokens"
+    if config.training.gradient_checkpointing:
+        title += f", {config.training.kept_activations_gib:g} GiB of activations kept"
     if not options.json:
         print(_as_text(setup, estimated, preset, card, title))
     else:
@@ -88,8 +90,8 @@ def _weigh(config: RunConfig, card: Card, options: argparse.Namespace) -> tuple[
         settle_precision(plan, setup)
     except ConfigError:  # no number format fits, which the table shows
         plan.dtype = "float32"
-    setup = replace(setup, dtype=plan.dtype, optim=config.training.optim.value)
-    return estimate(setup), setup
+    estimated = setup.weighed(plan.dtype, config.training.optim.value)
+    return estimated, replace(setup, dtype=plan.dtype, optim=config.training.optim.value)
 
 
 def _preset(settings: Sequence[str], card: Card, options: argparse.Namespace) -> tuple[str, float] | None:

@@ -21,13 +21,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from salesrl_trl.agents.tools import CLOSE_S, OnFailure, Tool, UsedLoops, tool
-from salesrl_trl.errors import (
-    BadServiceResponse,
-    ConfigError,
-    ServiceError,
-    ServiceRejected,
-    ServiceUnavailable,
-)
+from salesrl_trl.errors import BadServiceResponse, ConfigError, ServiceError, ServiceRejected, ServiceUnavailable
 from salesrl_trl.service.event_loop import THREADS, cancel, is_cancelled, now
 from salesrl_trl.service.statuses import address_fault, service_error_of
 from salesrl_trl.service.transport import Transport

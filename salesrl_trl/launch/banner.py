@@ -25,14 +25,7 @@ from salesrl_trl.launch.memory_estimate import parameter_count
 from salesrl_trl.launch.reward_config import ReplaySettings, RewardConfig
 from salesrl_trl.launch.settings import RunConfig
 from salesrl_trl.names import LOG_FILE
-from salesrl_trl.parts.run_banner import (
-    TOGETHER,
-    budget_text,
-    hub_lines,
-    record_line,
-    shown,
-    training_lines,
-)
+from salesrl_trl.parts.run_banner import TOGETHER, budget_text, hub_lines, record_line, shown, training_lines
 from salesrl_trl.types import CUSTOMER, SalesRow
 
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "deepspeed")

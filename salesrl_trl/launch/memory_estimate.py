@@ -104,6 +104,8 @@ class Setup:
         self.rollouts = int(training.per_device_train_batch_size * training.steps_per_generation)
         self.tokens = self._pass_tokens()
         self.has_engine = bool(training.use_vllm) and training.vllm_mode == "colocate"
+        recomputes_all = training.torch_compile or self.model.attn_implementation == "eager"
+        self.kept_gib = 0.0 if recomputes_all else training.kept_activations_gib
 
     def _pass_tokens(self) -> int:
         """Tokens of a forward and backward pass. With shared prompts it has as many whole micro-batches as fit its
@@ -119,8 +121,13 @@ class Setup:
         return tokens * max(1, min(most // tokens, int(training.gradient_accumulation_steps)))
 
     def weighed(self, dtype: str | None, optim: str) -> "Estimate":
-        """The estimate with another number format and optimizer, by its name in transformers."""
-        return estimate(replace(self, dtype=dtype, optim=optim))
+        """The estimate with another number format and optimizer, by its name in transformers. If it does not fit, it
+        sets `kept_activations_gib` to 0, because saving time is no reason to round weights or to reject a run."""
+        weighed = estimate(replace(self, dtype=dtype, optim=optim))
+        if weighed.fits or not self.training.kept_activations_gib:
+            return weighed
+        self.training.kept_activations_gib = 0.0
+        return self.weighed(dtype, optim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +177,7 @@ def estimate(setup: Setup) -> Estimate:
     embedding = 0 if setup.lora else shape.embedding
     # autocast caches them for the forward pass
     copies = 2.0 * shape.linear if setup.compute_bytes < setup.weight_bytes else 0.0
-    recomputes = training.gradient_checkpointing and not training.kept_activations_gib  # all layers
+    recomputes = training.gradient_checkpointing and not setup.kept_gib  # all layers
     saved, working = _activations(setup)
     predicted = training.per_device_train_batch_size * setup.completion_tokens
     # Besides a tile of logits: gradients of the hidden states and of a trained head, in float32 and their own format
@@ -306,7 +313,7 @@ def _activations(setup: Setup) -> tuple[float, float]:
     last = hidden * (4 + 2 * stream)
     kept = setup.tokens * shape.layers * (block - stream * hidden)
     if setup.training.gradient_checkpointing:
-        kept = min(kept, setup.training.kept_activations_gib * GIB)
+        kept = min(kept, setup.kept_gib * GIB)
     inputs = setup.tokens * (shape.layers * stream * hidden + last)
     return inputs + kept, setup.tokens * working + max(0.0, setup.tokens * block - kept)
 

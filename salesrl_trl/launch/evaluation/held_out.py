@@ -13,15 +13,7 @@ from transformers import TrainerState, TrainingArguments
 from salesrl_trl.ground.process import write_whole
 from salesrl_trl.ground.row_statistics import standard_error
 from salesrl_trl.ground.texts import number
-from salesrl_trl.names import (
-    BY_ROW,
-    HELD_OUT_FILE,
-    REWARD,
-    RIGHT_DOCUMENT,
-    mean_of,
-    outcome_of,
-    reward_of,
-)
+from salesrl_trl.names import BY_ROW, HELD_OUT_FILE, REWARD, RIGHT_DOCUMENT, mean_of, outcome_of, reward_of
 from salesrl_trl.types import EvaluatedCompletion, Outcome
 from salesrl_trl.wiring.part import Part, PartContext
 

@@ -45,13 +45,17 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         return
     if card is None or training.is_sharded:
         setup = None
+    kept = training.kept_activations_gib
     note = settle_precision(plan, setup)
     _check_disk(plan, findings)
     findings.notes([note])
     if card is None or setup is None:
         findings.skipped = "only unsharded runs of known models on a GPU are estimated; `step` measures the others"
         return
-    _compare(setup.weighed(plan.dtype, training.optim.value), card.used_gib, setup, findings)
+    estimated = setup.weighed(plan.dtype, training.optim.value)
+    if training.kept_activations_gib != kept:
+        findings.add(f"`kept_activations_gib` is 0 in this run, because {kept:g} would not fit.")
+    _compare(estimated, card.used_gib, setup, findings)
 
 
 def settle_precision(plan: Plan, setup: Setup | None) -> str | None:

@@ -64,7 +64,8 @@ def test_vllm_has_its_share_and_gives_it_back_asleep(weigh):
 def stage(tiny, monkeypatch, tmp_path):
     def run(needed_gib, *, used_gib=0.0, sequences=None, arguments=()):
         def weighed(setup):
-            moments = (Moment(name="optimizer step", parts={"weights": needed_gib}),)
+            parts = {"weights": needed_gib, "activations": setup.training.kept_activations_gib}
+            moments = (Moment(name="optimizer step", parts=parts),)
             return Estimate(card_gib=setup.card_gib, moments=moments, sequences=sequences)
 
         monkeypatch.setattr(memory_estimate, "estimate", weighed)
@@ -82,6 +83,7 @@ def stage(tiny, monkeypatch, tmp_path):
     ("asked", "verdict", "text"),
     [
         ({"needed_gib": 60}, PASSED, None),
+        ({"needed_gib": 60, "arguments": ("--kept_activations_gib", "30")}, NOTED, "because 30 would not fit"),
         ({"needed_gib": 84}, NOTED, "needs about 84.0 GiB (optimizer step, ±10%); the GPU has 80.0."),
         ({"needed_gib": 90}, FAILED, "needs about 90.0 GiB (optimizer step, ±10%); the GPU has 80.0."),
         ({"needed_gib": 90, "arguments": ("--use_peft", "false")}, NOTED, "needs about 90.0 GiB"),
@@ -122,12 +124,25 @@ def test_an_optimizer_has_so_many_moments_of_so_many_bits(optim, each):
 
 
 def test_kept_activations_need_as_much_as_no_checkpointing_or_a_share_of_it(weigh):
-    def size(**row):
-        [moment] = [moment for moment in weigh(Row("7b", lora=True, **row)).moments if "backward" in moment.name]
+    def size(compiled=False, **row):
+        made = weigh(Row("7b", lora=True, **row), torch_compile=compiled)
+        [moment] = [moment for moment in made.moments if "backward" in moment.name]
         return moment.parts["activations"]
 
     assert size(kept=99) == pytest.approx(size(checkpointing=False))
     assert size() < size(kept=2) < size(kept=8) < size(checkpointing=False)
+    assert size(kept=8, compiled=True) == size()
+    assert size(kept=8, attention="eager") == size(attention="eager")
+
+
+def test_activations_are_kept_unless_weights_would_be_rounded_for_them(tmp_path):
+    args, model = settings_of(Row("1.5b", lora=False, kept=99), torch.device("cpu"), tmp_path)
+    args.bf16 = True
+    setup = Setup(training=args, model=model, shape=figures_of("1.5b", model), card_gib=50.0,
+                  prompt_tokens=512, dtype="float32", optim="adamw_torch_fused")  # fmt: skip
+    assert not estimate(setup).fits
+    assert setup.weighed("float32", "adamw_torch_fused").fits
+    assert args.kept_activations_gib == 0
 
 
 def test_an_evaluation_has_its_own_batch(weigh):
