@@ -36,13 +36,7 @@ from salesrl_trl.launch.checks.dataset import prompt_limit, prompt_of, rows_of
 from salesrl_trl.launch.checks.model import model_class
 from salesrl_trl.launch.data.form import Portion, Records, part_of
 from salesrl_trl.launch.data.processor import load_processor
-from salesrl_trl.launch.data.prompts import (
-    FittingPrompts,
-    LengthLimit,
-    PromptTemplate,
-    fit_prompts,
-    token_counter,
-)
+from salesrl_trl.launch.data.prompts import FittingPrompts, LengthLimit, PromptTemplate, fit_prompts, token_counter
 from salesrl_trl.launch.data.sources import load_records, prompt_dataset
 from salesrl_trl.launch.services_plan import ServicesPlan
 from salesrl_trl.launch.settings import RunConfig

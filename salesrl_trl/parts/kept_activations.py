@@ -1,9 +1,9 @@
 """Selective activation checkpointing: only the layers whose activations do not fit are recomputed."""
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import torch
+from accelerate.logging import get_logger
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -11,7 +11,7 @@ from salesrl_trl.config.rollouts import first
 from salesrl_trl.telemetry.device import GIB
 from salesrl_trl.wiring.part import Part, PartContext
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class KeptActivations(Part):
@@ -25,10 +25,14 @@ class KeptActivations(Part):
         self._hooks: list[RemovableHandle] = []
         self._layers = [layer for layer in decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
         self._kept: list[GradientCheckpointingLayer] = []
-        each = bytes_per_token(self._layers[-1], 2 if args.bf16 or args.fp16 else 4) if self._layers else None
+        number = 2 if args.bf16 or args.fp16 else 4
+        sizes = [size for layer in self._layers if (size := bytes_per_token(layer, number))]
+        each = (
+            max(sizes, default=None) if len(sizes) == len(self._layers) else None
+        )  # a hybrid has two kinds of layers
         reason = first({
             "`gradient_checkpointing` is false": not args.gradient_checkpointing,
-            "recomputing a layer gathers its sharded weights, on all ranks together": args.is_sharded,
+            "DeepSpeed or FSDP may gather recomputed layers' weights, on all ranks together": args.is_sharded,
             "`torch_compile` would compile the model again for each number of layers": args.torch_compile,
             "eager attention keeps the scores of all pairs of tokens": decoder.config._attn_implementation == "eager",
             "the activations of this kind of model's layers can't be estimated": each is None,
@@ -67,10 +71,12 @@ class KeptActivations(Part):
 
 def bytes_per_token(layer: torch.nn.Module, number: int) -> int | None:
     """What a layer keeps for its backward pass: inputs and outputs of its linear layers, `number` bytes each, and the
-    float32 inputs of two norms. `None` if it has many other weights, as a mixture of experts."""
+    float32 inputs of its norms. `None` if it has many other weights, as a mixture of experts, or a state-space model's
+    convolution, beside which it keeps a state per token."""
     parts = [(name, each) for name, each in layer.named_modules() if "lora_" not in name]
     linear = [each for _, each in parts if isinstance(each, torch.nn.Linear)]
     weights = sum(each.numel() for _, part in parts for each in part.parameters(recurse=False))
-    if sum(each.weight.numel() for each in linear) < 0.9 * weights or not linear:
+    norms: int = weights - sum(each.numel() for part in linear for each in part.parameters(recurse=False))
+    if any(isinstance(each, torch.nn.Conv1d) for _, each in parts) or norms > 0.1 * weights or not linear:
         return None
-    return number * sum(each.in_features + each.out_features for each in linear) + 8 * linear[0].in_features
+    return number * sum(each.in_features + each.out_features for each in linear) + 4 * norms

@@ -4,8 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModel,
+    Gemma2Config,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from salesrl_trl.parts.kept_activations import KeptActivations, bytes_per_token
 from salesrl_trl.telemetry.device import GIB
@@ -40,6 +51,7 @@ def connect(model, layer_tokens, **given):
         "fp16": False,
     }
     args = SimpleNamespace(**settings | {"kept_activations_gib": layer_tokens * each / GIB} | given)
+    PartialState(cpu=True)  # for the log
     part, passes = KeptActivations(), SimpleNamespace(fitting=0)
     part.connect(SimpleNamespace(args=args, passes=passes, trl=SimpleNamespace(model=lambda: model)))
     part.on_train_begin()
@@ -113,6 +125,27 @@ def test_a_run_over_has_no_effect_on_the_next_trainer_of_the_same_model(model, e
     assert passed(model)[1] == [2] * (LAYERS - 1) + [1]
 
 
+@pytest.mark.parametrize(("norms", "config"), [(2, Qwen2Config), (4, Gemma2Config)])
+def test_each_norm_keeps_its_float32_input(norms, config):
+    layer = AutoModel.from_config(config(**WIDTHS, num_hidden_layers=1, head_dim=16)).layers[0]
+    # inputs and outputs of q, k, v and o, and of the MLP's three, 4 bytes each
+    linear = 4 * (64 + 64 + 2 * (64 + 16) + 64 + 64 + 3 * (64 + 256))
+    assert bytes_per_token(layer, 4) == linear + norms * 4 * 64
+
+
+def test_what_a_state_space_model_keeps_is_not_known():
+    layer = AutoModel.from_config(MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=64)).layers[0]
+    assert bytes_per_token(layer, 4) is None
+
+
+def hybrid():
+    return trained(
+        Lfm2ForCausalLM(
+            Lfm2Config(**WIDTHS, num_hidden_layers=LAYERS, layer_types=["conv", *["full_attention"] * (LAYERS - 1)])
+        )
+    )
+
+
 def mixture():
     return trained(MixtralForCausalLM(MixtralConfig(**WIDTHS, num_hidden_layers=LAYERS, num_local_experts=2)))
 
@@ -120,16 +153,18 @@ def mixture():
 @pytest.mark.parametrize(
     ("build", "given", "reason"),
     [
-        (None, {"is_sharded": True}, "gathers its sharded weights"),
+        (None, {"is_sharded": True}, "on all ranks together"),
         (None, {"torch_compile": True}, "compile the model again"),
         (None, {"gradient_checkpointing": False}, "is false"),
         (mixture, {}, "can't be estimated"),
+        (hybrid, {}, "can't be estimated"),
     ],
 )
 def test_it_is_off_with_a_reason_where_layers_cannot_choose_or_be_estimated(model, build, given, reason, caplog):
     caplog.set_level("INFO")
     model = model if build is None else build()
     assert connect(model, 9999, **given)[1].fitting == 0
-    assert passed(model)[1] == [2] * LAYERS
+    assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
+    assert not model.get_decoder()._forward_pre_hooks
     assert "off: `kept_activations_gib`, because" in caplog.text
     assert reason in caplog.text
