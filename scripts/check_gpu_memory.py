@@ -55,8 +55,8 @@ def _examine(argv: Sequence[str]) -> int:
     formats, batch = {4: "float32", 2: "16 bits", 1: "8 bits"}, config.training.per_device_train_batch_size
     title = f"{config.model.model_name_or_path}, {'LoRA' if setup.lora else 'all weights'}, weights in "
     title += f"{formats[setup.weight_bytes]}, {batch} x {setup.prompt_tokens} + {setup.completion_tokens} tokens"
-    if config.training.gradient_checkpointing:
-        title += f", {config.training.kept_activations_gib:g} GiB of activations kept"
+    if setup.kept_gib:
+        title += f", {estimated.kept_gib:g} GiB of activations kept"
     if not options.json:
         print(_as_text(setup, estimated, preset, card, title))
     else:

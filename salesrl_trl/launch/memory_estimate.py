@@ -87,6 +87,7 @@ class Setup:
     prompt_tokens: int  # length of the longest prompt, to which TRL pads a generation batch
     dtype: str | None  # number format of the trained weights; `None` or `"auto"` for the checkpoint's
     optim: str
+    keeps: bool = True  # `kept_activations_gib`
 
     def __post_init__(self) -> None:
         training, shape = self.training, self.shape
@@ -104,7 +105,7 @@ class Setup:
         self.rollouts = int(training.per_device_train_batch_size * training.steps_per_generation)
         self.tokens = self._pass_tokens()
         self.has_engine = bool(training.use_vllm) and training.vllm_mode == "colocate"
-        recomputes_all = training.torch_compile or self.model.attn_implementation == "eager"
+        recomputes_all = training.torch_compile or self.model.attn_implementation == "eager" or not self.keeps
         self.kept_gib = 0.0 if recomputes_all else training.kept_activations_gib
 
     def _pass_tokens(self) -> int:
@@ -121,13 +122,10 @@ class Setup:
         return tokens * max(1, min(most // tokens, int(training.gradient_accumulation_steps)))
 
     def weighed(self, dtype: str | None, optim: str) -> "Estimate":
-        """The estimate with another number format and optimizer, by its name in transformers. If it does not fit, it
-        sets `kept_activations_gib` to 0, because saving time is no reason to round weights or to reject a run."""
-        weighed = estimate(replace(self, dtype=dtype, optim=optim))
-        if weighed.fits or not self.training.kept_activations_gib:
-            return weighed
-        self.training.kept_activations_gib = 0.0
-        return self.weighed(dtype, optim)
+        """The estimate with another number format and optimizer, by its name in transformers. Without kept activations
+        if it does not fit with them: saving time is no reason to round weights or to reject a run."""
+        whole = estimate(replace(self, dtype=dtype, optim=optim))
+        return whole if whole.fits else estimate(replace(self, dtype=dtype, optim=optim, keeps=False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +147,7 @@ class Estimate:
     card_gib: float
     moments: tuple[Moment, ...]
     sequences: float | None  # completions of full length that fit into the KV cache of a colocated vLLM
+    kept_gib: float = 0.0  # `kept_activations_gib`, unless it is ineffective or would not fit
 
     @property
     def peak(self) -> Moment:
@@ -213,7 +212,7 @@ def estimate(setup: Setup) -> Estimate:
         given = training.vllm_max_model_length or shape.positions or setup.length  # vLLM's own default
         cache = _token_cache(shape, setup.engine_bytes) / training.vllm_tensor_parallel_size
         sequences = awake["vLLM KV cache"] / (cache * (length if isinstance(length, int) else given))
-    return Estimate(card_gib=setup.card_gib, moments=moments, sequences=sequences)
+    return Estimate(card_gib=setup.card_gib, moments=moments, sequences=sequences, kept_gib=setup.kept_gib)
 
 
 def moment_bytes(optim: str, weight_bytes: int) -> float:

@@ -27,9 +27,7 @@ class KeptActivations(Part):
         self._kept: list[GradientCheckpointingLayer] = []
         number = 2 if args.bf16 or args.fp16 else 4
         sizes = [size for layer in self._layers if (size := bytes_per_token(layer, number))]
-        each = (
-            max(sizes, default=None) if len(sizes) == len(self._layers) else None
-        )  # a hybrid has two kinds of layers
+        each = max(sizes, default=None) if len(sizes) == len(self._layers) else None  # a hybrid has other layers too
         reason = first({
             "`gradient_checkpointing` is false": not args.gradient_checkpointing,
             "DeepSpeed or FSDP may gather recomputed layers' weights, on all ranks together": args.is_sharded,

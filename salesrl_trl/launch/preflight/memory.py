@@ -45,7 +45,6 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         return
     if card is None or training.is_sharded:
         setup = None
-    kept = training.kept_activations_gib
     note = settle_precision(plan, setup)
     _check_disk(plan, findings)
     findings.notes([note])
@@ -53,8 +52,9 @@ def check_memory(plan: Plan, findings: Findings) -> None:
         findings.skipped = "only unsharded runs of known models on a GPU are estimated; `step` measures the others"
         return
     estimated = setup.weighed(plan.dtype, training.optim.value)
-    if training.kept_activations_gib != kept:
-        findings.add(f"`kept_activations_gib` is 0 in this run, because {kept:g} would not fit.")
+    if estimated.kept_gib < setup.kept_gib:
+        findings.add(f"`kept_activations_gib` is 0 in this run, because {setup.kept_gib:g} would not fit.")
+        training.kept_activations_gib = 0.0
     _compare(estimated, card.used_gib, setup, findings)
 
 
