@@ -23,6 +23,7 @@ from salesrl_trl.rollout.model_passes import Passes
 from salesrl_trl.rollout.pipeline import Pipeline
 from salesrl_trl.rollout.rollout_scoring import CompletedBatch, RolloutScoring
 from salesrl_trl.telemetry.instruments import Instruments
+from salesrl_trl.telemetry.logs import hide_lines
 from salesrl_trl.update.ledger import Ledger
 from salesrl_trl.update.run_control import RunControl
 
@@ -127,6 +128,7 @@ class Part(TrainerCallback):
 def connect_parts(run: PartContext, parts: list[Part], own: Sequence[Part]) -> None:
     """Add the built-in parts and then the user's `own` to `parts`, and connect them in this order."""
     parts += [*built_in(run), *own]
+    hide_lines()  # again, for the loggers of modules that were imported just now
     names = [part.name or type(part).__name__ for part in parts]
     for name in names:
         check(

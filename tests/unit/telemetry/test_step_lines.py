@@ -14,6 +14,7 @@ from salesrl_trl import names
 from salesrl_trl.names import Phase
 from salesrl_trl.parts.step_lines import EpochTotals, StepLine, step_line
 from salesrl_trl.telemetry.logs import hide_lines
+from salesrl_trl.wiring import part
 
 BRANCHES = ("fairness", "hallucination")
 LOGS = {
@@ -76,6 +77,14 @@ def test_a_line_names_the_rank_where_there_are_several(caplog, monkeypatch):
         hide_lines()
         logger.warning(line)
     assert caplog.messages == [line.removeprefix("[RANK 0] "), line]
+
+
+def test_a_part_that_is_imported_late_names_no_rank_either(caplog, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(part, "built_in", lambda run: logging.getLogger("salesrl_trl.late").handlers)  # no parts
+    part.connect_parts(SimpleNamespace(), [], [])
+    logging.getLogger("salesrl_trl.late").warning("[RANK 0] no step changes a weight")
+    assert caplog.messages == ["no step changes a weight"]
 
 
 def test_average_and_eta_are_of_the_steps_after_the_first(caplog, monkeypatch):
