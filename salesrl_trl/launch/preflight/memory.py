@@ -17,7 +17,8 @@ from salesrl_trl.telemetry.device import GIB
 
 MARGIN = 0.1  # an estimate that exceeds the GPU's memory by less than this share is a note, not a failure
 STOCHASTIC_ARGS = "bf16_stochastic_round=True"  # of torchao's optimizer
-LESS = "Use this GPU's `--preset`, `gradient_checkpointing: true`, `kept_activations_gib: 0`, a smaller batch or LoRA."
+LESS = "Use this GPU's `--preset`, `gradient_checkpointing: true` with `kept_activations_gib: 0`, a smaller batch, "
+LESS += "`use_peft: true` or DeepSpeed."
 
 
 def setup_of(plan: Plan, card_gib: float, prompt_tokens: int | None = None) -> Setup | None:
