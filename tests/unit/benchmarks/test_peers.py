@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,7 +42,14 @@ exec sleep 60
 """Makes some steps, and the bench is stopped."""
 
 
-def test_a_bench_that_is_stopped_keeps_the_steps_of_the_arm_it_stops(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("start_s", [0.0, 0.3])  # the latter is stopped before it has the arm's process
+def test_a_bench_that_is_stopped_keeps_the_steps_of_the_arm_it_stops(start_s, tmp_path, monkeypatch, capsys):
+    class Slow(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            time.sleep(start_s)
+
+    monkeypatch.setattr(subprocess, "Popen", Slow)
     for name, found in {"config": SHAPES["tiny"], "texts": ["Hi"], "prompts": [[1, 2]]}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     (tmp_path / "python").write_text(ARM)
