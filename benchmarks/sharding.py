@@ -48,6 +48,7 @@ from benchmarks.common import (
     save_model,
     write_json,
 )
+from benchmarks.processes import sigterm_afterwards
 from benchmarks.service import BRANCHES, GENERATIONS, ROOT, InstantReward
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.demo.packaged import packaged_tokenizer
@@ -200,9 +201,12 @@ def launch(arm: str, arguments: argparse.Namespace, model: Path, out: Path) -> d
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     log = out / "log.txt"
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
         ended: int | str
         try:
+            with sigterm_afterwards():
+                process = subprocess.Popen(
+                    command, env=environment, stdout=stream, stderr=stream, start_new_session=True
+                )
             ended = process.wait(arguments.limit or LIMIT_S * (1 + arguments.lora))
         except (subprocess.TimeoutExpired, SystemExit) as error:
             ended = str(error)

@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.floor import told
 from benchmarks.lengths import KINDS
 from benchmarks.peers.task import GROUP, PROMPTS, Plan, prompts_of, write_whole
+from benchmarks.processes import sigterm_afterwards
 from benchmarks.vllm_server import for_training, vllm_server
 
 ROOT = Path(__file__).parents[2]
@@ -142,17 +143,11 @@ def run_arm(plan: Plan, args: argparse.Namespace, scratch: Path) -> dict[str, An
         launch = ["-m", "accelerate.commands.launch", *LAUNCH, str(plan.processes)] if plan.processes > 1 else []
         command = [python, *launch, "-m", f"benchmarks.peers.{MODULES[kind(plan.arm)]}", str(path), str(out)]
         with log.open("wb") as stream:
-            stops: list[int] = []  # SIGTERM, until there is a process to end
-            before = signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
             try:
-                process = subprocess.Popen(
-                    command, stdout=stream, stderr=stream, cwd=ROOT, env=environment_of(plan.arm, args.site, gpus)
-                )
-            finally:
-                signal.signal(signal.SIGTERM, before)
-            try:
-                if stops:
-                    sys.exit(STOPPED)
+                with sigterm_afterwards():
+                    process = subprocess.Popen(
+                        command, stdout=stream, stderr=stream, cwd=ROOT, env=environment_of(plan.arm, args.site, gpus)
+                    )
                 ended = process.wait(args.limit)
             except (subprocess.TimeoutExpired, SystemExit) as error:
                 ended = STOPPED if isinstance(error, SystemExit) else f"cut off after {args.limit} s"

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.task import GROUP, PROMPTS, RANK, RATE, TEMPLATE, Plan, scored, write_result
+from benchmarks.processes import sigterm_afterwards
 
 GPU_SHARE = 0.35
 """Of the card's memory, for vLLM, as in TRL's arms."""
@@ -133,9 +134,10 @@ def main(plan: Plan, out: Path, words: list[str]) -> None:
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "HYDRA_FULL_ERROR": "1", "WANDB_MODE": "disabled",
         "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.packed_attention",
     }  # fmt: skip
-    process = subprocess.Popen(command(plan, scratch) + words, env=environment, start_new_session=True)
     ends: list[float] = []
     try:
+        with sigterm_afterwards():
+            process = subprocess.Popen(command(plan, scratch) + words, env=environment, start_new_session=True)
         while process.poll() is None and len(ends) < plan.last_counted:
             time.sleep(0.02)
             done = steps_file.read_text().splitlines() if steps_file.is_file() else []
