@@ -19,7 +19,8 @@ import threading
 import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
+from operator import or_
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,10 @@ def test_a_slow_machine_is_waited_for_and_a_server_gets_the_shards_of_both(launc
     assert max(step["sampling/sampling_logp_difference/mean"] for step in steps) < 1e-4
     assert steps[-1]["time/checkpoint_s"] > 0
     pushed = json.loads((tmp_path / "pushed.json").read_text())
-    assert pushed["from"] == FIRST and len(set(pushed["digests"])) == len(pushed["digests"]) == 4
+    # Adam changes weights from the first gradient on; a step whose groups all have one reward has none
+    has_moved = [*accumulate((step["grad_norm"] > 0 for step in steps[:3]), or_)]
+    assert pushed["from"] == FIRST and has_moved[-1]
+    assert [one != other for one, other in pairwise(pushed["digests"])] == has_moved
     assert len(pushed["asked"]) == 2  # each machine asks for its own completions
     assert steps[2]["step_time"] > 0.8 * SLOW_S  # the first machine has waited for the second one's disk
     # on a shared disk either machine may be the one that removes an old checkpoint
