@@ -3,7 +3,6 @@
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import reduce
-from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from salesrl_trl.errors import WeightSyncError
@@ -11,24 +10,6 @@ from salesrl_trl.errors import WeightSyncError
 logger = get_logger(__name__)
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-
-class OutsideAutocast:
-    """True while autocast is off."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-
-    def __bool__(self) -> bool:
-        return not torch.is_autocast_enabled(self._device_type)
-
-
-def spare_casts(model: torch.nn.Module, device_type: str) -> None:
-    """Prevent LoRA's float32 layers from casting inputs to float32 that autocast casts back at once. Without dropout,
-    loss and gradients are bitwise the same, since float32 represents every 16-bit number."""
-    for module in model.modules():
-        if isinstance(module, Linear) and not module.lora_variant:
-            module.cast_input_dtype_enabled = OutsideAutocast(device_type)
 
 
 def raise_adapters(model: torch.nn.Module, autocast: bool) -> None:

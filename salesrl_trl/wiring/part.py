@@ -159,6 +159,7 @@ def built_in(run: PartContext) -> list[Part]:
         ("launch.evaluation.bbq:BBQPart", has_bbq, f"the column `{BBQ_COLUMN}`"),
         ("launch.evaluation.held_out:HeldOut", True, ""),
         ("launch.evaluation.quick:QuickEvalPart", has_quick, "`quick_eval`"),
+        ("parts.lora:LoraLayers", hasattr(run.trl.model(), "peft_config"), ""),
         ("parts.kept_activations:KeptActivations", run.trl.updates and args.kept_activations_gib > 0, ""),
         ("parts.trackers:TrackersPart", True, ""),
         ("parts.weight_change:WeightChange", run.trl.updates, ""),

@@ -16,7 +16,7 @@ from salesrl_trl.config.trl_settings import clip_of, mode_of
 from salesrl_trl.data.branches import Branches
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.ground.process import patched
-from salesrl_trl.update.weights import WeightCheck, raise_adapters, spare_casts
+from salesrl_trl.update.weights import WeightCheck, raise_adapters
 
 
 class Policy:
@@ -69,7 +69,6 @@ class Policy:
 
     def raise_adapters(self, model: torch.nn.Module) -> None:
         raise_adapters(model, self._args.bf16 or self._args.fp16)
-        spare_casts(model, self._args.device.type)  # which autocast would undo
 
     def identity_of(self, rows: object, branches: Branches) -> Identity:
         """The identity of a run trained on these rows."""

@@ -21,8 +21,8 @@ BARS = {
     "Any in 1,000 lines": 5,
     "circles of imports": 0,
     "classes with more than 15 methods": 2,
-    "lines of the package": 34_400,  # 33,000 and 23,000 before corrections, conversations, MCP servers, environments
-    "lines of code": 24_600,
+    "lines of the package": 34_450,  # 33,000 and 23,000 before corrections, conversations, MCP servers, environments
+    "lines of code": 24_700,
     "modules": 225,
 }
 

@@ -1,0 +1,157 @@
+"""LoRA layers that compute what PEFT's do, in fewer kernels."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from salesrl_trl.parts.lora import FusedLinear, LoraLayers, fuse, spare_casts
+
+WIDTHS = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4,
+          "num_key_value_heads": 1, "num_hidden_layers": 2}  # fmt: skip
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def adapted(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    base = Qwen2ForCausalLM(Qwen2Config(**WIDTHS)).to(dtype)  # its q, k and v have biases
+    chosen = {"target_modules": "all-linear", "init_lora_weights": False, "lora_alpha": 12}
+    return get_peft_model(base, LoraConfig(**chosen | settings)).train()
+
+
+def fused(model):
+    for each in model.modules():
+        if hasattr(each, "lora_A"):
+            assert fuse(each) is None
+    return model
+
+
+def computed(model, autocast=False):
+    """Loss and all gradients, in float64."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    gradients = [each.grad.double() for each in model.parameters() if each.grad is not None]
+    return [loss.detach().double(), *gradients]
+
+
+def calls(model, monkeypatch):
+    """How many layers PEFT computes in a pass."""
+    seen, forward = [], Linear.forward
+    monkeypatch.setattr(
+        Linear, "forward", lambda self, *given, **named: seen.append(1) or forward(self, *given, **named)
+    )
+    computed(model)
+    monkeypatch.undo()
+    return len(seen)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_loss_and_gradients_are_pefts(checkpoints, monkeypatch):
+    model = adapted().double()
+    if checkpoints:  # the first layer's input needs a gradient, and the backward pass computes layers again
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    expected = computed(model)
+    assert calls(model, monkeypatch) > 0
+    fused(model)
+    assert calls(model, monkeypatch) == 0
+    found = computed(model)
+    assert len(expected) == len(found) == 1 + 2 * 2 * 7
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_rounding_is_no_worse_than_pefts_under_autocast():
+    def errors(model):
+        pairs = zip(computed(copy.deepcopy(model).double()), computed(model, autocast=True), strict=True)
+        return [(a - b).norm() / a.norm() for a, b in pairs]
+
+    model = adapted(torch.bfloat16)
+    pefts, ours = errors(model)[1:], errors(fused(model))[1:]
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.float32}
+    assert sum(ours) < sum(pefts) < 0.03 * len(pefts)
+
+
+def second_adapter(model):
+    torch.manual_seed(1)
+    model.add_adapter("second", LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+
+
+def hook_layers_inside(model):
+    for name, each in model.named_modules():
+        if name.endswith("lora_A.default"):
+            each.register_forward_hook(lambda *_: None)
+
+
+def train_the_base(model):
+    for name, each in model.named_parameters():
+        each.requires_grad_("base_layer" in name or each.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.disable_adapter_layers(), lambda model: model.merge_adapter(), second_adapter,
+     hook_layers_inside, train_the_base],
+    ids=["disabled", "merged", "two adapters", "hooks", "trained base"],
+)  # fmt: skip
+def test_what_changes_after_fusing_is_left_to_peft(change):
+    model, expected = fused(adapted()), adapted()
+    with torch.no_grad():
+        assert not torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)  # other roundings
+        for each in (model, expected):
+            change(each)
+        assert torch.equal(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"lora_dropout": 0.05}, "`lora_dropout` is not 0"),
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, "a bias"),
+    ],
+)
+def test_what_is_not_fused_is_logged_once_with_its_reason(settings, reason, caplog):
+    PartialState(cpu=True)
+    caplog.set_level("INFO")
+    model = adapted(**settings)
+    args = SimpleNamespace(device=torch.device("cpu"), torch_compile=False)
+    run = SimpleNamespace(args=args, trl=SimpleNamespace(model=lambda: model, is_deepspeed=False))
+    LoraLayers().connect(run)
+    (line,) = [each for each in caplog.messages if "off: " in each]
+    assert "LoRA layers" in line and reason in line
+    assert not any(isinstance(each, FusedLinear) for each in model.modules())
+
+
+def test_a_fused_model_is_copied_and_pickled_as_before():
+    model = fused(adapted())
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(input_ids=IDS).logits, expected)
+        torch.testing.assert_close(model.merge_and_unload()(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_layer_with_dropout_spares_casts_under_autocast_and_computes_the_same(autocast):
+    model, seen = adapted(torch.bfloat16, lora_dropout=0.1), set()
+    for name, layer in model.named_modules():
+        if name.endswith("lora_A.default"):
+            layer.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    model.eval()  # without draws
+    before = computed(model, autocast)
+    assert seen == {torch.float32}
+    seen.clear()
+    spare_casts(model, "cpu")
+    after = computed(model, autocast)
+    assert seen == {torch.bfloat16 if autocast else torch.float32}
+    assert all(map(torch.equal, before, after))
