@@ -9,7 +9,7 @@ Needs the standard library alone, because each arm runs in an environment of its
 - The texts repeat with a period that divides the counted steps, so that all arms' counted steps have the same prompts.
 - A reward takes two waits one after the other, log-normal as in `benchmarks.service`, and depends on the text alone.
 - The rows come in blocks, one for each latency, and are not shuffled. An arm that reads `ahead` steps ahead mixes two
-  blocks at their border, so the first `ahead + 1` steps and the last `ahead` steps of a block do not count.
+  blocks at their border, so the first `ahead + 2` steps and the last `ahead` steps of a block do not count.
 """
 
 import asyncio
@@ -105,8 +105,9 @@ class Plan:
 
     @property
     def skipped(self) -> int:
-        """Steps at the start of a block that do not count."""
-        return self.ahead + 1
+        """Steps at the start of a block that do not count: those whose batches the first one began, and the next, whose
+        rewards had only these short steps to come in."""
+        return self.ahead + 1 + bool(self.ahead)
 
     @property
     def block(self) -> int:
