@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def skipped(self) -> int:
-        """Steps at the start of a block that do not count: those whose batches the first one began, and the next, whose
+        """Steps at a block's start that do not count: those whose batches the first one began, and the next one, whose
         rewards had only these short steps to come in."""
         return self.ahead + 1 + bool(self.ahead)
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from salesrl_trl.ground.process import patched
@@ -59,6 +58,7 @@ class SharedPrompts:
     def __init__(self, model: nn.Module, settings: PassSettings) -> None:
         self._settings = settings
         self._has_dropout = shared_attention.has_dropout(model)
+        self._attention_of = functools.cache(shared_attention.attention_of)  # an answer visits all modules
         self.is_checked = False
         self._is_due = True  # whether the next batch with a shared prompt is compared
         self._updates = 0
@@ -122,7 +122,7 @@ class SharedPrompts:
             reason = "a batch has an empty prompt, or is padded differently than TRL's"
         elif self._window is not None and self._window < max(each.prompt + max(each.completions) for each in groups):
             reason = f"a sequence is longer than the model's sliding window of {self._window} tokens"
-        elif (name := shared_attention.attention_of(extract_model_from_parallel(model))) != self._attention:
+        elif (name := self._attention_of(model)) != self._attention:
             reason = f"the reference's attention is `{name}`, not the policy's `{self._attention}`"
         elif self._rope_limit is not None and batch.ids.size(1) >= self._rope_limit:
             reason = f"from {self._rope_limit} tokens on, rotary embeddings depend on a batch's longest row"

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from support.pushing import CPU, GPU, SERVER, digest_of, generation_of, pushed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from salesrl_trl.generation import vllm
 from salesrl_trl.generation.merging import dithered
 
 LOGGER = "salesrl_trl.generation.vllm"
@@ -153,3 +154,15 @@ def test_a_push_that_must_write_the_base_says_so_once(base, version, reason, cap
     told = [each.getMessage() for each in caplog.records if each.name == LOGGER]
     assert len(told) == (reason is not None)
     assert all(reason in each for each in told)
+
+
+def test_a_push_of_shards_visits_the_models_modules_once(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "full_tensor", lambda self: self, raising=False)  # as if gathered
+    model, asked = adapted(), []
+    expected = digest_of(pushed(model).items())
+    got = []
+    generation = generation_of(model, CPU, lambda *weight: got.append(weight), fsdp_version=2)
+    monkeypatch.setattr(vllm, "is_peft_model", lambda model: not asked.append(model))
+    generation.sync_weights()
+    assert digest_of(got) == expected
+    assert len(asked) == 1
