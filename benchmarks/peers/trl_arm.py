@@ -1,6 +1,6 @@
 """The arms on TRL's trainer: `stock`, and this package's `ours_N`, `ours_partial_N` (`partial_rollouts: 0.5`; 0.75 in
 `ours_partial75_N`), `ours_stale_N` (`max_staleness: 2 N`), `ours_partial_stale_N`, `ours_server_N` and `pair_N`, N
-steps ahead. `kept` in a name adds `kept_activations_gib: KEPT_GIB`.
+steps ahead. `kept` in a name adds `kept_activations_gib: KEPT_GIB`, and `liger` Liger's kernels.
 
 python -m benchmarks.peers.trl_arm PLAN OUT
 """
@@ -73,6 +73,7 @@ def main(plan: Plan, out: Path) -> None:
             partial_rollouts=0.75 if "partial75" in plan.arm else 0.5 if "partial" in plan.arm else 0.0,
             kept_activations_gib=KEPT_GIB if "kept" in plan.arm else 0,
             max_staleness=2 * plan.ahead if "stale" in plan.arm else 0,
+            use_liger_kernel="liger" in plan.arm,
             held_out_eval=False,
             max_sampling_logp_difference=math.inf,
             **settings,
