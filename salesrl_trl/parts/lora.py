@@ -9,6 +9,7 @@ from accelerate.logging import get_logger
 from peft.tuners.lora.layer import Linear, LoraLayer
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 
 from salesrl_trl.config.rollouts import first
 from salesrl_trl.wiring.part import Part, PartContext
@@ -16,21 +17,21 @@ from salesrl_trl.wiring.part import Part, PartContext
 logger = get_logger(__name__)
 
 _HOOKS = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, e.g. quantised ones, may not support each operation
 
 
 class LoraLayers(Part):
     """Spares LoRA's casts of inputs, and fuses its layers, each unless something prevents it."""
 
     def connect(self, run: PartContext) -> None:
-        args, model = run.args, run.trl.model()
-        if run.trl.is_deepspeed:
-            return
+        args, trl, model = run.args, run.trl, run.trl.model()
         spare_casts(model, args.device.type)
-        reason = "`torch_compile` fuses their kernels" if args.torch_compile else None
-        found = Counter(reason or fuse(each) for each in model.modules() if isinstance(each, LoraLayer))
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        reason = first({"DeepSpeed is untested": trl.is_deepspeed, "`torch_compile` does it": args.torch_compile})
+        found = Counter(reason or fuse(each, dtype) for each in model.modules() if isinstance(each, LoraLayer))
         for why, number in found.items():
             if why is not None:
-                logger.info(f"off: fewer kernels in {number} LoRA layers, because {why}")
+                logger.info(f"off: fused kernels in {number} LoRA layers, because {why}")
 
 
 class OutsideAutocast:
@@ -51,13 +52,15 @@ def spare_casts(model: torch.nn.Module, device_type: str) -> None:
             module.cast_input_dtype_enabled = OutsideAutocast(device_type)
 
 
-def fuse(layer: LoraLayer) -> str | None:
-    """Turn a layer into a `FusedLinear`, which it stays; otherwise, why not."""
+def fuse(layer: LoraLayer, dtype: torch.dtype | None = None) -> str | None:
+    """Turn a layer into a `FusedLinear`, which it stays; otherwise, why not. `dtype`: that of passes, if known."""
     base: Any = layer.get_base_layer()
+    dtypes = {each.dtype for each in base.parameters()}
     reason = first({
-        f"PEFT's {type(layer).__name__} is not its Linear": type(layer) not in (Linear, FusedLinear),
+        f"they are PEFT's `{type(layer).__name__}`, not its `Linear`": type(layer) not in (Linear, FusedLinear),
         "their base layers are not `torch.nn.Linear`": type(base) is not torch.nn.Linear,
         "their base layers are trained too": any(each.requires_grad for each in base.parameters()),
+        f"adapters are computed in {dtype}, their base layers are not": dtype and dtypes != {dtype},
         "they have a variant such as DoRA, or a bias": bool(layer.lora_variant) or any(layer.lora_bias.values()),
         "`lora_dropout` is not 0": any(map(_has_dropout, layer.lora_dropout.values())),
     })  # fmt: skip
@@ -75,31 +78,31 @@ class FusedLinear(Linear):
         if args or kwargs or self.disable_adapters or self.merged or len(active) != 1 or not self._fits(x, active[0]):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         base, (name,) = self.base_layer, active
-        down, up = self.lora_A[name].weight, self.lora_B[name].weight
-        return _Product.apply(x, base.weight, base.bias, down, up, self.scaling[name])  # type: ignore[no-any-return, no-untyped-call]
+        down, up, rows = self.lora_A[name].weight, self.lora_B[name].weight, x.reshape(-1, x.shape[-1])
+        rows = _Product.apply(rows, base.weight, base.bias, down, up, self.scaling[name])  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
     def _fits(self, x: torch.Tensor, name: str) -> bool:
-        layers, kind = (self.base_layer, self.lora_A[name], self.lora_B[name]), x.device.type
-        if any(type(each) is not torch.nn.Linear or any(map(vars(each).get, _HOOKS)) for each in layers):
+        base, down, up = linear = self.base_layer, self.lora_A[name], self.lora_B[name]
+        dropout, kind = self.lora_dropout[name], x.device.type
+        if any(type(each) is not torch.nn.Linear for each in linear) or _has_dropout(dropout):
             return False
-        frozen = [each for each in (self.base_layer.weight, self.base_layer.bias) if each is not None]
-        is_own = name in self.lora_variant or self.lora_bias[name]
-        if (
-            is_own
-            or type(self.lora_dropout[name]) is not torch.nn.Identity
-            or any(each.requires_grad for each in frozen)
-        ):
+        if _has_any_global_hook() or any(vars(each).get(hooks) for each in (*linear, dropout) for hooks in _HOOKS):
             return False
-        dtype = self.lora_A[name].weight.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        if name in self.lora_variant or up.bias is not None or isinstance(self.scaling[name], torch.Tensor):
+            return False
+        frozen = [each for each in (base.weight, base.bias) if each is not None]
+        is_plain = all(type(each) in _PLAIN for each in (x, *frozen, down.weight, up.weight))
+        if not is_plain or any(each.requires_grad for each in frozen) or not torch.amp.is_autocast_available(kind):
+            return False
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else down.weight.dtype
         return all(each.dtype == dtype for each in (x, *frozen))
 
 
 class _Product(torch.autograd.Function):
     """`x W' + bias + scaling x A' B'`, whose last product is added to the others while it is computed.
 
-    Shapes: x (..., in), W (out, in), A (r, in), B (out, r). A and B are cast to the dtype of the others.
+    Shapes: x (rows, in), W (out, in), A (r, in), B (out, r). A and B are cast to the dtype of the others.
     """
 
     @staticmethod
@@ -109,25 +112,20 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         down, up = down.to(x.dtype), up.to(x.dtype)
         output, narrow = functional.linear(x, weight, bias), functional.linear(x, down)
-        _rows(output).addmm_(_rows(narrow), up.t(), alpha=scaling)
+        output.addmm_(narrow, up.t(), alpha=scaling)
         ctx.save_for_backward(x, weight, down, up, narrow)
         ctx.scaling = scaling
-        return output
+        return output  # not a view, which PyTorch would not let a model change in place
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, wide: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, down, up, narrow = ctx.saved_tensors
-        gradients = _rows(wide)
-        narrowed = (gradients @ up).mul_(ctx.scaling)
-        of_x = (gradients @ weight).addmm_(narrowed, down).view(x.shape) if ctx.needs_input_grad[0] else None
-        of_up = (gradients.t() @ _rows(narrow)).mul_(ctx.scaling)
-        return of_x, None, None, narrowed.t() @ _rows(x), of_up, None
+        with torch.autocast(x.device.type, enabled=False):  # would cast some of the operands below, not all
+            narrowed = (gradients @ up).mul_(ctx.scaling)
+            of_x = (gradients @ weight).addmm_(narrowed, down) if ctx.needs_input_grad[0] else None
+            return of_x, None, None, narrowed.t() @ x, (gradients.t() @ narrow).mul_(ctx.scaling), None
 
 
 def _has_dropout(layer: torch.nn.Module) -> bool:
-    return bool(getattr(layer, "p", 0.0))  # PEFT has an identity for 0, and `disable_dropout` sets 0
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return type(layer) is not torch.nn.Identity and bool(getattr(layer, "p", 1))  # `disable_dropout` sets p to 0

@@ -10,6 +10,7 @@ from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.utils import disable_dropout_in_model
 
 from salesrl_trl.parts.lora import FusedLinear, LoraLayers, fuse, spare_casts
 
@@ -69,6 +70,25 @@ def test_loss_and_gradients_are_pefts(checkpoints, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_layer_whose_dropout_is_disabled_is_fused(monkeypatch):
+    model = adapted(lora_dropout=0.1)
+    disable_dropout_in_model(model)
+    assert calls(fused(model), monkeypatch) == 0
+
+
+def test_outputs_may_change_in_place_and_autocast_may_be_on_in_a_backward_pass(monkeypatch):
+    def gradients(model):
+        layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")  # has a bias
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=False):
+                output = layer(torch.linspace(-1, 1, 640, requires_grad=True).reshape(2, 5, 64)).mul_(3)
+            output.square().sum().backward()
+        return [layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad]
+
+    for expected, found in zip(gradients(adapted()), gradients(fused(adapted())), strict=True):
+        assert (expected - found).norm() < 0.01 * expected.norm()  # PEFT's products are in bfloat16 here
+
+
 def test_rounding_is_no_worse_than_pefts_under_autocast():
     def errors(model):
         pairs = zip(computed(copy.deepcopy(model).double()), computed(model, autocast=True), strict=True)
@@ -86,10 +106,34 @@ def second_adapter(model):
     model.base_model.set_adapter(["default", "second"])
 
 
-def hook_layers_inside(model):
+def hook(inside):
+    def change(model):
+        for name, each in model.named_modules():
+            if name.endswith(inside):
+                each.register_forward_hook(lambda *found: found[-1] * 2)
+
+    return change
+
+
+def scale_by_a_tensor(model):
+    for each in model.modules():
+        if hasattr(each, "lora_A"):
+            each.scaling["default"] = torch.tensor([3.0])  # PEFT's `prepare_model_for_compiled_hotswap` has tensors
+
+
+class OnlyLinear(torch.Tensor):
+    """A weight like quantised ones, which no other operation accepts."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, given=(), named=None):
+        assert function not in (torch.Tensor.matmul, torch.Tensor.addmm_)
+        return super().__torch_function__(function, types, given, named)
+
+
+def quantise(model):
     for name, each in model.named_modules():
-        if name.endswith("lora_A.default"):
-            each.register_forward_hook(lambda *_: None)
+        if name.endswith("base_layer"):
+            each.weight = torch.nn.Parameter(each.weight.detach().as_subclass(OnlyLinear), requires_grad=False)
 
 
 def train_the_base(model):
@@ -100,8 +144,8 @@ def train_the_base(model):
 @pytest.mark.parametrize(
     "change",
     [lambda model: model.disable_adapter_layers(), lambda model: model.merge_adapter(), second_adapter,
-     hook_layers_inside, train_the_base],
-    ids=["disabled", "merged", "two adapters", "hooks", "trained base"],
+     hook("lora_A.default"), hook("lora_dropout.default"), scale_by_a_tensor, quantise, train_the_base],
+    ids=["disabled", "merged", "two adapters", "hooks", "hooks of dropout", "scale", "weights", "trained base"],
 )  # fmt: skip
 def test_what_changes_after_fusing_is_left_to_peft(change):
     model, expected = fused(adapted()), adapted()
@@ -113,20 +157,25 @@ def test_what_changes_after_fusing_is_left_to_peft(change):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("settings", "run", "reason"),
     [
-        ({"lora_dropout": 0.05}, "`lora_dropout` is not 0"),
-        ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True, "target_modules": ["q_proj"]}, "a bias"),
+        ({"lora_dropout": 0.05}, {}, "`lora_dropout` is not 0"),
+        ({"use_dora": True}, {}, "DoRA"),
+        ({"lora_bias": True, "target_modules": ["q_proj"]}, {}, "a bias"),
+        ({}, {"bf16": True}, "adapters are computed in torch.bfloat16, their base layers are not"),
+        ({}, {"torch_compile": True}, "`torch_compile`"),
+        ({}, {"is_deepspeed": True}, "DeepSpeed"),
     ],
 )
-def test_what_is_not_fused_is_logged_once_with_its_reason(settings, reason, caplog):
+def test_what_is_not_fused_is_logged_once_with_its_reason(settings, run, reason, caplog):
     PartialState(cpu=True)
     caplog.set_level("INFO")
     model = adapted(**settings)
-    args = SimpleNamespace(device=torch.device("cpu"), torch_compile=False)
-    run = SimpleNamespace(args=args, trl=SimpleNamespace(model=lambda: model, is_deepspeed=False))
-    LoraLayers().connect(run)
+    given = {"device": torch.device("cpu"), "model": lambda: model} | dict.fromkeys(
+        ("torch_compile", "bf16", "fp16", "is_deepspeed"), False
+    )
+    values = SimpleNamespace(**given | run)
+    LoraLayers().connect(SimpleNamespace(args=values, trl=values))
     (line,) = [each for each in caplog.messages if "off: " in each]
     assert "LoRA layers" in line and reason in line
     assert not any(isinstance(each, FusedLinear) for each in model.modules())
