@@ -110,11 +110,11 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, down: torch.Tensor,
         up: torch.Tensor, scaling: float,
     ) -> torch.Tensor:  # fmt: skip
-        down, up = down.to(x.dtype), up.to(x.dtype)
+        ctx.dtype, ctx.scaling = up.dtype, scaling
+        down, up = down.to(x.dtype), (up * scaling).to(x.dtype)
         output, narrow = functional.linear(x, weight, bias), functional.linear(x, down)
-        output.addmm_(narrow, up.t(), alpha=scaling)
+        output.addmm_(narrow, up.t())
         ctx.save_for_backward(x, weight, down, up, narrow)
-        ctx.scaling = scaling
         return output  # not a view, which PyTorch would not let a model change in place
 
     @staticmethod
@@ -122,9 +122,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, down, up, narrow = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):  # would cast some of the operands below, not all
-            narrowed = (gradients @ up).mul_(ctx.scaling)
+            narrowed = gradients @ up
             of_x = (gradients @ weight).addmm_(narrowed, down) if ctx.needs_input_grad[0] else None
-            return of_x, None, None, narrowed.t() @ x, (gradients.t() @ narrow).mul_(ctx.scaling), None
+            of_up = (gradients.t() @ narrow).to(ctx.dtype) * ctx.scaling  # rounded once
+            return of_x, None, None, narrowed.t() @ x, of_up, None
 
 
 def _has_dropout(layer: torch.nn.Module) -> bool:
