@@ -80,22 +80,23 @@ class FusedLinear(Linear):
         base, (name,) = self.base_layer, active
         down, up, rows = self.lora_A[name].weight, self.lora_B[name].weight, x.reshape(-1, x.shape[-1])
         rows = _Product.apply(rows, base.weight, base.bias, down, up, self.scaling[name])  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], rows.shape[-1])
+        return rows.view(*x.shape[:-1], len(up))  # type: ignore[no-any-return]
 
     def _fits(self, x: torch.Tensor, name: str) -> bool:
         base, down, up = linear = self.base_layer, self.lora_A[name], self.lora_B[name]
-        dropout, kind = self.lora_dropout[name], x.device.type
+        dropout, where = self.lora_dropout[name], x.device.type
         if any(type(each) is not torch.nn.Linear for each in linear) or _has_dropout(dropout):
             return False
-        if _has_any_global_hook() or any(vars(each).get(hooks) for each in (*linear, dropout) for hooks in _HOOKS):
+        hooks = [vars(each).get(kind) for each in (*linear, dropout) for kind in _HOOKS]
+        if any(hooks) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         if name in self.lora_variant or up.bias is not None or isinstance(self.scaling[name], torch.Tensor):
             return False
         frozen = [each for each in (base.weight, base.bias) if each is not None]
         is_plain = all(type(each) in _PLAIN for each in (x, *frozen, down.weight, up.weight))
-        if not is_plain or any(each.requires_grad for each in frozen) or not torch.amp.is_autocast_available(kind):
+        if not is_plain or any(each.requires_grad for each in frozen) or not torch.amp.is_autocast_available(where):
             return False
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else down.weight.dtype
+        dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else down.weight.dtype
         return all(each.dtype == dtype for each in (x, *frozen))
 
 

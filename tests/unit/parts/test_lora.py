@@ -111,8 +111,9 @@ def test_rounding_is_no_worse_than_pefts_under_autocast():
     for each in model.parameters():
         if each.requires_grad:  # in float32, but at first of numbers that bfloat16 represents
             torch.nn.init.uniform_(each, -0.1, 0.1)
-    for pefts, ours in zip(errors(model), errors(fused(model)), strict=True):
-        assert 0 < ours < 1.1 * pefts < 0.01
+    pefts, ours = errors(model), errors(fused(model))
+    assert 0 < ours[0] < 0.95 * pefts[0]
+    assert all(a < 1.1 * b < 0.01 for a, b in zip(ours, pefts, strict=True))
     assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.float32}
 
 
@@ -121,6 +122,8 @@ def second_adapter(*active, targets=r".*q_proj", **settings):
         torch.manual_seed(1)
         model.add_adapter("second", LoraConfig(target_modules=targets, init_lora_weights=False, **settings))
         model.base_model.set_adapter([*active, "second"])
+        for name, each in model.named_parameters():
+            each.data *= 2 if "magnitude" in name else 1  # DoRA's first ones change nothing
 
     return change
 
@@ -220,9 +223,8 @@ def test_named_adapters_and_global_hooks_are_left_to_peft(monkeypatch):
     model, expected = fused(adapted()).eval(), adapted().eval()
     named = {"input_ids": IDS, "adapter_names": ["__base__", "default"]}
     assert torch.equal(model(**named).logits, expected(**named).logits)
-    handle = register_module_forward_hook(lambda *_: None)
-    assert calls(model, monkeypatch) > 0
-    handle.remove()
+    with register_module_forward_hook(lambda *_: None):
+        assert calls(model, monkeypatch) > 0
 
 
 def test_a_fused_model_is_copied_pickled_and_moved_as_before():
