@@ -128,6 +128,7 @@ def work_of_lora(arguments: argparse.Namespace) -> None:
             "steps": [{"loss": entry["loss"], "grad_norm": entry["grad_norm"]} for entry in steps],
             "step_s": clock.seconds[1:] or clock.seconds,
             "push_s": [entry[time_of(Phase.WEIGHT_PUSH)] for entry in steps],
+            "phases_s": [{each.value: entry.get(time_of(each)) for each in Phase} for entry in steps],
             "logp_difference": [entry.get("sampling/sampling_logp_difference/mean") for entry in steps],
             "peak_gib": peaks if where.type == "cuda" else [None],
         }
