@@ -27,7 +27,9 @@ class LoraLayers(Part):
         args, trl, model = run.args, run.trl, run.trl.model()
         spare_casts(model, args.device.type)
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        reason = first({"DeepSpeed is untested": trl.is_deepspeed, "`torch_compile` does it": args.torch_compile})
+        reason = first(
+            {"this is untested with DeepSpeed": trl.is_deepspeed, "`torch_compile` fuses them": args.torch_compile}
+        )
         found = Counter(reason or fuse(each, dtype) for each in model.modules() if isinstance(each, LoraLayer))
         for why, number in found.items():
             if why is not None:
