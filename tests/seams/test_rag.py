@@ -50,11 +50,11 @@ def test_settings_name_it_by_its_dotted_path_and_need_no_address(foreign, servic
 
 def test_its_requests_count_in_the_budget(foreign, services, tmp_path, result_of):
     config, asked = foreign
-    config.max_calls = 1
+    config.max_calls = 2  # both answers; of a pair whose other half is refused, the service may never see the request
     parts = prepare_reward(config, ["fairness"])
     reward = build_reward(config, parts, [row()], NOWHERE, NOWHERE, output_dir=tmp_path)
-    result_of(reward, [action("a"), action("b")])
-    assert len(asked) == 1
+    assert [scored.reason for scored in result_of(reward, [action()]).rewards] == ["budget_spent"]
+    assert (len(asked), services.calls["judge"]) == (2, 0)
 
 
 def test_a_body_of_another_form_is_the_services_failure(foreign, services, tmp_path, result_of):
