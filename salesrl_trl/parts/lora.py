@@ -77,29 +77,30 @@ class FusedLinear(Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         active = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or len(active) != 1 or not self._fits(x, active[0]):
+        is_usual = not (args or kwargs or self.disable_adapters or self.merged) and len(active) == 1
+        if not is_usual or (operands := self._operands(x, active[0])) is None:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        base, (name,) = self.base_layer, active
-        down, up, rows = self.lora_A[name].weight, self.lora_B[name].weight, x.reshape(-1, x.shape[-1])
-        rows = _Product.apply(rows, base.weight, base.bias, down, up, self.scaling[name])  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], len(up))  # type: ignore[no-any-return]
+        rows = _Product.apply(x.reshape(-1, x.shape[-1]), *operands)  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], rows.shape[-1])  # type: ignore[no-any-return]
 
-    def _fits(self, x: torch.Tensor, name: str) -> bool:
-        base, down, up = linear = self.base_layer, self.lora_A[name], self.lora_B[name]
-        dropout, where = self.lora_dropout[name], x.device.type
-        if any(type(each) is not torch.nn.Linear for each in linear) or _has_dropout(dropout):
-            return False
-        hooks = [vars(each).get(kind) for each in (*linear, dropout) for kind in _HOOKS]
-        if any(hooks) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            return False
-        if name in self.lora_variant or up.bias is not None or isinstance(self.scaling[name], torch.Tensor):
-            return False
-        frozen = [each for each in (base.weight, base.bias) if each is not None]
-        is_plain = all(type(each) in _PLAIN for each in (x, *frozen, down.weight, up.weight))
-        if not is_plain or any(each.requires_grad for each in frozen) or not torch.amp.is_autocast_available(where):
-            return False
-        dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else down.weight.dtype
-        return all(each.dtype == dtype for each in (x, *frozen))
+    def _operands(self, x: torch.Tensor, name: str) -> tuple[Any, ...] | None:
+        """`_Product`'s other operands, or `None` to leave this pass to PEFT. Modules' attributes are slow to read."""
+        base, down, up, dropout = self.base_layer, self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+        if {type(base), type(down), type(up)} != {torch.nn.Linear} or _has_dropout(dropout):
+            return None
+        own_hooks = any(any(map(vars(each).get, _HOOKS)) for each in (base, down, up, dropout))
+        has_hooks = own_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if has_hooks or name in self.lora_variant or up.bias is not None:
+            return None
+        weight, bias, narrow, wide, scaling = base.weight, base.bias, down.weight, up.weight, self.scaling[name]
+        frozen, where = [weight] if bias is None else [weight, bias], x.device.type
+        is_plain = all(type(each) in _PLAIN for each in (x, narrow, wide, *frozen))
+        if not is_plain or isinstance(scaling, torch.Tensor) or any(each.requires_grad for each in frozen):
+            return None
+        if not torch.amp.is_autocast_available(where):
+            return None
+        dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else narrow.dtype
+        return (weight, bias, narrow, wide, scaling) if all(each.dtype == dtype for each in (x, *frozen)) else None
 
 
 class _Product(torch.autograd.Function):
@@ -124,11 +125,13 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, down, up, narrow = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # would cast some of the operands below, not all
-            narrowed = gradients @ up
-            of_x = (gradients @ weight).addmm_(narrowed, down) if ctx.needs_input_grad[0] else None
-            of_up = (gradients.t() @ narrow).to(ctx.dtype) * ctx.scaling  # rounded once
-            return of_x, None, None, narrowed.t() @ x, of_up, None
+        if torch.is_autocast_enabled(x.device.type):  # would cast some of the operands below, not all
+            with torch.autocast(x.device.type, enabled=False):
+                return _Product.backward(ctx, gradients)
+        narrowed = gradients @ up
+        of_x = (gradients @ weight).addmm_(narrowed, down) if ctx.needs_input_grad[0] else None
+        of_up = (gradients.t() @ narrow).to(ctx.dtype) * ctx.scaling  # rounded once
+        return of_x, None, None, narrowed.t() @ x, of_up, None
 
 
 def _has_dropout(layer: torch.nn.Module) -> bool:
