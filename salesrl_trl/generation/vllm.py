@@ -18,7 +18,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from salesrl_trl.errors import ConfigError
 from salesrl_trl.generation.engine_loop import MOST_REQUESTS, EngineLoop, Prompt, ServerLoop, TaskBatch
-from salesrl_trl.generation.merging import merged_beside, reload_all, why_in_place
+from salesrl_trl.generation.merging import load_all, merged_beside, why_in_place
 from salesrl_trl.generation.turns import EngineLabels, ServerLabels
 from salesrl_trl.ground.process import allow_files, is_in, patched
 
@@ -31,7 +31,7 @@ _NOTHING: dict[str, list[object]] = {"prompt_ids": [], "completion_ids": [], "lo
 
 
 class SalesVLLMGeneration(VLLMGeneration):
-    """TRL's vLLM generation with engine options, a task loop, and a weight push on CPUs.
+    """TRL's vLLM generation with engine options, a task loop, and a weight push of its own into a colocated engine.
 
     Every process has its own client for a server. While a `batch` is set, `generate` begins it on the `loop` and
     returns nothing. `sync_weights` first waits for the server's answers, so that each completion is sampled by one
@@ -118,13 +118,12 @@ class SalesVLLMGeneration(VLLMGeneration):
                 self.accelerator.wait_for_everyone()  # no process sends requests before the weights have arrived
                 return
             with self.loop.pushing():
-                if self.accelerator.device.type != "cpu" and "quantization" not in self.engine_options:
-                    super().sync_weights()
-                else:
-                    if self.enable_sleep_mode:
-                        self.llm.wake_up(tags=["weights"])
-                        self._llm_weights_sleeping = False
-                    reload_all(self.llm, self._iter_named_params())
+                if self.enable_sleep_mode:
+                    upstream_vllm.empty_cache()
+                    self.llm.wake_up(tags=["weights"])
+                    self._llm_weights_sleeping = False
+                repacks = self.accelerator.device.type == "cpu" or "quantization" in self.engine_options
+                load_all(self.llm, self._iter_named_params(), repacks)
             if self._reads_pictures:  # TRL only resets the prefix cache, not the encoder cache
                 self.llm.llm_engine.reset_encoder_cache()
             if self.labels is not None:

@@ -10,7 +10,15 @@ from salesrl_trl.generation.engine_loop import ServerLoop
 from salesrl_trl.generation.vllm import SalesVLLMGeneration
 
 GPU, CPU, SERVER = "an engine on a GPU", "an engine on a CPU", "a server"
-"""The ways of a push: TRL's single weights, the worker's `reload_weights`, and the stream to a server."""
+"""The ways of a push: vLLM's model's `load_weights`, the worker's `reload_weights`, and the stream to a server."""
+
+
+def llm_of(load_weights=None, reload_weights=None):
+    """Stands for vLLM's `LLM`: what a push uses of it."""
+    runner = SimpleNamespace(model=SimpleNamespace(load_weights=load_weights, modules=list))
+    worker = SimpleNamespace(model_runner=runner, reload_weights=reload_weights)
+    engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    return SimpleNamespace(llm_engine=engine, reset_prefix_cache=lambda: None)
 
 
 def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=None):
@@ -31,10 +39,7 @@ def generation_of(model, way=GPU, take=lambda name, weight: None, fsdp_version=N
         state=SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin),
     )  # fmt: skip
     made = Generation(model, accelerator, None, engine_options={}, mode="server" if way == SERVER else "colocate")
-    runner = SimpleNamespace(model=SimpleNamespace(load_weights=take_all, modules=list))
-    worker = SimpleNamespace(model_runner=runner, reload_weights=lambda weights_iterator: take_all(weights_iterator))
-    executor = SimpleNamespace(driver_worker=worker)
-    made.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), reset_prefix_cache=lambda: None)
+    made.llm = llm_of(take_all, lambda weights_iterator: take_all(weights_iterator))
     made.loop = ServerLoop() if way == SERVER else SimpleNamespace(pushing=nullcontext)
     made.vllm_client = SimpleNamespace(
         update_named_params=lambda metadata, weights: take_all(weights), reset_prefix_cache=lambda: None

@@ -85,7 +85,7 @@ PINS = {
     (grpo_trainer, "parse_response"): "40eb8ff6cff7",
     # SalesVLLMGeneration: builds `LLM` from the module's global
     (VLLMGeneration, "_init_vllm"): "90ee5e82844d",
-    # SalesVLLMGeneration.sync_weights replaces the colocate branch on a CPU
+    # SalesVLLMGeneration.sync_weights replaces the colocate branch
     (VLLMGeneration, "sync_weights"): "9c4671d678ef",
     # merged_beside: with an adapter they read `model.named_parameters()` between `merge_adapter` and
     # `unmerge_adapter`, and nothing else of the model but `parameters()` before; they take ".base_layer" off names

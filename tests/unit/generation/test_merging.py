@@ -1,6 +1,7 @@
 """An adapter is merged for a push beside its base: what is pushed, and that nothing is written."""
 
 import copy
+import itertools
 import logging
 import math
 import weakref
@@ -8,11 +9,11 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.pushing import CPU, GPU, SERVER, digest_of, generation_of, pushed
+from support.pushing import CPU, GPU, SERVER, digest_of, generation_of, llm_of, pushed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation import vllm
-from salesrl_trl.generation.merging import dithered
+from salesrl_trl.generation.merging import dithered, load_all
 
 LOGGER = "salesrl_trl.generation.vllm"
 QUERY, VALUE = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -115,6 +116,15 @@ def test_of_merged_weights_one_layer_is_in_memory_at_a_time():
     generation_of(model, take=take).sync_weights()
     assert max(most) == 1
     assert len(most) == 2 * 12 + 3  # both layers' weights and biases, the embedding, the last norm and the head
+
+
+@pytest.mark.parametrize("number", [0, 1, 32, 33, 640])
+def test_a_push_calls_vllms_model_seldom_but_never_with_all_weights(number):
+    weights, calls = [(str(place), torch.full((1,), place)) for place in range(number)], []
+    llm = llm_of(lambda weights: calls.append(list(weights)))
+    load_all(llm, iter(weights), repacks=False)
+    assert list(itertools.chain(*calls)) == weights
+    assert [len(each) for each in calls] == [32] * (number // 32) + [number % 32] * (number % 32 > 0)
 
 
 def test_a_push_that_fails_leaves_the_policy_as_it_was():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl.generation.vllm_generation as upstream_vllm
 import trl.trainer.grpo_trainer as upstream_trainer
+from support.pushing import llm_of
 from transformers import ProcessorMixin
 
 from salesrl_trl.config import SalesGRPOConfig
@@ -111,14 +112,16 @@ def test_a_vllm_that_reads_a_picture_as_other_tokens_is_refused(monkeypatch):
         generation.generate([[1, 9, 9, 9, 2]], [["a"]], 1)
 
 
-def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures(monkeypatch):
-    monkeypatch.setattr(upstream_vllm.VLLMGeneration, "sync_weights", lambda self: None)
+def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures():
     dropped = []
     for processor in (Seeing(), object()):
-        engine = SimpleNamespace(reset_encoder_cache=lambda processor=processor: dropped.append(processor))
-        accelerator, llm = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(llm_engine=engine)
-        seen = {"processing_class": processor, "engine_options": {}, "loop": IDLE}
-        bare(mode="colocate", accelerator=accelerator, llm=llm, **seen).sync_weights()
+        llm = llm_of()
+        llm.llm_engine.reset_encoder_cache = lambda processor=processor: dropped.append(processor)
+        accelerator = SimpleNamespace(device=torch.device("cuda"))
+        seen = {"processing_class": processor, "engine_options": {}, "loop": IDLE, "enable_sleep_mode": False}
+        bare(
+            mode="colocate", accelerator=accelerator, llm=llm, _iter_named_params=lambda: iter(()), **seen
+        ).sync_weights()
     assert [type(each) for each in dropped] == [Seeing]
 
 
@@ -129,15 +132,9 @@ def test_an_engine_that_quantises_is_woken_and_reads_all_weights_anew():
         accelerator=SimpleNamespace(device=torch.device("cuda")),
         _iter_named_params=lambda: iter([("a", 1), ("b", 2)]), loop=IDLE,
     )  # fmt: skip
-    worker = SimpleNamespace(
-        model_runner=SimpleNamespace(model=torch.nn.Module()),
-        reload_weights=lambda weights_iterator: done.append(list(weights_iterator)),
-    )
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-    generation.llm = SimpleNamespace(
-        llm_engine=SimpleNamespace(model_executor=executor), wake_up=lambda tags: done.append(tags),
-        reset_prefix_cache=lambda: done.append("cache"),
-    )  # fmt: skip
+    generation.llm = llm_of(reload_weights=lambda weights_iterator: done.append(list(weights_iterator)))
+    generation.llm.wake_up = lambda tags: done.append(tags)
+    generation.llm.reset_prefix_cache = lambda: done.append("cache")
     generation.sync_weights()
     assert done == [["weights"], [("a", 1), ("b", 2)], "cache"]
     assert not generation._llm_weights_sleeping
