@@ -124,10 +124,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, down, up, narrow = ctx.saved_tensors
-        if torch.is_autocast_enabled(x.device.type):  # would cast some of the operands below, not all
-            with torch.autocast(x.device.type, enabled=False):
+        if torch.is_autocast_enabled(where := gradients.device.type):  # would cast some of the operands, not all
+            with torch.autocast(where, enabled=False):
                 return _Product.backward(ctx, gradients)
+        x, weight, down, up, narrow = ctx.saved_tensors  # once, as checkpointing and offloading require
         narrowed = gradients @ up
         of_x = (gradients @ weight).addmm_(narrowed, down) if ctx.needs_input_grad[0] else None
         of_up = (gradients.t() @ narrow).to(ctx.dtype) * ctx.scaling  # rounded once
