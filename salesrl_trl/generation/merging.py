@@ -134,8 +134,8 @@ def load_all(llm: Any, weights: Iterator[tuple[str, torch.Tensor]], repacks: boo
         pack_tied_weights_again(model)
         worker.reload_weights(weights_iterator=weights)
     else:  # each call visits all modules (1.4 ms with 48 layers of vLLM 0.31), and some models hold all of its weights
-        for weight in weights:
-            model.load_weights(itertools.chain([weight], itertools.islice(weights, WEIGHTS_A_CALL - 1)))
+        while first := list(itertools.islice(weights, 1)):  # popped, so that it isn't in memory during the whole call
+            model.load_weights(itertools.chain(map(first.pop, [0]), itertools.islice(weights, WEIGHTS_A_CALL - 1)))
     llm.reset_prefix_cache()
 
 
