@@ -124,9 +124,9 @@ def _float32_copy(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(wide, requires_grad=False)
 
 
-def load_all(llm: Any, weights: Iterator[tuple[str, torch.Tensor]], repacks: bool) -> None:
+def load_all(llm: Any, weights: Iterator[tuple[str, torch.Tensor]], repacks: bool, frees: bool) -> None:
     """Load all weights through vLLM's worker, which afterwards `repacks` its parameters. CPUs and quantising engines
-    need this."""
+    need this. `frees`: as with FSDP1, a weight is gone when the next is asked for."""
     worker = llm.llm_engine.model_executor.driver_worker
     worker = getattr(worker, "worker", worker)
     model = worker.model_runner.model
@@ -134,8 +134,9 @@ def load_all(llm: Any, weights: Iterator[tuple[str, torch.Tensor]], repacks: boo
         pack_tied_weights_again(model)
         worker.reload_weights(weights_iterator=weights)
     else:  # each call visits all modules (1.4 ms with 48 layers of vLLM 0.31), and some models hold all of its weights
+        most = 1 if frees else WEIGHTS_A_CALL  # vLLM's Llama 4 collects a call's weights of the vision tower
         while first := list(itertools.islice(weights, 1)):  # popped, so that it isn't in memory during the whole call
-            model.load_weights(itertools.chain(map(first.pop, [0]), itertools.islice(weights, WEIGHTS_A_CALL - 1)))
+            model.load_weights(itertools.chain(map(first.pop, [0]), itertools.islice(weights, most - 1)))
     llm.reset_prefix_cache()
 
 

@@ -123,7 +123,7 @@ class SalesVLLMGeneration(VLLMGeneration):
                     self.llm.wake_up(tags=["weights"])
                     self._llm_weights_sleeping = False
                 repacks = self.accelerator.device.type == "cpu" or "quantization" in self.engine_options
-                load_all(self.llm, self._iter_named_params(), repacks)
+                load_all(self.llm, self._iter_named_params(), repacks, frees=self._dist.fsdp_version == 1)
             if self._reads_pictures:  # TRL only resets the prefix cache, not the encoder cache
                 self.llm.llm_engine.reset_encoder_cache()
             if self.labels is not None:

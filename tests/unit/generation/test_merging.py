@@ -13,7 +13,7 @@ from support.pushing import CPU, GPU, SERVER, digest_of, generation_of, llm_of, 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from salesrl_trl.generation import vllm
-from salesrl_trl.generation.merging import dithered, load_all
+from salesrl_trl.generation.merging import dithered
 
 LOGGER = "salesrl_trl.generation.vllm"
 QUERY, VALUE = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
@@ -118,13 +118,18 @@ def test_of_merged_weights_one_layer_is_in_memory_at_a_time():
     assert len(most) == 2 * 12 + 3  # both layers' weights and biases, the embedding, the last norm and the head
 
 
-@pytest.mark.parametrize("number", [0, 1, 32, 33, 640])
-def test_a_push_calls_vllms_model_seldom_but_never_with_all_weights(number):
+@pytest.mark.parametrize(
+    ("number", "version", "most"),
+    [(0, None, 32), (1, 2, 32), (32, 2, 32), (33, None, 32), (640, None, 32), (33, 1, 1)],
+)
+def test_a_push_calls_vllms_model_seldom_but_never_with_all_weights(number, version, most):
     weights, calls = [(str(place), torch.full((1,), place)) for place in range(number)], []
-    llm = llm_of(lambda weights: calls.append(list(weights)))
-    load_all(llm, iter(weights), repacks=False)
+    generation = generation_of(torch.nn.Module(), fsdp_version=version)
+    generation.llm = llm_of(lambda weights: calls.append(list(weights)))
+    generation._iter_named_params = lambda: iter(weights)
+    generation.sync_weights()
     assert list(itertools.chain(*calls)) == weights
-    assert [len(each) for each in calls] == [32] * (number // 32) + [number % 32] * (number % 32 > 0)
+    assert [len(each) for each in calls] == [most] * (number // most) + [number % most] * (number % most > 0)
 
 
 def test_a_push_that_fails_leaves_the_policy_as_it_was():

@@ -18,6 +18,7 @@ from salesrl_trl.generation.vllm import SalesVLLMGeneration
 from salesrl_trl.wiring.policy import Policy
 
 IDLE = SimpleNamespace(pushing=nullcontext)  # a loop with nothing under way
+WHOLE = SimpleNamespace(fsdp_version=None)  # a policy that nothing shards
 
 
 def bare(**members):
@@ -120,7 +121,7 @@ def test_with_new_weights_vllm_forgets_what_the_vision_tower_made_of_pictures():
         accelerator = SimpleNamespace(device=torch.device("cuda"))
         seen = {"processing_class": processor, "engine_options": {}, "loop": IDLE, "enable_sleep_mode": False}
         bare(
-            mode="colocate", accelerator=accelerator, llm=llm, _iter_named_params=lambda: iter(()), **seen
+            mode="colocate", accelerator=accelerator, llm=llm, _dist=WHOLE, _iter_named_params=lambda: iter(()), **seen
         ).sync_weights()
     assert [type(each) for each in dropped] == [Seeing]
 
@@ -130,7 +131,7 @@ def test_an_engine_that_quantises_is_woken_and_reads_all_weights_anew():
     generation = bare(
         mode="colocate", engine_options={"quantization": "fp8_per_channel"}, enable_sleep_mode=True,
         accelerator=SimpleNamespace(device=torch.device("cuda")),
-        _iter_named_params=lambda: iter([("a", 1), ("b", 2)]), loop=IDLE,
+        _iter_named_params=lambda: iter([("a", 1), ("b", 2)]), loop=IDLE, _dist=WHOLE,
     )  # fmt: skip
     generation.llm = llm_of(reload_weights=lambda weights_iterator: done.append(list(weights_iterator)))
     generation.llm.wake_up = lambda tags: done.append(tags)
