@@ -25,14 +25,15 @@ _ANSWER = "salesrl"  # an answer in a rendered conversation, followed by the end
 def check_environment(plan: Plan, findings: Findings) -> None:
     """Check versions, GPUs, disk and shared memory. Only `in_depth` calls nvidia-smi, which may take a second."""
     training = plan.config.training
-    _versions(training, findings)
+    _versions(plan, findings)
     _devices(training, plan.in_depth, findings)
     _disk(training.output_dir, findings)
     if SHARED_MEMORY.is_dir():
         _shared_memory(training, findings)
 
 
-def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
+def _versions(plan: Plan, findings: Findings) -> None:
+    training, model = plan.config.training, plan.config.model
     findings.figures["python"] = platform.python_version()
     for package in packages():
         if not package.is_met:
@@ -42,6 +43,11 @@ def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
         findings.figures["vllm"] = version = installed("vllm")
         if version is None:
             findings.fail("vLLM is not installed.", "Run scripts/install.sh, or set `use_vllm: false`.")
+    is_torchs, has_few_bits = training.optim.startswith("adamw_torch"), training.optim.endswith(("_4bit", "_8bit"))
+    needs = {"liger-kernel": training.use_liger_kernel, "torchao": is_torchs and has_few_bits}
+    needs["bitsandbytes"] = model.load_in_4bit or model.load_in_8bit or (has_few_bits and not is_torchs)
+    for name in (name for name, is_needed in needs.items() if is_needed and installed(name) is None):
+        findings.fail(f"{name}, which a setting needs, is not installed.", f"Run `pip install {name}`.")
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:

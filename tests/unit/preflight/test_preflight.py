@@ -91,6 +91,23 @@ def test_versions_are_held_against_the_pins(told, monkeypatch, installed, messag
     assert message in told(stages=CHEAP[:1])
 
 
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("liger-kernel", "--use_liger_kernel true"),
+        ("torchao", "--optim adamw_torch_4bit"),
+        ("bitsandbytes", "--optim paged_adamw_8bit"),
+        ("bitsandbytes", "--use_peft true --load_in_4bit true --dtype bfloat16"),
+    ],
+)
+def test_a_package_that_a_setting_needs_is_missed_before_a_model_is_loaded(told, monkeypatch, package, arguments):
+    missing = f"{package}, which a setting needs, is not installed. Run `pip install {package}`."
+    packages(monkeypatch, **{package: None})
+    assert missing in told(*arguments.split(), stages=CHEAP[:1])
+    packages(monkeypatch, **{package: "1.0"})
+    assert missing not in told(*arguments.split(), stages=CHEAP[:1])
+
+
 def test_disk_and_shared_memory_have_room(told, monkeypatch, tmp_path):
     free = {"disk": 0.5, "shm": 8.0}
     real, shared = shutil.disk_usage, environment.SHARED_MEMORY
