@@ -27,9 +27,8 @@ class LoraLayers(Part):
         args, trl, model = run.args, run.trl, run.trl.model()
         spare_casts(model, args.device.type)
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        reason = first(
-            {"this is untested with DeepSpeed": trl.is_deepspeed, "`torch_compile` fuses them": args.torch_compile}
-        )
+        cause = {"this is untested with DeepSpeed": trl.is_deepspeed, "`torch_compile` fuses them": args.torch_compile}
+        reason = first(cause)
         found = Counter(reason or fuse(each, dtype) for each in model.modules() if isinstance(each, LoraLayer))
         for why, number in found.items():
             if why is not None:
@@ -89,15 +88,13 @@ class FusedLinear(Linear):
         if {type(base), type(down), type(up)} != {torch.nn.Linear} or _has_dropout(dropout):
             return None
         own_hooks = any(any(map(vars(each).get, _HOOKS)) for each in (base, down, up, dropout))
-        has_hooks = own_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if has_hooks or name in self.lora_variant or up.bias is not None:
+        has_hooks, where = own_hooks or _has_any_global_hook(), x.device.type  # type: ignore[no-untyped-call]
+        if has_hooks or name in self.lora_variant or up.bias is not None or not torch.amp.is_autocast_available(where):
             return None
         weight, bias, narrow, wide, scaling = base.weight, base.bias, down.weight, up.weight, self.scaling[name]
-        frozen, where = [weight] if bias is None else [weight, bias], x.device.type
+        frozen = [weight] if bias is None else [weight, bias]
         is_plain = all(type(each) in _PLAIN for each in (x, narrow, wide, *frozen))
         if not is_plain or isinstance(scaling, torch.Tensor) or any(each.requires_grad for each in frozen):
-            return None
-        if not torch.amp.is_autocast_available(where):
             return None
         dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else narrow.dtype
         return (weight, bias, narrow, wide, scaling) if all(each.dtype == dtype for each in (x, *frozen)) else None

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers import Trainer
+from transformers.utils import is_liger_kernel_available
 
 from salesrl_trl.config import SalesGRPOConfig
 from salesrl_trl.ground.process import installed
@@ -25,15 +27,14 @@ _ANSWER = "salesrl"  # an answer in a rendered conversation, followed by the end
 def check_environment(plan: Plan, findings: Findings) -> None:
     """Check versions, GPUs, disk and shared memory. Only `in_depth` calls nvidia-smi, which may take a second."""
     training = plan.config.training
-    _versions(plan, findings)
+    _versions(training, findings)
     _devices(training, plan.in_depth, findings)
     _disk(training.output_dir, findings)
     if SHARED_MEMORY.is_dir():
         _shared_memory(training, findings)
 
 
-def _versions(plan: Plan, findings: Findings) -> None:
-    training, model = plan.config.training, plan.config.model
+def _versions(training: SalesGRPOConfig, findings: Findings) -> None:
     findings.figures["python"] = platform.python_version()
     for package in packages():
         if not package.is_met:
@@ -43,11 +44,14 @@ def _versions(plan: Plan, findings: Findings) -> None:
         findings.figures["vllm"] = version = installed("vllm")
         if version is None:
             findings.fail("vLLM is not installed.", "Run scripts/install.sh, or set `use_vllm: false`.")
-    is_torchs, has_few_bits = training.optim.startswith("adamw_torch"), training.optim.endswith(("_4bit", "_8bit"))
-    needs = {"liger-kernel": training.use_liger_kernel, "torchao": is_torchs and has_few_bits}
-    needs["bitsandbytes"] = model.load_in_4bit or model.load_in_8bit or (has_few_bits and not is_torchs)
-    for name in (name for name, is_needed in needs.items() if is_needed and installed(name) is None):
-        findings.fail(f"{name}, which a setting needs, is not installed.", f"Run `pip install {name}`.")
+    if training.use_liger_kernel and not is_liger_kernel_available():
+        findings.fail("`use_liger_kernel` needs liger-kernel, which is missing.", "Run `pip install liger-kernel`.")
+    try:  # what transformers looks for in `train()`, after the model and vLLM have loaded
+        Trainer.get_optimizer_cls_and_kwargs(training)
+    except ImportError as error:
+        findings.fail(f"`optim` is {training.optim.value}. {error}", "Or choose another `optim`.")
+    except (ValueError, TypeError):
+        pass  # some optimizers need the model
 
 
 def _devices(training: SalesGRPOConfig, in_depth: bool, findings: Findings) -> None:

@@ -85,10 +85,9 @@ def positions_of(model: PretrainedConfig) -> int | None:
     text = model.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     scaled = getattr(text, "rope_parameters", None) or {}
-    kinds = {scaled.get("rope_type", "default")} | {
-        layer.get("rope_type", "default") for layer in scaled.values() if isinstance(layer, dict)
-    }
-    return positions if isinstance(positions, int) and kinds <= {"default"} else None
+    by_layer = [scaled, *(each for each in scaled.values() if isinstance(each, dict))]
+    is_scaled = any(each.get("rope_type", "default") != "default" for each in by_layer)
+    return positions if isinstance(positions, int) and not is_scaled else None
 
 
 def reads_pictures(model: PretrainedConfig) -> bool:

@@ -186,10 +186,12 @@ def test_a_policy_made_from_the_small_one_gets_the_small_ones_prompts_and_anothe
 
 
 def test_nothing_is_trained_and_the_runs_folder_is_not_used(tmp_path):
-    training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts"], FULL).training
+    needing = ["--use_liger_kernel", "true", "--optim", "paged_adamw_8bit"]  # packages
+    training = parse(["--output_dir", str(tmp_path / "run"), "--mode", "rollouts", *needing], FULL).training
     made = overlaid(training, "evaluation", {"output_dir": "elsewhere"})
     assert made.kl_targets() == {} != training.kl_targets()  # so there is no reference model
     assert (made.output_dir, made.resume_from_checkpoint, made.held_out_eval) == ("elsewhere", None, True)
+    assert (made.use_liger_kernel, made.optim) == (False, "adamw_torch")
     assert made.temperature == training.temperature and not (tmp_path / "run").exists()
 
 
