@@ -42,9 +42,12 @@ COLD_PYTHON = str(Path(sys.prefix, "bin/python3"))
 """Python, which imports what it needs."""
 FORGET = """
 import sys
+import typing
 for name in [*sys.modules]:  # torch and transformers stay: their import takes seconds
     if name.split(".")[0] in ("openai", "salesrl_trl", "support", "trl", "vllm"):
         del sys.modules[name]
+for forget in typing._cleanups:  # Python 3.11.2 keeps types whose parts are equal, from before
+    forget()
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]  # it knows the checkout
 """
 """Code with which a fork imports the package and what may bring vLLM or openai anew, as another path has them."""
